@@ -358,3 +358,23 @@ def replace(path: Path, old: str, new: str) -> None:
     assert old in text
     path.write_text(text.replace(old, new))
     os.utime(path, (modified, modified))
+
+
+def test_a_hook_may_be_an_object_that_cannot_be_hashed(site, plugin_named):
+    site.add(
+        "nxdt-plugin-object",
+        """
+        from nxdt_core.api import OptimizerComponent, hookimpl
+
+        class Hook:
+            __hash__ = None
+
+            def __call__(self):
+                return [OptimizerComponent(name="held", target="m:f")]
+
+        nxdt_optimizers = hookimpl(Hook())
+        """,
+    )
+    kernel = site.start()
+    assert plugin_named(kernel, "object").state == "ok"
+    assert "held" in kernel.registry.names("optimizer")

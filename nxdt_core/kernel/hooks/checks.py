@@ -58,10 +58,13 @@ def collect_hooks(plugin: object, specifications: Mapping[str, inspect.Signature
     return HookSet(implementations)
 
 
-@lru_cache(maxsize=4096)
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, which is worked out once: kernels are started many times in a process."""
-    return inspect.signature(function)
+    """Return the signature of a callable; that of a function is worked out once, since kernels are started often."""
+    return _known_signature(function) if inspect.isfunction(function) else inspect.signature(function)
+
+
+_known_signature = lru_cache(maxsize=4096)(inspect.signature)
+"""Of functions alone: another callable need not be hashable."""
 
 
 def hook_signature(name: str, function: Callable[..., Any]) -> str:
