@@ -140,8 +140,11 @@ class Run:
             text=True,
             cwd=work,
         )
-        self.is_alive = True
         self._signal(signal.SIGSTOP)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
 
     def advance(self) -> None:
         """Run until the log has a further step, or until the process ends."""
@@ -149,21 +152,19 @@ class Run:
             return
         self._signal(signal.SIGCONT)
         begin = time.perf_counter()
-        while self._logged() <= len(self.seconds) and self.process.poll() is None:
+        while self._logged() <= len(self.seconds) and self.is_alive:
             if time.perf_counter() - begin > LONGEST_STEP_S:
                 raise RuntimeError(f"no step within {LONGEST_STEP_S:g} s in {self.work}")
             time.sleep(POLL_S)
-        if self.process.poll() is None:
+        if self.is_alive:
             self._signal(signal.SIGSTOP)
             self.seconds.append(time.perf_counter() - begin)
-            return
-        self.is_alive = False
-        if self.process.returncode:
+        elif self.process.returncode:
             raise RuntimeError(self.process.stderr.read() if self.process.stderr else "")
 
     def end(self) -> None:
         """Kill the process, where it is still there."""
-        if self.process.poll() is None:
+        if self.is_alive:
             self._signal(signal.SIGKILL)
             self.process.wait()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions
 
 from nxdt_core.errors.plugins import LightningCallbacksRefused
+from nxdt_core.kernel.discovery.metadata import read_metadata_file
 from nxdt_core.kernel.policy import PluginPolicy
 
 __all__ = ["GROUPS", "LightningFactory", "check_lightning_callbacks", "lightning_callbacks", "lightning_notes"]
@@ -29,7 +30,7 @@ def lightning_callbacks() -> list[LightningFactory]:
     """Return the entry points of installed distributions; none of their code runs."""
     found: dict[tuple[str, str], LightningFactory] = {}
     for dist in distributions():
-        for entry in _entries(dist.read_text("entry_points.txt") or "", dist):
+        for entry in _entries(read_metadata_file(dist, "entry_points.txt") or "", dist):
             name = str(dist.metadata["Name"])
             factory = LightningFactory(name=entry.name, dist=name, version=str(dist.version), target=entry.value)
             found.setdefault((name, entry.value), factory)

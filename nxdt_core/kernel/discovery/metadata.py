@@ -51,20 +51,19 @@ def read_metadata_file(dist: Distribution, name: str) -> str | None:
     folder = getattr(dist, "_path", None)
     if type(dist) is not PathDistribution or not isinstance(folder, Path):
         return dist.read_text(name)
-    path = f"{folder}/{name}"
     try:
-        version = version_of(os.stat(path))
+        version = version_of(os.stat(f"{folder}/{name}"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError):
-        return dist.read_text(name)
-    return _text(path, version) if version is not None else dist.read_text(name)
+        version = None
+    return dist.read_text(name) if version is None else _known_text(str(folder), name, version)
 
 
 @lru_cache(maxsize=4096)
-def _text(path: str, version: tuple[int, ...]) -> str:
-    """The text of a file in one of its versions."""
-    return Path(path).read_text(encoding="utf-8")
+def _known_text(folder: str, name: str, version: tuple[int, ...]) -> str | None:
+    """The text of a file in one of its versions, as the standard library reads it."""
+    return PathDistribution(Path(folder)).read_text(name)
 
 
 def plugin_entries(text: str) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from nxdt_core.kernel.discovery.metadata import read_metadata_file
 from nxdt_core.kernel.plugin import PluginInfo
 
 __all__ = ["editable_source", "stale_metadata"]
@@ -47,7 +48,7 @@ def stale_metadata(plugin: PluginInfo) -> str:
 def editable_source(dist: Distribution) -> Path | None:
     """Return the directory of an installation with ``pip install -e``; None of other installations."""
     try:
-        origin = json.loads(dist.read_text("direct_url.json") or "{}")
+        origin = json.loads(read_metadata_file(dist, "direct_url.json") or "{}")
     except ValueError:
         return None
     if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):

@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import PurePosixPath
 
+from nxdt_core.kernel.discovery.metadata import read_metadata_file
 from nxdt_core.kernel.file_version import version_of
 from nxdt_core.kernel.integrity.editable import editable_source
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
@@ -52,7 +53,8 @@ def _wheel_record(plugin: PluginInfo) -> list[str]:
     dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
     if dist is None or editable_source(dist) is not None:
         return []
-    rows = [row for row in csv.reader((dist.read_text("RECORD") or "").splitlines()) if len(row) >= 2]
+    record = read_metadata_file(dist, "RECORD") or ""
+    rows = [row for row in csv.reader(record.splitlines()) if len(row) >= 2]
     return sorted(f"{path} {digest}" for path, digest, *_ in rows if digest and _is_content(PurePosixPath(path)))
 
 
