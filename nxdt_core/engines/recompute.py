@@ -81,7 +81,8 @@ def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
 
 def _drop_results(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]) -> None:
     """Mark the cheap modules among those that are recomputed, but for those inside another one."""
-    cheap = [part for part in _matching(module, patterns) if part in set(_matching(module, plan.cheap))]
+    made_cheaply = set(_matching(module, plan.cheap))
+    cheap = [part for part in _matching(module, patterns) if part in made_cheaply]
     inside = {part for outer in module.modules() if _is_recomputed(outer) for part in outer.modules() if part != outer}
     for part in cheap:
         if part not in inside:
@@ -96,8 +97,9 @@ def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
     one for each, which nothing could drop. Routers of experts read the result as it is."""
     routers = (*plan.expert_routers, *plan.experts)
     for path, block in module.named_modules():
-        routes = any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name)
-        if matches_any(plan.tensor_blocks, path) and not routes:
+        if not matches_any(plan.tensor_blocks, path):
+            continue
+        if not any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name):
             block.register_forward_pre_hook(_cast)
 
 

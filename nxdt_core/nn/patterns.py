@@ -10,10 +10,13 @@ __all__ = ["matches", "matches_any"]
 
 
 @lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{_expression(pattern)})" for pattern in patterns) or r"(?!)")
+
+
+def _expression(pattern: str) -> str:
     head, *rest = pattern.split(".")
-    parts = [".*" if head == "*" else _one(head), *map(_one, rest)]
-    return re.compile(r"\.".join(parts))
+    return r"\.".join([".*" if head == "*" else _one(head), *map(_one, rest)])
 
 
 def _one(part: str) -> str:
@@ -26,9 +29,9 @@ def matches(pattern: str, path: str) -> bool:
 
     ``matches("layers.*.norm.weight", "layers.3.norm.weight")`` and ``matches("*.bias", "a.b.bias")`` are true.
     """
-    return _compiled(pattern).fullmatch(path) is not None
+    return matches_any((pattern,), path)
 
 
 def matches_any(patterns: Iterable[str], path: str) -> bool:
     """Return whether ``path`` matches one of ``patterns``."""
-    return any(matches(pattern, path) for pattern in patterns)
+    return _compiled(tuple(patterns)).fullmatch(path) is not None

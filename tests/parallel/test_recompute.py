@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 
 from nxdt_core.devices import HOST
+from nxdt_core.engines import recompute
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.nn.patterns import matches_any
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -227,3 +230,20 @@ def test_it_composes_with_tensor_and_sequence_parallelism(ranks, names):
     for found in ranks(2).run(gradients_under_sequence_parallelism, names):
         assert len(found) == 13
         assert all(torch.equal(one, other) for one, other in found.values())
+
+
+def test_the_work_grows_with_the_layers_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def counted(patterns: Iterable[str], path: str) -> bool:
+        compared.append(path)
+        return matches_any(patterns, path)
+
+    monkeypatch.setattr(recompute, "matches_any", counted)
+    counts = []
+    for layers in (8, 16):
+        compared.clear()
+        plan = replace(PLAN, cheap=("layers.*.norm", "layers.*.mlp.activation"))
+        apply_recompute(Stack(layers=layers), plan, granularity="selective", names=("Activation",))
+        counts.append(len(compared))
+    assert counts[1] < 2.1 * counts[0]

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nxdt_core.parallel.estimate.meta_results import meta_result
+
 __all__ = ["LiveBytes", "Phase", "WireBytes"]
 
 Phase = Literal["activations", "logits", "workspace", "gradients"]
@@ -45,7 +47,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run ``func`` and note the storages of its results."""
         if DTensor in types:
             return NotImplemented  # its operators on local tensors come here next
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # modes of functions have seen what led here
+            result = meta_result(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage())
