@@ -113,7 +113,7 @@ def _names(content: Mapping[str, Any], parameters: list[str]) -> list[str]:
         return parameters
     for parts in _WITHOUT_DECAY:
         exempt = [name for name in parameters if any(part in name for part in parts)]
-        decayed = [name for name in parameters if name not in set(exempt)]
+        decayed = [name for name in parameters if not any(part in name for part in parts)]
         if sizes == [len(decayed), len(exempt)]:
             return decayed + exempt
     raise Unmergeable(f"its groups have {sizes} parameters, and which these are of {len(parameters)} is not known")

@@ -34,7 +34,8 @@ class Sharding:
     @property
     def whole(self) -> tuple[str, ...]:
         """Those that did not."""
-        return tuple(name for name in self.elements if name not in set(self.cut))
+        cut = {*self.cut}
+        return tuple(name for name in self.elements if name not in cut)
 
     @property
     def share(self) -> float:
