@@ -27,23 +27,27 @@ _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 def json_schema(kernel: Kernel) -> dict[str, Any]:
     """Return the schema for the core and the components of all usable plugins (draft 2020-12)."""
+    sections: dict[str, Any] = {}
+    run = _section(RunConfig, "", kernel, sections)
+    interpolation = {"type": "string", "pattern": r"\$\{.+\}", "description": "another key's value"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "nxdt run",
-        **_section(RunConfig, "", kernel),
-        "$defs": {"interpolation": {"type": "string", "pattern": r"\$\{.+\}", "description": "another key's value"}},
+        **run,
+        "$defs": {"interpolation": interpolation, **sections},
     }
 
 
-def _section(cls: type, path: str, kernel: Kernel) -> dict[str, Any]:
-    """An object; where it selects a component, one branch for each component."""
+def _section(cls: type, path: str, kernel: Kernel, sections: dict[str, Any]) -> dict[str, Any]:
+    """An object; where it selects a component, one branch for each component. The schemas of sections below it are put
+    into ``sections``: each is needed in many branches, and written out there they would make megabytes."""
     slot = next((slot for slot in SLOTS if slot.section == path), None)
     if slot is None:
-        return _closed(_properties(cls, None, path, kernel), class_doc(cls))
+        return _closed(_properties(cls, None, path, kernel, sections), class_doc(cls))
     branches = []
-    everything = _properties(cls, None, path, kernel)
+    everything = _properties(cls, None, path, kernel, sections)
     for component, extra in _usable(kernel.registry.all(slot.kind)):
-        properties = _properties(cls, extra, path, kernel)
+        properties = _properties(cls, extra, path, kernel, sections)
         everything = {**everything, **properties}
         branches.append({"if": _named(slot, component), "then": _closed(properties)})
     unnamed = {"not": {"required": [slot.selector]}}
@@ -81,18 +85,20 @@ def _closed(properties: Mapping[str, Any], description: str = "") -> dict[str, A
     return {**closed, "description": description} if description else closed
 
 
-def _properties(cls: type, extra: type | None, path: str, kernel: Kernel) -> dict[str, Any]:
+def _properties(cls: type, extra: type | None, path: str, kernel: Kernel, sections: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     legacy = section_keys(LEGACY.get(path), None)
     for name, keys in {**legacy, **section_keys(cls, extra)}.items():
-        found[name] = _property(keys[-1], join(path, name), kernel)
+        found[name] = _property(keys[-1], join(path, name), kernel, sections)
     return found
 
 
-def _property(key: Key, path: str, kernel: Kernel) -> dict[str, Any]:
+def _property(key: Key, path: str, kernel: Kernel, sections: dict[str, Any]) -> dict[str, Any]:
     if key.section is not None:
-        section = _section(key.section, path, kernel)
-        return {"anyOf": [section, {"type": "null"}]}
+        name = f"{path}:{key.section.__module__}.{key.section.__qualname__}"
+        if name not in sections:
+            sections[name] = _section(key.section, path, kernel, sections)
+        return {"anyOf": [{"$ref": f"#/$defs/{name}"}, {"type": "null"}]}
     shape = key.shape.json_schema()
     null = [] if key.default is REQUIRED else [{"type": "null"}]
     described = {"anyOf": [shape, *null, _INTERPOLATION]} if shape else {}
