@@ -34,6 +34,8 @@ def outdated(ctx: click.Context, names: tuple[str, ...], json_output: bool) -> N
     distribution that the index does not have, or that pip cannot ask it for, is not found. NAME is a plugin or
     distribution; all by default.
     """
+    from importlib.util import find_spec
+
     from packaging.version import Version
 
     from nxdt_core.errors.plugins import PipMissing, UnknownPlugin
@@ -41,8 +43,7 @@ def outdated(ctx: click.Context, names: tuple[str, ...], json_output: bool) -> N
     from nxdt_core.kernel.plugin import LOCAL
     from nxdt_core.kernel.policy import names as means
 
-    command = [sys.executable, "-m", "pip", "--version"]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+    if find_spec("pip") is None:
         raise PipMissing(python=sys.executable)
     plugins = [plugin for plugin in Kernel.start().plugins if plugin.dist != LOCAL]
     for name in names:
