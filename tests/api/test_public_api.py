@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -111,25 +112,28 @@ def test_plugins_of_this_repository_import_public_modules_alone():
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory):
-    """``older(requirement)``: a directory into which pip has installed a plugin that requires this core.
+    """``older(requirement)``: a directory with the contents of a wheel, of a plugin that requires this core.
 
     The plugin imports a module that is deprecated, as one that was written for the previous minor version may.
     """
+    place = tmp_path_factory.mktemp("older")
+    write_repository("optimizer", "older", place / "source")
+    config = place / "source" / "src" / "older" / "config.py"
+    text = config.read_text()
+    assert "nxdt_core.config.annotations" in text
+    config.write_text(text.replace("nxdt_core.config.annotations", "nxdt_core.config.marks"))
+    build_wheels([place / "source"], place / "wheels")
+    (wheel,) = (place / "wheels").iterdir()
 
     def install(requirement):
-        place = tmp_path_factory.mktemp("older")
-        write_repository("optimizer", "older", place / "source")
-        project = place / "source" / "pyproject.toml"
-        project.write_text(re.sub(r'"nxdt-core[^"]*"', f'"{requirement}"', project.read_text()))
-        config = place / "source" / "src" / "older" / "config.py"
-        text = config.read_text()
-        assert "nxdt_core.config.annotations" in text
-        config.write_text(text.replace("nxdt_core.config.annotations", "nxdt_core.config.marks"))
-        build_wheels([place / "source"], place / "wheels")
-        (wheel,) = (place / "wheels").iterdir()
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", place / "site"]
-        subprocess.run([*pip, wheel], check=True, capture_output=True, timeout=120)
-        return place / "site"
+        site = tmp_path_factory.mktemp("site")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+        (metadata,) = site.glob("older-*.dist-info/METADATA")
+        text, replaced = re.subn(r"(?m)^(Requires-Dist: )nxdt-core.*$", rf"\1{requirement}", metadata.read_text())
+        assert replaced == 1
+        metadata.write_text(text)
+        return site
 
     return install
 

@@ -6,10 +6,14 @@ import pytest
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.testing.objective_contract import ObjectiveContract
+from tests.sampling import takes_all
 
 
 class TestCausalLM(ObjectiveContract):
-    """All tests are inherited."""
+    """All tests are inherited. By default it trains in one layout: the tests of all others train with this loss."""
+
+    def tries(self, layout, config):
+        return layout == "tp" or takes_all(config)
 
     @pytest.fixture
     def factory(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,12 @@ from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.data.tokens import text_ids
-from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
+from nxdt_core.errors.data import (
+    BadTokenizerConfig,
+    BadTokenizerFile,
+    TokenizerFileNotFound,
+    TokenizerLibraryMissing,
+)
 from nxdt_core.protocols.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -270,21 +276,12 @@ def test_sections_that_name_no_or_two_tokenizers_are_refused(keys, key):
 
 
 @pytest.mark.parametrize("missing", ["tokenizers", "huggingface_hub", "transformers"])
-def test_without_the_library_the_error_names_the_pip_command(tmp_path, missing):
+def test_without_the_library_the_error_names_the_pip_command(tmp_path, missing, monkeypatch):
     name = str(tmp_path) if missing == "transformers" else "someone/little"
-    program = f"""
-import sys; sys.modules[{missing!r}] = None
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
-from nxdt_core.errors import NxdtError
-try:
-    HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type={name!r}))
-except NxdtError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert "pip install nxdt-core[huggingface]" in done.stdout
-    assert missing in done.stdout
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(TokenizerLibraryMissing, match=re.escape("pip install nxdt-core[huggingface]")) as raised:
+        load(type=name)
+    assert missing in str(raised.value)
 
 
 def exported(tokenizer, directory):

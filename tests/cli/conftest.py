@@ -13,7 +13,12 @@ from tests import processes
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
-_NO_TORCH = "import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n"
+_MISSING = """
+import sys
+for name in {names!r}:
+    for imported in [name, *(each for each in sys.modules if each.startswith(name + "."))]:
+        sys.modules[imported] = None
+"""
 _UNINSTALLED = """
 from importlib import metadata
 installed = metadata.Distribution.discover
@@ -40,19 +45,22 @@ def work(tmp_path: Path) -> Path:
 @pytest.fixture
 def nxdt(work: Path, site: Path) -> Run:
     """Run ``nxdt ARGS`` in an empty directory; ``without`` names modules that cannot be imported, and ``uninstalled``
-    distributions that are not there; without ``fork`` a new interpreter runs it, which has imported nothing yet."""
+    distributions that are not there. Without ``fork`` a new interpreter runs it, which has imported nothing yet: by
+    default where modules cannot be imported. A fork has them already, for modules that the preload imports with them;
+    it shows what a command does that looks for a module while it works."""
 
     def run(
         *args: str,
         without: tuple[str, ...] = (),
         uninstalled: tuple[str, ...] = (),
-        fork: bool = True,
+        fork: bool | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         (site / "usercustomize.py").write_text("")
         hidden = _UNINSTALLED.format(dists=uninstalled) if uninstalled else ""
-        (site / "sitecustomize.py").write_text(_NO_TORCH.format(names=without) + hidden)
-        run_it = subprocess.run if without or not fork else processes.run
+        (site / "sitecustomize.py").write_text(_MISSING.format(names=without) + hidden)
+        forks = not without if fork is None else fork
+        run_it = processes.run if forks else subprocess.run
         return run_it(
             [sys.executable, "-m", "nxdt_core", *args],
             cwd=work,

@@ -80,7 +80,7 @@ def test_a_cache_that_cannot_be_used_is_refused(nxdt, work, verb, address, code)
     assert not (work / "runs").exists()
 
 
-@pytest.mark.parametrize("verb", ["compile", "train", "plan"])
+@pytest.mark.parametrize("verb", ["compile", "train", slow("plan")])
 def test_a_folder_that_torch_cannot_make_is_refused_whether_or_not_a_run_compiles(nxdt, work, verb):
     (work / "file").write_text("")
     done = nxdt(verb, *(COMPILED if verb == "compile" else RUN), TORCHINDUCTOR_CACHE_DIR=str(work / "file"), fork=False)
@@ -106,7 +106,9 @@ def test_a_trial_leaves_the_run_alone(nxdt, work, tmp_path, eager, layout):
     assert not list(temporary.glob("nxdt-compile-*"))
 
 
+@pytest.mark.slow
 def test_a_trial_takes_references_of_a_few_samples_only(nxdt, work, eager):
+    """The trial itself is that of ``test_a_trial_leaves_the_run_alone``."""
     pytest.importorskip("nxdt_plugin_preference", reason="nxdt-plugin-preference is not installed")
     dpo = ("recipe:llama-tiny-dpo", *COMPILED[1:], "trainer.limit_val_batches=1")
     done = nxdt("compile", *dpo, *eager)

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import slow
+
 HEAVY = ("torch", "numpy", "pytorch_lightning", "transformers")
 NETWORK = ("pytorch_lightning", "transformers", "tokenizers", "huggingface_hub", "requests", "httpx")
 
 
 @pytest.fixture
 def planned(nxdt):
-    """Plan and read the JSON; ``without`` names modules that cannot be imported."""
+    """Plan and read the JSON; ``options`` are those of ``nxdt``."""
 
-    def run(*args, without=()):
-        done = nxdt("plan", *args, "--json", without=without)
+    def run(*args, **options):
+        done = nxdt("plan", *args, "--json", **options)
         assert done.stderr == ""
         return done.returncode, json.loads(done.stdout)
 
@@ -47,9 +49,10 @@ def test_a_70b_model_on_512_ranks(planned):
     assert found["memory_bytes"] is None or found["fits"] is not None
 
 
-def test_json_has_the_promised_shape(planned):
-    """Without anything that could download."""
-    _, found = planned("recipe:llama3-8b", without=NETWORK)
+@pytest.mark.parametrize("fork", [True, slow(False)])
+def test_json_has_the_promised_shape(planned, fork):
+    """Without anything that could download; what the core imports with a module is a test of import directions."""
+    _, found = planned("recipe:llama3-8b", without=NETWORK, fork=fork)
     assert found["world_size"] == 128
     assert found["parameters"] == found["trained_parameters"] == 8_030_261_248
     (rank,) = found["ranks"]
@@ -101,10 +104,10 @@ def test_the_verdict_compares_with_a_devices_memory(nxdt, gib, status, word):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "sentence", "without"),
     [
-        (("--world-size", "500"), "do not divide into groups of TP 8 x PP 16"),
-        (("data.global_batch_size=1002",), "does not divide by data.micro_batch_size"),
+        (("--world-size", "500"), "do not divide into groups of TP 8 x PP 16", HEAVY),
+        (("data.global_batch_size=1002",), "does not divide by data.micro_batch_size", ()),
         (
             (
                 "distributed_strategy.pipeline_model_parallel_size=16",
@@ -113,14 +116,16 @@ def test_the_verdict_compares_with_a_devices_memory(nxdt, gib, status, word):
                 "data.global_batch_size=128",
             ),
             "micro-batches",
+            (),
         ),
-        (("model.num_layers=15",), "15 layers cannot fill"),
-        (("model.num_leyers=80",), "num_layers"),
+        (("model.num_layers=15",), "15 layers cannot fill", ()),
+        (("model.num_leyers=80",), "num_layers", ()),
     ],
     ids=["world", "batch", "schedule", "layers", "key"],
 )
-def test_what_would_not_start_is_refused_before_torch_is_imported(nxdt, arguments, sentence):
-    done = nxdt("plan", "recipe:llama3-70b", *DEEP, *arguments, without=HEAVY)
+def test_what_would_not_start_is_refused_before_torch_is_imported(nxdt, arguments, sentence, without):
+    """One case shows that the checks import nothing heavy: all are made in the same place."""
+    done = nxdt("plan", "recipe:llama3-70b", *DEEP, *arguments, without=without)
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
@@ -136,19 +141,22 @@ def test_a_recompute_name_that_the_model_does_not_have_is_refused(nxdt):
 
 @pytest.mark.parametrize("option", [("--world-size", "0"), ("--memory-gib", "0"), ("--memory-gib", "much")])
 def test_an_option_that_means_nothing_is_refused(nxdt, option):
-    done = nxdt("plan", "recipe:llama-tiny", *option, without=HEAVY)
+    done = nxdt("plan", "recipe:llama-tiny", *option)
     assert done.returncode == 2
     assert option[0] in done.stderr
 
 
-@pytest.mark.parametrize("recipe", ["llama3-8b", "llama3-70b"])
+@pytest.mark.parametrize("recipe", ["llama3-8b", slow("llama3-70b")])
 def test_a_recipe_that_waits_for_data_is_checked_without_it(nxdt, recipe):
     done = nxdt("config", "check", f"recipe:{recipe}", without=HEAVY)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("2 values to set: ")
 
 
+@pytest.mark.slow
 def test_the_documentation_shows_what_is_printed(nxdt):
+    """By default ``test_the_report_names_parts_ranks_and_the_fullest`` reads a report, and the tests of the estimate
+    compare its numbers with what runs need."""
     page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
     example = re.search(r"^\$ nxdt (plan recipe:\S+ .*h100)\n((?:.*\n)*?)```$", page, re.MULTILINE)
     command, shown = example.groups()

@@ -22,6 +22,9 @@ from tests.sampling import slow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 KEYS = (
+    "model.num_layers=1",
+    "data.seq_length=32",
+    "data.global_batch_size=4",
     "trainer.max_steps=4",
     "trainer.log_every_n_steps=1",
     "trainer.val_check_interval=2",
@@ -50,7 +53,7 @@ def written(runs, tmp_path_factory):
     """The page of both runs, as the command writes it."""
     file = tmp_path_factory.mktemp("page") / "report.html"
     command = [sys.executable, "-m", "nxdt_core", "report", "one", "two", "-o", str(file)]
-    done = subprocess.run(command, cwd=runs, capture_output=True, text=True, timeout=60, check=True)
+    done = processes.run(command, cwd=runs, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"wrote {file}\n"
     return file
 
@@ -145,14 +148,14 @@ def test_a_plot_of_many_points_keeps_its_peaks():
 
 def test_a_directory_without_records_is_an_error(tmp_path):
     command = [sys.executable, "-m", "nxdt_core", "report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "NXDT-T080" in done.stderr
 
 
 def test_a_page_that_cannot_be_written_is_an_error(runs):
     command = [sys.executable, "-m", "nxdt_core", "report", "one", "-o", "missing/report.html"]
-    done = subprocess.run(command, cwd=runs, capture_output=True, text=True, timeout=60, check=False)
+    done = processes.run(command, cwd=runs, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "NXDT-T081" in done.stderr
 
@@ -161,7 +164,7 @@ def test_watch_serves_the_page_as_it_is_now_to_this_machine_alone(runs, tmp_path
     shutil.copytree(runs / "one", tmp_path / "one")
     command = [sys.executable, "-m", "nxdt_core", "watch", "one", "--port", "0"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, text=True, preexec_fn=take_interrupts) as server:
+    with processes.Popen(command, cwd=tmp_path, stdout=pipe, text=True, preexec_fn=take_interrupts) as server:
         port = int(re.search(r"127\.0\.0\.1:(\d+)/", server.stdout.readline())[1])
 
         def ask(path="/", host="localhost"):
@@ -179,7 +182,7 @@ def test_watch_serves_the_page_as_it_is_now_to_this_machine_alone(runs, tmp_path
             assert ask("/config.yaml")[0] == 404
             assert ask(host="evil.example")[0] == 404
             busy = [*command[:-1], str(port)]
-            done = subprocess.run(busy, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+            done = processes.run(busy, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
             assert (done.returncode, "NXDT-T082" in done.stderr) == (2, True)
         finally:
             server.send_signal(signal.SIGINT)

@@ -112,8 +112,12 @@ def is_type(value, name):
     return isinstance(value, {**kinds, "array": list, "object": dict}[name])
 
 
-def test_the_editor_schema_takes_what_loading_takes(kernel, load, good):
-    schema = config.json_schema(kernel)
+@pytest.fixture(scope="module")
+def schema(kernel):
+    return config.json_schema(kernel)
+
+
+def test_the_editor_schema_takes_what_loading_takes(schema, load, good):
     assert holds(yaml.safe_load(good.replace("1e-3", "0.001")), schema, schema)
     overrides = ["exp_manager.loggers=[{name: csv, flush_every: 2}]", "data.tokenizer=byte", "compiler_flags=x"]
     assert holds(load(good, *overrides).to_dict(), schema, schema)
@@ -121,8 +125,7 @@ def test_the_editor_schema_takes_what_loading_takes(kernel, load, good):
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parent / "nxdt").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_editor_schema_knows_the_keys_of_nxd_training(kernel, path):
-    schema = config.json_schema(kernel)
+def test_the_editor_schema_knows_the_keys_of_nxd_training(schema, path):
     tree = to_plain(parse_yaml(path.read_text(), path.name)[0])
     tree["model"]["optim"].pop("name")
     tree.pop("precision")
@@ -145,12 +148,10 @@ def test_the_editor_schema_knows_the_keys_of_nxd_training(kernel, path):
         {"surprise": 1},
     ],
 )
-def test_the_editor_schema_refuses_what_loading_refuses(kernel, tree):
-    schema = config.json_schema(kernel)
+def test_the_editor_schema_refuses_what_loading_refuses(schema, tree):
     assert not holds(tree, schema, schema)
 
 
-def test_the_schema_completes_per_component(kernel):
-    schema = config.json_schema(kernel)
+def test_the_schema_completes_per_component(schema):
     assert holds({"model": {"optim": {"name": "fussy", "mode": "x"}}}, schema, schema)
     assert not holds({"model": {"optim": {"name": "adamw", "mode": "x"}}}, schema, schema)

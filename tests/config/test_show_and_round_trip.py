@@ -54,7 +54,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), mi
 PLAIN = TEXT.filter(lambda text: "${" not in text and text != "???")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=PLAIN,
     steps=st.integers(1, 10**9),

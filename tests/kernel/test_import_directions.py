@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -61,10 +62,10 @@ def allowed(importer: str, imported: str) -> bool:
 def imports(path: Path) -> list[tuple[int, str]]:
     """Line and full module name of every import of a file; ``from a import b`` gives ``a.b``."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node, _ in import_statements(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno} is a relative import"
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
@@ -72,12 +73,21 @@ def imports(path: Path) -> list[tuple[int, str]]:
 
 def runs_at_import(path: Path) -> list[tuple[int, str]]:
     """As :func:`imports`, of the module's body alone: what importing the file imports."""
-    body = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     return [
         (node.lineno, name)
-        for node in body
+        for node, in_body in import_statements(path)
+        if in_body
         for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
     ]
+
+
+@cache
+def import_statements(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Return each import of a file, and whether it is in the module's body. All tests share what is parsed."""
+    tree = ast.parse(path.read_text())
+    body = {id(node) for node in tree.body}
+    kinds = (ast.Import, ast.ImportFrom)
+    return [(node, id(node) in body) for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def part_of(path: Path) -> str:

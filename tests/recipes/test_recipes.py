@@ -16,7 +16,7 @@ from nxdt_core.training import build
 from nxdt_core.training.layout_search import search
 from nxdt_core.training.plan import plan, product_of
 from tests.recipes.published import PUBLISHED, WEIGHTS
-from tests.sampling import sampled
+from tests.sampling import sampled, slow_except
 
 KERNEL = Kernel.start()
 SUMMARIES = {recipe.name: recipe.summary for recipe in list_recipes(KERNEL)}
@@ -27,8 +27,7 @@ _CORES = {"trn1": (32, 16, None), "trn2": (64, 24, 2)}
 """Of a node, as processes see them; memory of each in GiB; ``trainer.lnc``."""
 _LAYOUTS = ("", "-trn1", "-trn2")
 
-SAMPLE = 3
-
+SAMPLE = 2
 
 _PRODUCT = "H100"
 """What the recipes for NVIDIA name: one with the memory that they name, and with links that are known."""
@@ -43,6 +42,21 @@ MODELS = sorted({re.sub(r"-trn[12]$", "", name) for name in LARGE})
 @cache
 def loaded(name: str) -> ResolvedConfig:
     return load(f"recipe:{name}", kernel=KERNEL)
+
+
+_WEIGHTS: dict[str, int] = {}
+
+
+def weights(name: str) -> int:
+    """How many weights the model of a recipe has. It is built once for the recipes that have the same model."""
+    selected = loaded(name).selected("model")
+    model = repr((selected.component.qualified_name, selected.config))
+    if model not in _WEIGHTS:
+        with torch.device("meta"):
+            built = build.model_builder(loaded(name)).build()
+        assert all(parameter.is_meta for parameter in built.parameters())
+        _WEIGHTS[model] = sum(parameter.numel() for parameter in built.parameters())
+    return _WEIGHTS[model]
 
 
 def family(name: str) -> str:
@@ -73,8 +87,7 @@ def reads_indexed(name: str) -> bool:
 def test_a_recipe_loads_and_its_model_is_built(name):
     config = loaded(name)
     builder = build.model_builder(config)
-    with torch.device("meta"):
-        assert next(builder.build().parameters()).is_meta
+    assert weights(name) > 0
     limit = builder.max_sequence_length
     assert limit is None or config.run.data.seq_length <= limit
     assert config.run.name == name
@@ -93,7 +106,7 @@ def test_a_summary_is_one_short_line(name):
     assert len(name) + len(SUMMARIES[name]) <= 110
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", slow_except(LARGE, SEARCHED))  # the same data on other devices, all of which load
 def test_a_large_recipe_passes_once_its_files_are_named(name, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "In the beginning"}\n')
@@ -135,17 +148,13 @@ def test_a_large_model_has_the_published_shapes(model):
         assert isinstance(builder, HFExchange)
         written = builder.config_to_hf()
         assert {key: written.get(key) for key in known} == known
-    with torch.device("meta"):
-        weights = {id(parameter): parameter.numel() for parameter in builder.build().parameters()}
-    assert sum(weights.values()) == WEIGHTS[family(model)]
+    assert weights(model) == WEIGHTS[family(model)]
 
 
 def pytest_generate_tests(metafunc):
     if "planned" in metafunc.fixturenames:
-        metafunc.parametrize("planned", sampled(metafunc.config, LARGE, SAMPLE))
-    if "searched" in metafunc.fixturenames:
-        few = ["llama3-8b-dpo"]  # six layouts: seconds; those of hundreds of devices take minutes
-        metafunc.parametrize("searched", sampled(metafunc.config, SEARCHED, 1, default=few))
+        few = ["gpt-6.7b", "llama3-8b"]
+        metafunc.parametrize("planned", sampled(metafunc.config, LARGE, SAMPLE, default=few))
 
 
 def test_a_large_recipe_fits_the_devices_that_it_names(planned):
@@ -158,6 +167,8 @@ def test_a_large_recipe_fits_the_devices_that_it_names(planned):
         assert product_of(loaded(planned), _PRODUCT).memory_gib == memory_gib
 
 
+@pytest.mark.parametrize("searched", SEARCHED)
+@pytest.mark.slow  # of hundreds of devices minutes; tests/training/test_layout_search.py shows that a search finds them
 def test_a_recipe_has_one_of_the_fastest_layouts_that_leave_a_tenth_of_the_memory(searched):
     """Fastest as ``nxdt plan --search`` estimates it, which changes neither batch nor sequences."""
     found = search(lambda keys: load(f"recipe:{searched}", [*keys], kernel=KERNEL), product=_PRODUCT)

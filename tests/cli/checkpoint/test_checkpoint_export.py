@@ -104,7 +104,7 @@ def test_a_dtype_that_is_none_is_told(nxdt, store, tmp_path):
 
 
 def test_a_missing_plugin_is_named(nxdt, store, tmp_path):
-    done = nxdt("checkpoint", "export", store, str(tmp_path / "hf"), without=("nxdt_plugin_llama",))
+    done = nxdt("checkpoint", "export", store, str(tmp_path / "hf"), without=("nxdt_plugin_llama",), fork=True)
     assert done.returncode == 2
     assert "[NXDT-S075]" in done.stderr
     assert "nxdt-plugin-llama" in done.stderr
@@ -115,5 +115,6 @@ def test_what_training_alone_needs_may_be_missing(nxdt, tmp_path):
     """A run whose dataset plugin and data are not here is exported all the same."""
     overrides = ("data.name=text", f"data.train_files=[{tmp_path}/gone.txt]")
     save_run(str(tmp_path / "store"), overrides, None)
-    done = nxdt("checkpoint", "export", str(tmp_path / "store"), str(tmp_path / "hf"), without=("nxdt_plugin_text",))
+    words = ("checkpoint", "export", str(tmp_path / "store"), str(tmp_path / "hf"))
+    done = nxdt(*words, without=("nxdt_plugin_text",), fork=True)
     assert done.returncode == 0, done.stderr

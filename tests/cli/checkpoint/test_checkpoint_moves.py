@@ -3,13 +3,13 @@
 import json
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from nxdt_core.checkpoint import list_checkpoints, open_storage, own
+from tests import processes
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_prune_refuses_less_than_one_and_single_steps(nxdt, good):
 def test_prune_asks_on_a_terminal(good, answer, left):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "nxdt_core", "checkpoint", "prune", good, "--keep-last", "1"]
-    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+    child = processes.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
     os.close(theirs)
     os.write(ours, answer)
     child.wait(timeout=60)

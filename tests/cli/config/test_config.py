@@ -62,7 +62,7 @@ def test_notes_go_to_standard_error(nxdt):
 
 
 def test_show_can_be_trained_again(nxdt, recipe, tmp_path):
-    first = nxdt("config", "show", str(recipe), "trainer.max_steps=9", without=HEAVY).stdout
+    first = nxdt("config", "show", str(recipe), "trainer.max_steps=9").stdout
     assert "# command line" in first
     again = tmp_path / "again.yaml"
     again.write_text(first)
@@ -87,7 +87,7 @@ def test_show_json_gives_values_and_origins(nxdt, recipe):
 
 
 def test_schema_is_json_and_knows_the_plugins(nxdt):
-    done = nxdt("config", "schema", without=HEAVY)
+    done = nxdt("config", "schema")
     assert json.loads(done.stdout)["properties"]["trainer"]
     assert "num_kv_heads" in done.stdout
 

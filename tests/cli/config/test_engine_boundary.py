@@ -28,7 +28,8 @@ CASES = [(capability, verb) for capability in ASKED for verb in (("config", "che
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_what_an_engine_does_not_declare_is_refused_by_every_verb(nxdt, tmp_path, verb, capability):
-    done = nxdt(*verb, *SOLO, *ASKED[capability], without=("torch",))
+    light = capability == "tp" and verb == ("train",)  # the others differ in nothing that could import torch
+    done = nxdt(*verb, *SOLO, *ASKED[capability], without=("torch",) if light else ())
     assert done.returncode == 2
     assert f"needs the capability '{capability}'" in done.stderr
     assert "the parallel engine 'solo'" in done.stderr

@@ -9,6 +9,7 @@ import pytest
 
 from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, shade, wrap
 from nxdt_core.testing.processes.terminal import on_terminal
+from tests.sampling import slow
 
 
 def test_columns_are_aligned_and_numbers_end_together(capsys):
@@ -74,7 +75,7 @@ def test_a_share_is_a_percentage_with_a_space():
 LISTINGS = ("plugins list", "plugins hooks", "plugins show builtin", "recipes list", "checkpoint list {store}")
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("columns", [60, slow(80), 200])
 @pytest.mark.parametrize("listing", LISTINGS)
 def test_a_terminal_gets_lines_that_fit_it(listing, columns, nxdt, nxdt_on_terminal, store):
     args = listing.format(store=store).split()
