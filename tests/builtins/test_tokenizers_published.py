@@ -71,12 +71,17 @@ def appended(mistral_model):
 
 
 @pytest.fixture(scope="module")
-def first_ranks(tmp_path_factory):
-    """Llama 3's first 5,000 ranks, which are a tokenizer like the whole file."""
+def ranks_5000(tmp_path_factory):
+    """A file of Llama 3's first ranks, which are a tokenizer like the whole file."""
     file = tmp_path_factory.mktemp("ranks") / "tokenizer.model"
     ranks = carried("llama_models", "llama3", "tokenizer.model").read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(ranks[:5000]))
-    return TiktokenTokenizer(TiktokenTokenizerConfig(model=file))
+    return file
+
+
+@pytest.fixture(scope="module")
+def first_ranks(ranks_5000):
+    return TiktokenTokenizer(TiktokenTokenizerConfig(model=ranks_5000))
 
 
 @pytest.fixture(params=["gpt2", "llama3", "mistral"])
@@ -196,10 +201,9 @@ def test_other_special_tokens_and_another_pattern_make_another_tokenizer(llama3)
         ({"pattern": "("}, r"pattern: no pattern"),
     ],
 )
-def test_settings_that_do_not_fit_the_ranks_are_refused_by_key(llama3, keys, words):
-    model = carried("llama_models", "llama3", "tokenizer.model")
+def test_settings_that_do_not_fit_the_ranks_are_refused_by_key(ranks_5000, keys, words):
     with pytest.raises(BadTokenizerConfig, match=words):
-        TiktokenTokenizer(TiktokenTokenizerConfig(model=model, **keys))
+        TiktokenTokenizer(TiktokenTokenizerConfig(model=ranks_5000, **keys))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Runs the real command in a child process, and builds distributions for it to find."""
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,34 @@ def nxdt(work: Path, site: Path) -> Run:
     return run
 
 
+_ONE_BY_ONE = """
+from nxdt_core.cli import main
+for words in {commands!r}:
+    if status := main(words):
+        sys.exit(f"{{words}}: exit status {{status}}")
+"""
+
+
+@pytest.fixture
+def nxdt_without(work: Path, site: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run one command after the other in a new interpreter in which ``modules`` cannot be imported, until one fails:
+    ``nxdt_without(modules, [words, …])``."""
+
+    def run(modules: Sequence[str], commands: Sequence[Sequence[str]]) -> subprocess.CompletedProcess[str]:
+        program = _MISSING.format(names=modules) + _ONE_BY_ONE.format(commands=[[*words] for words in commands])
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=work,
+            env=_environment(site),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return run
+
+
 @pytest.fixture
 def nxdt_on_terminal(work: Path, site: Path) -> Callable[..., tuple[int, str]]:
     """Run ``nxdt ARGS`` there on a terminal of ``columns``: its exit status, and what the terminal gets."""
@@ -101,14 +130,14 @@ def dist(site: Path) -> Callable[..., None]:
     return make
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    """Address of a store: step 10 is good, 20 has a flipped byte in a tensor, 30 has no manifest."""
+@pytest.fixture(scope="session")
+def saved_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What :func:`store` is a copy of."""
     import torch
 
     from nxdt_core.checkpoint import CheckpointFacts, open_storage, save_checkpoint
 
-    uri = str(tmp_path / "store")
+    uri = str(tmp_path_factory.mktemp("saved") / "store")
     storage = open_storage(uri)
     for step in (10, 20, 30):
         save_checkpoint(
@@ -131,8 +160,14 @@ def store(tmp_path: Path) -> str:
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
-    (tmp_path / "store" / "step-00000030" / "manifest.json").unlink()
-    return uri
+    (Path(uri) / "step-00000030" / "manifest.json").unlink()
+    return Path(uri)
+
+
+@pytest.fixture
+def store(saved_store: Path, tmp_path: Path) -> str:
+    """Address of a store: step 10 is good, 20 has a flipped byte in a tensor, 30 has no manifest."""
+    return str(shutil.copytree(saved_store, tmp_path / "store"))
 
 
 @pytest.fixture

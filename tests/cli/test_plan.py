@@ -51,7 +51,8 @@ def test_a_70b_model_on_512_ranks(planned):
 
 @pytest.mark.parametrize("fork", [True, slow(False)])
 def test_json_has_the_promised_shape(planned, fork):
-    """Without anything that could download; what the core imports with a module is a test of import directions."""
+    """Without anything that could download. ``tests/kernel/test_import_directions.py`` shows by default that no module
+    imports it when it is imported, which a fork has made before."""
     _, found = planned("recipe:llama3-8b", without=NETWORK, fork=fork)
     assert found["world_size"] == 128
     assert found["parameters"] == found["trained_parameters"] == 8_030_261_248

@@ -43,6 +43,7 @@ LIKE_PLUGINS = {"builtins", "parallel", "testing"}
 """Built-in components, the torch engine and the kits: they import the core, which names them only as text."""
 
 HEAVY = {"torch", "numpy", "pytorch_lightning", "lightning", "transformers", "tokenizers", "safetensors"}
+NETWORK = {"pytorch_lightning", "lightning", "transformers", "tokenizers", "huggingface_hub", "requests", "httpx"}
 WITH_TORCH = ("nxdt_core.devices", "nxdt_core.device_operations", "nxdt_core.trainium")
 TORCH_FREE = ("api.py", "errors", "kernel", "config", "models", "protocols", "cli")
 
@@ -186,6 +187,30 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     except CycleError as error:
         return error.args[1]
     return []
+
+
+def imported_with(*modules: str) -> set[str]:
+    """Names of what importing modules of the core imports, those of other packages too."""
+    files, found, waiting = modules_of(CORE), set(), set(modules)
+    while waiting:
+        module = waiting.pop()
+        found.add(module)
+        parts = module.split(".")
+        named = {".".join(parts[:end]) for end in range(1, len(parts))}
+        for node, in_body in import_statements(files[module]) if module in files else ():
+            if in_body and isinstance(node, ast.ImportFrom):
+                named |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif in_body:
+                named |= {alias.name for alias in node.names}
+        waiting |= named - found
+    return found
+
+
+def test_a_plan_imports_nothing_that_could_download():
+    """Neither with the module nor with the engine that estimates, also where an import is needed for something else."""
+    found = imported_with("nxdt_core.training.plan", "nxdt_core.parallel.engine", "nxdt_core.parallel.estimate.run")
+    assert {"torch", "nxdt_core.parallel.layout"} <= found
+    assert not found & NETWORK
 
 
 @pytest.mark.parametrize("package", [CORE, *plugin_packages()], ids=lambda package: package.name)

@@ -27,9 +27,12 @@ def test_list_prints_a_table(nxdt, store):
     assert lines[2].split()[:2] == ["30", "unfinished"]
 
 
-def test_neither_command_imports_torch(nxdt, store):
-    assert nxdt("checkpoint", "list", store, without=("torch", "numpy")).returncode == 0
-    assert nxdt("checkpoint", "verify", f"{store}/step-00000010", without=("torch", "numpy")).returncode == 0
+def test_neither_command_imports_torch(nxdt_without, store, tmp_path):
+    """Nor do ``inspect`` and ``copy``."""
+    one = f"{store}/step-00000010"
+    commands = (("list", store), ("verify", one), ("inspect", store), ("copy", one, str(tmp_path / "to")))
+    done = nxdt_without(("torch", "numpy"), [("checkpoint", *words) for words in commands])
+    assert done.returncode == 0, done.stderr
 
 
 def test_verify_sees_what_is_lost_and_reads_no_tensor(nxdt, store, shard_of):

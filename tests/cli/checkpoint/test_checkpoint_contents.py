@@ -54,10 +54,6 @@ def test_inspect_prints_the_saved_configuration(nxdt, store):
     assert json.loads(nxdt(*arguments, "--json").stdout) == {"trainer": {"max_steps": 10}}
 
 
-def test_inspect_needs_no_torch(nxdt, store):
-    assert nxdt("checkpoint", "inspect", store, without=("torch", "numpy")).returncode == 0
-
-
 def test_equal_checkpoints_differ_in_nothing(nxdt, store, tmp_path):
     copied = str(tmp_path / "copied")
     assert nxdt("checkpoint", "copy", f"{store}/step-00000010", copied).returncode == 0

@@ -119,10 +119,6 @@ def test_copy_of_a_step_that_is_not_there_names_those_that_are(nxdt, good, tmp_p
     assert nxdt("checkpoint", "copy", good, str(tmp_path / "to"), "--steps", "some").returncode == 2
 
 
-def test_copy_needs_no_torch(nxdt, good, tmp_path):
-    assert nxdt("checkpoint", "copy", good, str(tmp_path / "to"), without=("torch", "numpy")).returncode == 0
-
-
 def test_prune_says_what_it_deletes_and_keeps(nxdt, good):
     done = nxdt("checkpoint", "prune", good, "--keep-last", "1", "--dry-run")
     assert done.stdout.splitlines() == ["Keeps step 40.", "Would delete step 10."]

@@ -9,6 +9,7 @@ import pytest
 
 from nxdt_core.cli import main
 from nxdt_core.testing.ranks import RankPool, RanksFailed
+from tests.sampling import slow
 
 COHERE = {
     "model_type": "cohere",
@@ -132,16 +133,17 @@ def __getattr__(name):
 """
 
 
-def test_column_and_row_that_are_swapped_are_found_by_default_and_named_with_their_plugin(nxdt, work):
+@pytest.mark.parametrize("command", [("config", "check"), slow(("train",)), slow(("plan",))], ids=" ".join)
+def test_column_and_row_that_are_swapped_are_found_by_default_and_named_with_their_plugin(nxdt, work, command):
+    """``test_a_plan_that_overlooks_a_parameter_is_found_before_launch`` shows that all three try the layout."""
     (work / "swapped.py").write_text(SWAPPED)
     run = ("recipe:llama-tiny", "plugins.local=[./swapped.py]", "model.name=swapped", "trainer.accelerator=cpu")
-    for command in (("config", "check"), ("train",), ("plan",)):
-        done = nxdt(*command, *run, *TWO)
-        assert done.returncode == 2, done.stderr
-        assert "Traceback" not in done.stderr
-        assert "the model 'swapped:swapped' (local), cannot be computed with" in done.stderr
-        assert "tensor_model_parallel_size=2: 'layers.0.mlp." in done.stderr
-        assert "The plan's entry is tensor 'layers.*.mlp." in done.stderr
+    done = nxdt(*command, *run, *TWO)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the model 'swapped:swapped' (local), cannot be computed with" in done.stderr
+    assert "tensor_model_parallel_size=2: 'layers.0.mlp." in done.stderr
+    assert "The plan's entry is tensor 'layers.*.mlp." in done.stderr
     assert nxdt("config", "check", *run, "trainer.devices=2").returncode == 0, "weights are not sharded"
 
 

@@ -124,7 +124,8 @@ def factory(site):
     )
 
 
-KEYS = ("trainer.max_steps=1", "trainer.accelerator=cpu", "checkpoint.enabled=false", "trainer.val_check_interval=null")
+SMALL = ("model.num_layers=1", "data.seq_length=16", "data.global_batch_size=4", "trainer.val_check_interval=null")
+KEYS = ("trainer.max_steps=1", "trainer.accelerator=cpu", "checkpoint.enabled=false", *SMALL)
 
 
 def test_callbacks_that_lightning_adds_are_listed(nxdt, factory):
