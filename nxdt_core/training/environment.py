@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import platform
 import re
 import shutil
@@ -177,8 +178,12 @@ def _package(name: str) -> Package:
 
 def _is_placeholder(name: str) -> bool:
     """Whether the package's modules say that it is the wrong one; none is imported."""
-    files = distribution(name).files or ()
-    modules = (Path(str(file.locate())) for file in files if file.suffix == ".py" and len(file.parts) <= 2)
+    found = distribution(name)
+    record = csv.reader(
+        (found.read_text("RECORD") or "").splitlines()
+    )  # ``files`` makes a path of each, 12,000 of torch
+    files = (row[0] for row in record if row and row[0].endswith(".py") and row[0].count("/") <= 1)
+    modules = (Path(str(found.locate_file(file))) for file in files)
     return any(_PLACEHOLDER.search(module.read_bytes()) for module in modules if module.is_file())
 
 

@@ -28,7 +28,7 @@ def __getattr__(name):
     if name != "profile":
         raise AttributeError(name)
     from nxdt_core.devices import CPU
-    return replace(CPU, compile_backend="aot_eager")
+    return replace(CPU, compile_backend="eager")
 """
 """A plugin: the host, with a backend of torch.compile that needs no C++ compiler and keeps nothing."""
 
@@ -97,7 +97,7 @@ def test_a_trial_leaves_the_run_alone(nxdt, work, tmp_path, eager, layout):
     assert before
     done = nxdt("compile", *COMPILED, *eager, *layout, TMPDIR=str(temporary))
     assert done.returncode == 0, done.stderr
-    assert "cache of torch.compile's backend 'aot_eager'" in done.stdout
+    assert "cache of torch.compile's backend 'eager'" in done.stdout
     assert [line for line in done.stdout.splitlines() if line.endswith("traced")] == [
         "training: traced",
         "validation: traced",
