@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing, EmptyDataset
 from nxdt_core.testing.ranks import RankPool, process_group
+from tests import processes
 
 
 def loader(dataset, global_batch=8, micro_batch=2, **keywords):
@@ -186,7 +186,7 @@ iterator = iter(GlobalBatchLoader(PackedDataset(stream, seq_length=9), global_ba
 next(iterator)
 print("left")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = processes.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 

@@ -34,11 +34,12 @@ def run(text):
         ("{{ messages[0]['content'] % 5 }}", "not all arguments converted"),
         ("{{ 10 ** 400 * 1.5 }}", "int too large"),
         ("{{ messages.append(1) }}", "append"),
-        ("{{ 'a' * 200000000 }}", "characters"),
+        ("{{ 'a' * 2000000 }}", "characters"),
         ("{{ raise_exception('no system prompt') }}", "no system prompt"),
     ],
 )
-def test_what_a_template_does_wrong_is_its_error(text, reason):
+def test_what_a_template_does_wrong_is_its_error(text, reason, monkeypatch):
+    monkeypatch.setattr(rendering, "_MOST_CHARACTERS", 1_000_000)  # writing 100 million takes seconds
     with pytest.raises(TemplateRefuses) as caught:
         run(text)
     assert reason in str(caught.value)

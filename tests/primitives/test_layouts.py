@@ -4,8 +4,8 @@ import pytest
 
 from nxdt_core.testing.ranks import RankPool
 from tests.primitives import loops
-from tests.primitives.loops import in_plain_torch, with_the_api
-from tests.sampling import slow, slow_except
+from tests.primitives.loops import in_plain_torch, of_each, with_the_api
+from tests.sampling import asked, slow, slow_except
 
 PIPELINE = {"num_microbatches": loops.MICRO, "transformer_layer_cls": loops.Layer}
 
@@ -44,18 +44,27 @@ def assert_equal(outcomes, reference, *, mean_loss=False):
     assert {name for *_, own in outcomes for name in own} == weights.keys() - {"places"}
 
 
-DEFAULT = {"pp2-virtual", "tp2-sp", "recompute", "tp2-pp2-zero1"}
+DEFAULT = {"pp2-virtual", "tp2-sp", "recompute"}
+"""The cases of four ranks combine what these and ``zero1`` show one by one."""
+
+
+@pytest.fixture(scope="module")
+def trained(request):
+    """What each rank returned, by layout and by whether the caller calls forward; layouts of a size share ranks."""
+    named = [(name, False) for name in asked(request, "name")] + [(name, True) for name in asked(request, "own")]
+    outcomes = {}
+    for size in {LAYOUTS[name][0] for name, _ in named}:
+        cases = {case: (*LAYOUTS[case[0]][1:], case[1]) for case in named if LAYOUTS[case[0]][0] == size}
+        found = RankPool(size).run(of_each, with_the_api, cases, timeout_s=60 * len(cases))
+        outcomes |= {case: [rank[case] for rank in found] for case in cases}
+    return outcomes
 
 
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, DEFAULT))
-def test_training_equals_plain_torch(name):
-    size, config, options = LAYOUTS[name]
-    outcomes = RankPool(size).run(with_the_api, config, options)
-    assert_equal(outcomes, in_plain_torch(**options))
+def test_training_equals_plain_torch(trained, name):
+    assert_equal(trained[name, False], in_plain_torch(**LAYOUTS[name][2]))
 
 
-@pytest.mark.parametrize("name", [slow("tp2"), "zero1", slow("dp2")])
-def test_forward_and_backward_of_the_callers_own_equal_plain_torch(name):
-    size, config, options = LAYOUTS[name]
-    outcomes = RankPool(size).run(with_the_api, config, options, True)
-    assert_equal(outcomes, in_plain_torch(**options), mean_loss=name != "tp2")
+@pytest.mark.parametrize("own", [slow("tp2"), "zero1", slow("dp2")])
+def test_forward_and_backward_of_the_callers_own_equal_plain_torch(trained, own):
+    assert_equal(trained[own, True], in_plain_torch(**LAYOUTS[own][2]), mean_loss=own != "tp2")

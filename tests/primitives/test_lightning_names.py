@@ -10,8 +10,8 @@ from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.testing.ranks import RankPool
 from tests.primitives.lightning_programs import PIPELINE, fit, in_plain_torch, with_lightning
-from tests.primitives.loops import Decoder
-from tests.sampling import slow
+from tests.primitives.loops import Decoder, of_each
+from tests.sampling import asked, slow
 
 LAYOUTS = {
     "alone": (1, {}, False, 1),
@@ -27,15 +27,28 @@ def close(row):
     return pytest.approx(row, abs=1e-9)
 
 
+@pytest.fixture(scope="module")
+def trained(request, tmp_path_factory):
+    """Directory of each layout, and what its ranks returned; layouts of a size share ranks."""
+    outcomes = {}
+    for size in {LAYOUTS[name][0] for name in asked(request, "name")}:
+        names = [name for name in LAYOUTS if name in asked(request, "name") and LAYOUTS[name][0] == size]
+        places = {name: tmp_path_factory.mktemp(name) for name in names}
+        cases = {name: (str(places[name]), *LAYOUTS[name][1:]) for name in names}
+        found = RankPool(size).run(of_each, with_lightning, cases, timeout_s=60 * len(cases))
+        outcomes |= {name: (places[name], [rank[name] for rank in found]) for name in names}
+    return outcomes
+
+
 @pytest.mark.parametrize("name", ["alone", "tp2-zero1-own", "dp2-accumulated", slow("dp2-own"), slow("pp2"), "pp2-own"])
-def test_steps_equal_plain_torch_and_a_checkpoint_resumes(tmp_path, name):
-    size, config, own, accumulated = LAYOUTS[name]
+def test_steps_equal_plain_torch_and_a_checkpoint_resumes(trained, name):
     expected = in_plain_torch()
-    for rows, again, loss in RankPool(size).run(with_lightning, str(tmp_path), config, own, accumulated):
+    directory, ranks = trained[name]
+    for rows, again, loss in ranks:
         assert [close(row) for row in expected] == rows
         assert [close(expected[2])] == again
         assert loss == pytest.approx(expected[2][0], abs=1e-9)
-    events = EventAccumulator(str(tmp_path / "lightning_logs/version_0")).Reload()
+    events = EventAccumulator(str(directory / "lightning_logs/version_0")).Reload()
     logged = dict.fromkeys(each.value for each in events.Scalars("loss"))  # once a batch, of the step before
     assert [*logged] == pytest.approx([row[0] for row in expected], abs=1e-6)
 

@@ -8,6 +8,7 @@ from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_state
 from nxdt_core.testing.ranks import RankPool
+from tests.primitives.loops import of_each
 
 DIMENSIONS = ("tensor_model", "data", "pipeline_model")
 
@@ -17,7 +18,6 @@ def ask(dimension, what, *arguments):
 
 
 def places(config):
-    before = parallel_state.model_parallel_is_initialized()
     nxd_config = nxd.neuronx_distributed_config(**config)
     found = {}
     for dimension in DIMENSIONS:
@@ -32,26 +32,37 @@ def places(config):
         found[dimension] = listed
     after = parallel_state.model_parallel_is_initialized()
     nxd_config.engine.shutdown()
-    return before, after, found
+    return after, found
+
+
+CONFIGS = {
+    "tp2": ({"tensor_parallel_size": 2},),
+    "pp2": ({"pipeline_parallel_size": 2, "pipeline_config": {"num_microbatches": 2}},),
+}
+
+
+@pytest.fixture(scope="module")
+def found_on_ranks():
+    """What four ranks found in one layout after the other."""
+    return RankPool(4).run(of_each, places, CONFIGS)
 
 
 @pytest.mark.parametrize(
-    ("config", "groups"),
+    ("layout", "groups"),
     [
-        ({"tensor_parallel_size": 2}, ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]])),
-        (
-            {"pipeline_parallel_size": 2, "pipeline_config": {"num_microbatches": 2}},
-            ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
-        ),
+        ("tp2", ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]])),
+        ("pp2", ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]])),
     ],
 )
-def test_groups_are_those_of_the_layout(config, groups):
-    for before, after, found in RankPool(4).run(places, config):
-        assert (before, after) == (False, True)
+def test_groups_are_those_of_the_layout(found_on_ranks, layout, groups):
+    for rank in found_on_ranks:
+        after, found = rank[layout]
+        assert after
         assert tuple(found.values()) == groups
 
 
 def alone():
+    assert not parallel_state.model_parallel_is_initialized()
     with pytest.raises(NxdtError, match=r"NXDT-T064.*neuronx_distributed_config"):
         parallel_state.get_data_parallel_size()
     nxd_config = nxd.neuronx_distributed_config()

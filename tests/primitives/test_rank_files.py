@@ -2,6 +2,7 @@
 
 import sys
 import types
+from functools import cache
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_layers
 from nxdt_core.testing.ranks import RankPool
-from tests.primitives.loops import Decoder, batch, groups_of, whole
-from tests.sampling import slow
+from tests.primitives.loops import Decoder, batch, groups_of, of_each, whole
+from tests.sampling import slow_except
 
 PIPELINE = {"pipeline_parallel_size": 2, "pipeline_config": {"num_microbatches": 2}}
 
@@ -47,26 +48,35 @@ def train(model, optimizer, steps):
     return losses
 
 
-def save_and_continue(path, config, together=True):
+def save_and_continue(path, config):
     nxd_config, model, optimizer = begin(config)
     train(model, optimizer, range(2))
     parallel_layers.save({"model": model.state_dict(), "step": 2}, path)
-    parallel_layers.save({"optimizer": optimizer.state_dict()}, f"{path}/optimizer", master_dp_only=together)
-    parallel_layers.save({"model": model.state_dict()}, f"{path}/each", master_dp_only=False)
+    parallel_layers.save({"optimizer": optimizer.state_dict()}, f"{path}/optimizer")
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    parallel_layers.save(both, f"{path}/each", master_dp_only=False)
     parallel_layers.save(model.state_dict(), f"{path}/half", down_cast_bf16=True)
     after = train(model, optimizer, range(2, 4))
     nxd_config.engine.shutdown()
     return after
 
 
-def load_and_continue(path, config, together):
+def state_of(model, optimizer):
+    held = [*model.state_dict().values(), *optimizer.core.state_dict().values()]
+    return [whole(getattr(value, "tensor", value)) for value in held]
+
+
+def load_and_continue(path, config):
     nxd_config, model, optimizer = begin(config, seed=8)
     parallel_layers.load(f"{path}/each", model, master_dp_only=False)
-    own = {name: whole(value) for name, value in model.state_dict().items()}
+    parallel_layers.load(f"{path}/each", optimizer, model_key="optimizer", master_dp_only=False)
+    own = state_of(model, optimizer)
+    after_each = train(model, optimizer, range(2, 4))
     rest = parallel_layers.load(path, model)
-    assert all(torch.equal(own[name], whole(value)) for name, value in model.state_dict().items())
-    parallel_layers.load(f"{path}/optimizer", optimizer, model_key="optimizer", master_dp_only=together)
+    parallel_layers.load(f"{path}/optimizer", optimizer, model_key="optimizer")
+    assert all(torch.equal(one, other) for one, other in zip(own, state_of(model, optimizer), strict=True))
     after = train(model, optimizer, range(2, 4))
+    assert after == after_each
     kept = parallel_layers.load(f"{path}/half")
     nxd_config.engine.shutdown()
     return rest, after, {str(value.dtype) for value in kept.values()}
@@ -75,19 +85,28 @@ def load_and_continue(path, config, together):
 ZERO = {"optimizer_config": {"zero_one_enabled": True}}
 
 
-@pytest.mark.parametrize(
-    ("size", "config", "together"),
-    [
-        slow(2, {"tensor_parallel_size": 2}, True),
-        slow(2, PIPELINE, True),
-        slow(2, ZERO, False),
-        (4, {**ZERO, "tensor_parallel_size": 2}, True),
-    ],
-    ids=["tp2", "pp2", "zero1", "tp2-zero1"],
-)
-def test_training_continues_bit_equal_from_the_files_of_its_layout(tmp_path, size, config, together):
-    continued = RankPool(size).run(save_and_continue, str(tmp_path), config, together)
-    for rank, found in enumerate(RankPool(size).run(load_and_continue, str(tmp_path), config, together)):
+TP = {"tensor_parallel_size": 2}
+LAYOUTS = {"tp2": (2, TP), "pp2": (2, PIPELINE), "zero1": (2, ZERO), "tp2-zero1": (4, {**ZERO, **TP})}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """``saved(name)``: the directory of the files of a layout, and the losses that followed on each rank."""
+
+    @cache
+    def save(name):
+        size, config = LAYOUTS[name]
+        path = tmp_path_factory.mktemp(name)
+        return path, RankPool(size).run(save_and_continue, str(path), config)
+
+    return save
+
+
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, ("tp2", "zero1")))
+def test_training_continues_bit_equal_from_the_files_of_its_layout(saved, name):
+    size, config = LAYOUTS[name]
+    path, continued = saved(name)
+    for rank, found in enumerate(RankPool(size).run(load_and_continue, str(path), config)):
         rest, after, dtypes = found
         assert rest == {"step": 2}
         assert after == continued[rank]
@@ -98,11 +117,11 @@ def tensors_of(path):
     return torch.load(path, weights_only=True)["model"]
 
 
-def test_files_have_the_names_and_the_shards_of_nxd_core(tmp_path):
-    RankPool(2).run(save_and_continue, str(tmp_path), {"tensor_parallel_size": 2})
+def test_files_have_the_names_and_the_shards_of_nxd_core(saved):
+    path, _ = saved("tp2")
     folders = [f"tp_rank_0{rank}_pp_rank_00" for rank in range(2)]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["each", "half", "optimizer", *folders]
-    ranks = [tensors_of(tmp_path / folder / "checkpoint.pt") for folder in folders]
+    assert sorted(each.name for each in path.iterdir()) == ["each", "half", "optimizer", *folders]
+    ranks = [tensors_of(path / folder / "checkpoint.pt") for folder in folders]
     layer = "layers.0.attention.qkv"
     assert {name for name in ranks[0] if name.startswith(layer)} == {f"{layer}.weight_qkv", f"{layer}.bias_qkv"}
     assert all(rank[f"{layer}.weight_qkv"].shape == (8, 8) for rank in ranks)  # 4 of 8 rows of q, 2 of 4 of k, of v
@@ -168,25 +187,36 @@ def load_into_another(path, config, load_xser, sharded):
     return weights
 
 
-@pytest.mark.parametrize("form", ["fused", "linear", "xser"])
-def test_files_of_nxd_core_are_read_in_their_layout(tmp_path, form):
-    torch.manual_seed(7)
-    weights = dict(Fused().named_parameters())
-    write_as_nxd_core(tmp_path / "old", {name: value.detach() for name, value in weights.items()}, form)
-    tp2 = {"tensor_parallel_size": 2}
-    for found in RankPool(2).run(load_into_another, str(tmp_path / "old"), tp2, form == "xser", True):
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
+FORMS = ("fused", "linear", "xser")
 
 
-def test_a_file_of_whole_tensors_is_sharded_as_it_is_loaded(tmp_path):
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Whole weights, and those that each of two ranks has from files of NxD Core and from a file of whole tensors."""
     torch.manual_seed(7)
     weights = {name: value.detach() for name, value in Fused().named_parameters()}
-    torch.save({"model": weights}, tmp_path / "whole.pt")
-    for config in ({"tensor_parallel_size": 2}, PIPELINE):
-        ranks = RankPool(2).run(load_into_another, str(tmp_path / "whole.pt"), config, False, False)
-        assert {name for found in ranks for name in found} == weights.keys()
-        assert all(torch.equal(weights[name], value) for found in ranks for name, value in found.items())
+    path = tmp_path_factory.mktemp("old")
+    for form in FORMS:
+        write_as_nxd_core(path / form, weights, form)
+    torch.save({"model": weights}, path / "whole.pt")
+    cases = {form: (str(path / form), TP, form == "xser", True) for form in FORMS}
+    cases |= {name: (str(path / "whole.pt"), config, False, False) for name, config in (("tp2", TP), ("pp2", PIPELINE))}
+    return weights, RankPool(2).run(of_each, load_into_another, cases)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_of_nxd_core_are_read_in_their_layout(loaded, form):
+    weights, ranks = loaded
+    for found in ranks:
+        assert found[form].keys() == weights.keys()
+        assert all(torch.equal(found[form][name], value) for name, value in weights.items())
+
+
+def test_a_file_of_whole_tensors_is_sharded_as_it_is_loaded(loaded):
+    weights, ranks = loaded
+    for layout in ("tp2", "pp2"):
+        assert {name for found in ranks for name in found[layout]} == weights.keys()
+        assert all(torch.equal(weights[name], value) for found in ranks for name, value in found[layout].items())
 
 
 @pytest.fixture

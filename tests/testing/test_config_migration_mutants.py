@@ -20,7 +20,7 @@ NOTE = "test_it_says_nothing_of_an_environment_without_its_variables"
 CAUGHT_BY = {
     "Right": set(),
     "HasNoNote": {IS_ONE, NOTE},
-    "ImportsTorch": {LIGHT},
+    "ImportsNumpy": {LIGHT},
     "RecognisesSectionsOfOurs": {RECOGNISES},
     "SaysTrue": {RECOGNISES},
     "RaisesYAMLError": {REFUSES},

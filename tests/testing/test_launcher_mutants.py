@@ -19,7 +19,7 @@ AGAIN, ONLY_JOINS = "test_a_job_has_the_same_files_again", "test_a_launcher_that
 CAUGHT_BY = {
     "Right": set(),
     "RightAndOnlyJoins": set(),
-    "ImportsTorch": {"test_its_modules_import_nothing_heavy"},
+    "ImportsNumpy": {"test_its_modules_import_nothing_heavy"},
     "HasNoSubmission": {"test_it_is_a_launcher", ONLY_JOINS},
     "JoinsEveryProcess": {"test_a_process_that_it_did_not_start_does_not_join"},
     "CountsFromOne": {RANK},

@@ -1,4 +1,4 @@
-"""Forked processes do what new interpreters do: each case runs in both."""
+"""Forked processes do what new interpreters do: each case runs in both, by default in a fork."""
 
 import json
 import locale
@@ -64,9 +64,9 @@ def act(what, more):
 """
 
 
-@pytest.fixture(params=["new", "forked"])
+@pytest.fixture(params=[pytest.param("new", marks=pytest.mark.slow), "forked"])
 def popen(request):
-    """Both classes."""
+    """Both classes; a new interpreter shows that what is expected of a fork is what Python does."""
     if request.param == "new":
         return subprocess.Popen
     if not processes.enabled():

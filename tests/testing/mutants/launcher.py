@@ -54,10 +54,10 @@ class Right:
 
 
 @mutant
-class ImportsTorch(Right):
+class ImportsNumpy(Right):
     """As if it were written in a module that does."""
 
-    __module__ = "tests.testing.mutants.small_model"
+    __module__ = "tests.testing.mutants.imports_numpy"
 
 
 @mutant
