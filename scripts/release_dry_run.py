@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
@@ -88,14 +88,21 @@ def problems_of_changelog(version: str, text: str | None = None) -> Iterator[str
         yield f"CHANGELOG.md: the section of {version} has no entry"
 
 
-def build_twice(out: Path) -> list[str]:
-    """Build sdists and wheels into ``out``, once more elsewhere, and return the files that differ."""
+def build_twice(out: Path, chosen: Sequence[str] = ()) -> list[str]:
+    """Build sdists and wheels into ``out``, once more elsewhere, and return the files that differ.
+
+    Args:
+        out: a directory that is not there yet.
+        chosen: folders of the distributions to build, relative to the repository; all where there are none.
+    """
     names = {}
+    chosen = chosen or [*folders(), META.parent.name]
     with tempfile.TemporaryDirectory(prefix="nxdt-release-") as scratch:
         for number, folder in enumerate((out, Path(scratch) / "again")):
             folder.mkdir(parents=True)
             source = copy_sources(ROOT, Path(scratch) / ("a" if number == 0 else "another place") / "nxdt")
-            _build(source, folder, Path(scratch) / f"unpacked-{number}", umask=0o022 if number == 0 else 0o077)
+            unpacked = Path(scratch) / f"unpacked-{number}"
+            _build([source / each for each in chosen], source, folder, unpacked, umask=0o022 if number == 0 else 0o077)
             names[number] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     first, second = names.values()
     return [
@@ -103,9 +110,8 @@ def build_twice(out: Path) -> list[str]:
     ]
 
 
-def _build(source: Path, out: Path, unpacked: Path, *, umask: int) -> None:
-    """Build all distributions; the second time at another path, with other file modes and times."""
-    projects = [source / folder for folder in folders()] + [source / META.parent.name]
+def _build(projects: Sequence[Path], source: Path, out: Path, unpacked: Path, *, umask: int) -> None:
+    """Build distributions; the second time at another path, with other file modes and times."""
     if umask != 0o022:
         for path in source.rglob("*"):
             os.utime(path)

@@ -12,7 +12,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "terminal.svg"
 SHOWN = {
@@ -39,10 +41,10 @@ def main() -> None:
     PICTURE.write_text(svg(lines[:-1]))
 
 
-def shown(command: str, part: slice, directory: Path) -> list[str]:
-    """Return the selected lines of a command's output, cut to the width of the picture."""
+def shown(command: str, part: slice, directory: Path, run: Callable[..., Any] = subprocess.run) -> list[str]:
+    """Return the selected lines of a command's output, cut to the width of the picture; ``run`` starts it."""
     words = [sys.executable, "-m", "nxdt_core", *shlex.split(command)[1:]]
-    done = subprocess.run(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    done = run(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     text = done.stdout.replace(f"{directory}/", "")
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return [line if len(line) <= _WIDTH else line[: _WIDTH - 1] + _ENDING for line in lines[part]]

@@ -109,7 +109,8 @@ class Environment:
     def install(self, wheels: Path, *dists: str) -> None:
         """Resolve and install from a directory of wheels, with no index."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
-        _run(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, *dists)
+        quick = ("--no-compile", "--no-warn-conflicts")  # halves pip's time; Python compiles what it imports
+        _run(*pip, "install", "--quiet", "--no-index", *quick, "--find-links", wheels, *dists)
 
     def run(self, *args: str | Path, cwd: Path, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
         """Run a command of the environment; nothing of the surrounding Python is inherited."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -475,6 +476,7 @@ class EngineContract:
             each.engine.shutdown()
 
 
+@cache
 def _declared(settings: Settings) -> frozenset[str]:
     return settings.config().selected("parallel_engine").component.record.capabilities
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession
 from tests import processes
 from tests.device.building import CACHE
-from tests.sampling import slow, slow_except
+from tests.sampling import asked, slow, slow_except
 
 PLUGIN = f"plugins.local=[{Path(__file__).with_name('abacus_plugin.py')}]"
 ROOT = Path(__file__).parents[2]
@@ -66,15 +67,36 @@ def train_on_both(recipe: str, *overrides: str) -> dict[str, Any]:
     host = session(recipe, *overrides, "model.compile=false", accelerator="cpu")
     from tests.device.abacus import COMPILED
 
+    COMPILED.clear()
     losses, waited = steps(own)
     types = {parameter.device.type for _, parameter in own.model.named_parameters()}
     compiled = [*COMPILED]
     return {"losses": losses, "host": steps(host)[0], "waited": waited, "types": types, "compiled": compiled}
 
 
+def call_each(calls: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> dict[str, Any]:
+    """What each function returns for its arguments, one after the other in this process."""
+    return {name: function(*arguments) for name, (function, arguments) in calls.items()}
+
+
+@pytest.fixture(scope="module")
+def returned(
+    request: pytest.FixtureRequest, abacus_cache: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What the functions of one process return that the tests of this run ask for, all in the same process."""
+    calls: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+        "resumed": (resume_with, (str(tmp_path_factory.mktemp("resumed")),)),
+        "dropless": (refuse_dropless, ()),
+    }
+    calls |= {model: (train_on_both, MODELS[model]) for model in asked(request, "model")}
+    calls |= {f"{optimizer} rejects": (reject_steps, (optimizer,)) for optimizer in asked(request, "optimizer")}
+    calls |= {layout: (train_on_host, single(layout)) for layout in asked(request, "layout")}
+    return RankPool(1).run(call_each, calls, environment={CACHE: abacus_cache}, timeout_s=40 * len(calls))[0]
+
+
 @pytest.mark.parametrize("model", slow_except(MODELS, ("llama", "compiled", "rounded")))
-def test_it_trains_as_on_the_host_and_no_step_waits(abacus_cache: str, model: str) -> None:
-    found = RankPool(1).run(train_on_both, *MODELS[model], environment={CACHE: abacus_cache})[0]
+def test_it_trains_as_on_the_host_and_no_step_waits(returned: dict[str, Any], model: str) -> None:
+    found = returned[model]
     assert found["types"] == {"abacus"}
     assert found["waited"] == [0] * 4
     if model != "gpt with dropout":  # the host draws the masks of its attention in its kernel
@@ -109,9 +131,9 @@ def resume_with(root: str) -> tuple[list[float], list[float], list[int]]:
     return expected, resumed, waited
 
 
-def test_a_run_that_is_resumed_does_not_wait_either(abacus_cache: str, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_does_not_wait_either(returned: dict[str, Any]) -> None:
     """Step counters of the optimizer are loaded to the host, where its kernels read them."""
-    whole, resumed, waited = RankPool(1).run(resume_with, str(tmp_path), environment={CACHE: abacus_cache})[0]
+    whole, resumed, waited = returned["resumed"]
     assert resumed == whole[2:]
     assert waited == [0, 0]
 
@@ -137,9 +159,9 @@ def reject_steps(optimizer: str) -> tuple[bool, bool, int, list[float], list[flo
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", slow("novograd"), slow("muon")])
-def test_a_step_that_is_not_finite_leaves_weights_and_state(abacus_cache: str, optimizer: str) -> None:
+def test_a_step_that_is_not_finite_leaves_weights_and_state(returned: dict[str, Any], optimizer: str) -> None:
     """The device alone knows that it is not."""
-    found = RankPool(1).run(reject_steps, optimizer, environment={CACHE: abacus_cache})[0]
+    found = returned[f"{optimizer} rejects"]
     assert found[:3] == (True, True, 1)
     assert found[3] == found[4]
 
@@ -175,16 +197,17 @@ def train_on_host(recipe: str, *overrides: str) -> list[float]:
     return steps(session(recipe, *overrides, accelerator="cpu"))[0]
 
 
+def single(layout: str) -> tuple[str, ...]:
+    """The recipe and the overrides of the run of one process that a layout is compared with."""
+    return tuple(word for word in LAYOUTS[layout] if not word.startswith("distributed_strategy"))
+
+
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("tp2",)))
-def test_two_ranks_train_as_one_process_does(abacus_cache: str, layout: str) -> None:
+def test_two_ranks_train_as_one_process_does(abacus_cache: str, returned: dict[str, Any], layout: str) -> None:
     """Each on a device of its own, with collectives of the device alone: no all-to-all, no sends."""
-    environment = {CACHE: abacus_cache}
-    recipe, *overrides = LAYOUTS[layout]
-    single = [override for override in overrides if not override.startswith("distributed_strategy")]
-    (alone,) = RankPool(1).run(train_on_host, recipe, *single, environment=environment)
-    found = RankPool(2).run(train_on_rank, recipe, *overrides, environment=environment)
+    found = RankPool(2).run(train_on_rank, *LAYOUTS[layout], environment={CACHE: abacus_cache})
     for rank, (losses, device, backend) in enumerate(found):
-        assert losses == pytest.approx(alone, rel=1e-5)
+        assert losses == pytest.approx(returned[layout], rel=1e-5)
         assert (device, backend) == (f"abacus:{rank}", "abacus")
 
 
@@ -197,8 +220,8 @@ def refuse_dropless() -> str:
     return ""
 
 
-def test_experts_without_a_capacity_are_refused_where_shapes_are_fixed(abacus_cache: str) -> None:
-    (said,) = RankPool(1).run(refuse_dropless, environment={CACHE: abacus_cache})
+def test_experts_without_a_capacity_are_refused_where_shapes_are_fixed(returned: dict[str, Any]) -> None:
+    said = returned["dropless"]
     assert re.search(r"(?s)NXDT-P037.*'layers\.0\.moe\.router'.*2 has room for every token", said)
 
 

@@ -23,6 +23,12 @@ def sample(rule: InitRule = STANDARD, name: str = "w", seed: int = 1, count: int
     return draw((count,), rule, name=name, seed=seed, dtype=torch.float64)
 
 
+@pytest.fixture(scope="module")
+def many() -> torch.Tensor:
+    """Numbers that several tests look at."""
+    return sample()
+
+
 def test_the_first_values_are_pinned():
     # A change here changes every run that anybody has made: it must be meant.
     values = draw((2, 3), STANDARD, name="layers.0.mlp.down_proj.weight", seed=1234, dtype=torch.float64)
@@ -135,8 +141,8 @@ def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 4096, 65536])
-def test_neighbours_in_a_parameter_are_unrelated(lag):
-    x = sample()
+def test_neighbours_in_a_parameter_are_unrelated(many, lag):
+    x = many
     assert abs(correlation(x[:-lag], x[lag:])) < 5 / math.sqrt(SAMPLES)
     assert abs(correlation(x[:-lag] ** 2, x[lag:] ** 2)) < 5 / math.sqrt(SAMPLES)
 
@@ -145,8 +151,8 @@ def test_neighbours_in_a_parameter_are_unrelated(lag):
     "other",
     [{"name": "v"}, {"name": "layers.1.w"}, {"name": "w "}, {"seed": 2}, {"seed": 1001}, {"seed": 1 + 2**32}],
 )
-def test_other_names_and_seeds_give_unrelated_numbers(other):
-    x, y = sample(), sample(**other)
+def test_other_names_and_seeds_give_unrelated_numbers(many, other):
+    x, y = many, sample(**other)
     assert abs(correlation(x, y)) < 5 / math.sqrt(SAMPLES)
     for lag in (1, 17, 1024):
         assert abs(correlation(x[lag:], y[:-lag])) < 5 / math.sqrt(SAMPLES)

@@ -1,7 +1,8 @@
 """Wheels built from a copy of the tree, and a clean environment that they are installed into.
 
-The environment sees the third-party packages of the one that runs the tests, through links and a ``.pth`` file, and
-none of its nxdt distributions: those it gets from the wheels alone, resolved by pip with ``--no-index``.
+The environment sees those third-party packages of the one that runs the tests that the wheels and pytest require,
+through links and a ``.pth`` file, and none of its nxdt distributions: those it gets from the wheels alone, resolved by
+pip with ``--no-index``.
 """
 
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.wheel_environment import SITE, Environment, build_wheels, copy_sources
+from scripts.wheel_environment import Environment, Third, build_wheels, copy_sources
 
 ROOT = Path(__file__).parents[2]
 DISTS = (".", *sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")))
@@ -46,10 +47,7 @@ def wheels(source: Path, outside: Path, engine: Path, tmp_path_factory: pytest.T
 
 
 def _environment(tmp_path_factory: pytest.TempPathFactory, wheels: Path, dists: Sequence[str]) -> Environment:
-    third_party = tmp_path_factory.mktemp("third-party")
-    for path in SITE.iterdir():
-        if "nxdt" not in path.name and path.suffix != ".pth":
-            (third_party / path.name).symlink_to(path)
+    third_party = Third.of([*dists, "pytest"], wheels=wheels).link(tmp_path_factory.mktemp("third-party"))
     environment = Environment(tmp_path_factory.mktemp("clean") / "env", third_party)
     environment.install(wheels, *dists)
     return environment

@@ -3,7 +3,6 @@
 import html
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -78,7 +77,7 @@ def test_every_other_command_is_one_that_exists():
 def test_light_commands_of_the_documentation_run(tmp_path):
     def nxdt(*args):
         command = [sys.executable, "-m", "nxdt_core", *args]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{args}: {done.stderr}"
         return done.stdout
 
@@ -108,7 +107,7 @@ def test_the_picture_shows_what_the_commands_print(tmp_path):
     assert [line.removeprefix("$ ") for line in lines if line.startswith("$ ")] == list(SHOWN)
     (command, part), *_ = ((line, part) for line, part in SHOWN.items() if "preview" in line)
     start = lines.index(f"$ {command}") + 1
-    found = shown(command, part, tmp_path)
+    found = shown(command, part, tmp_path, processes.run)
     assert found == lines[start : start + len(found)], "run python scripts/terminal_picture.py"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,15 @@ def run_contract(
     return plugin
 
 
-def every_second(mutants: Iterable[Any]) -> list[Any]:
-    """Return cases for ``parametrize``: ``Right`` and every second mutant, the others in the slow tests."""
+def every_second(mutants: Iterable[Any], *, slow: Container[str] = ()) -> list[Any]:
+    """Return cases for ``parametrize``: ``Right`` and every second mutant, the others in the slow tests.
+
+    ``slow`` are further mutants that are left out by default: others are caught by the same test.
+    """
     cases = [*mutants]
-    return slow_except(cases, ["Right", *cases[::2]])
+    names = [case[0] if isinstance(case, tuple) else case for case in cases]
+    taken = [case for name, case in zip(names[::2], cases[::2], strict=True) if name not in slow]
+    return slow_except(cases, ["Right", *taken])
 
 
 def asked(request: pytest.FixtureRequest, caught_by: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,13 @@ SOLO = Path(__file__).parent / "mutants/solo_parts.py"
 
 
 class TestTorch(EngineContract):
-    """By default two layouts that share no code path: the matrix of ``tests/parallel`` runs all of them."""
+    """By default one layout: the matrix of ``tests/parallel`` runs all of them."""
 
     engine = "torch"
 
     def runs(self, capability: str, config: pytest.Config) -> bool:
         """All layouts where all samples are taken."""
-        return capability in ("zero2", "sp") or takes_all(config)
+        return capability == "zero2" or takes_all(config)
 
 
 class TestSolo(EngineContract):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import takes_all
 from tests.testing.mutants.optimizer import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract
 
@@ -15,7 +16,8 @@ RATE, DECAY = "test_the_rate_is_that_of_the_group_at_each_step", "test_a_group_w
 EXACT, STATE = "test_updates_in_float32_are_near_those_in_float64", "test_state_is_kept_by_parameter_alone"
 RESUMED = "test_a_resumed_run_steps_as_one_that_was_not_stopped"
 NOTHING = "test_a_rank_may_have_no_element_of_a_parameter"
-SHARDS = {f"test_shards_are_updated_as_the_whole_is[{layout}]" for layout in ("zero3", "tp")}
+TP, ZERO3 = (f"test_shards_are_updated_as_the_whole_is[{layout}]" for layout in ("tp", "zero3"))
+SHARDS = {TP, ZERO3}
 CAUGHT_BY = {
     "Right": set(),
     "MakesAGroupOfItsOwn": {GROUPS, DECAY},
@@ -36,16 +38,26 @@ ON_RANKS = ("Right", "DividesByTheNormOfItsShard")
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Outcomes:
-    """Of all under all tests of one process, and of some on ranks."""
-    return run_contract(FILE, ON_RANKS, [(name, test) for name in CAUGHT_BY if name not in ON_RANKS for test in ALONE])
+def tried(pytestconfig: pytest.Config) -> dict[str, set[str]]:
+    """The tests of each: those of one process, and of some those on ranks, by default in one layout."""
+    on_ranks = ALONE | (SHARDS if takes_all(pytestconfig) else {ZERO3})
+    return {name: on_ranks if name in ON_RANKS else ALONE for name in CAUGHT_BY}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tried: dict[str, set[str]]) -> Outcomes:
+    """How the tests of the file ended."""
+    return run_contract(FILE, (), [(name, test) for name, tests in tried.items() for test in tests])
 
 
 @pytest.mark.parametrize("mutant", CAUGHT_BY)
-def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
-    tried = ALONE | SHARDS if mutant in ON_RANKS else ALONE
-    assert {test for name, test in outcomes.failed if name == mutant} == CAUGHT_BY[mutant]
-    assert {test for name, test in outcomes.passed if name == mutant} == tried - CAUGHT_BY[mutant]
+def test_the_contract_fails_a_mutant_where_it_is_wrong(
+    outcomes: Outcomes, tried: dict[str, set[str]], mutant: str
+) -> None:
+    broken = CAUGHT_BY[mutant] & tried[mutant]
+    assert broken or mutant == "Right"
+    assert {test for name, test in outcomes.failed if name == mutant} == broken
+    assert {test for name, test in outcomes.passed if name == mutant} == tried[mutant] - broken
 
 
 def test_every_mutant_is_expected() -> None:

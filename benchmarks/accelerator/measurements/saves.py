@@ -21,8 +21,8 @@ def background_save(bench: Bench) -> None:
     shape = SHAPES["1b"].sized(bench)
     if not bench.small:
         shape = replace(shape, layers=4, vocabulary=32000)
-    sequence, every = (128, 6) if bench.small else (4096, 80)
-    steps = every * 4 + 10
+    sequence, every, rest = (128, 4, 4) if bench.small else (4096, 80, 10)
+    steps = every * 4 + rest
     with bench.part("training with saves"):
         path = run_file(
             bench,
