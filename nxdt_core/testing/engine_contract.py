@@ -94,6 +94,7 @@ class Settings:
     accelerator: str = HOST.type
     policy: PrecisionPolicy = field(default_factory=lambda: PrecisionPolicy(name="fp32"))
 
+    @cache  # noqa: B019: settings are few, and each test of an engine asks for the same run
     def config(self, *overrides: str) -> ResolvedConfig:
         """Return the run of the contract under this engine."""
         parts = str(Path(__file__).parent / "runs" / "engine_parts.py")
@@ -476,7 +477,6 @@ class EngineContract:
             each.engine.shutdown()
 
 
-@cache
 def _declared(settings: Settings) -> frozenset[str]:
     return settings.config().selected("parallel_engine").component.record.capabilities
 

@@ -21,7 +21,7 @@ def steps_of_the_loop(directory):
         seen.append((loss, float(names["result"].grad_norm), rows))
 
     names = {"print": note}
-    overrides = ["trainer.max_steps=4", f"exp_manager.exp_dir={directory}"]
+    overrides = ["trainer.max_steps=2", f"exp_manager.exp_dir={directory}"]
     exec(LOOP.replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {overrides!r}'), names)
     return seen, names["session"].state.to_dict()
 

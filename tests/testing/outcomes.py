@@ -74,15 +74,16 @@ def asked(request: pytest.FixtureRequest, caught_by: Mapping[str, Any]) -> dict[
 
 
 def run_mutants(file: Path, caught_by: CaughtBy, request: pytest.FixtureRequest, *more: str) -> Outcomes:
-    """Run the right one under all tests, and each mutant that the tests of this run ask for under those that it fails,
-    or under all of all samples.
+    """Run the right one under all tests that catch a mutant, and each mutant that the tests of this run ask for under
+    those that it fails, or all under all tests of all samples.
 
     ``more`` are options of pytest.
     """
     if takes_all(request.config):
         return run_contract(file, caught_by, {}, *more)
-    pairs = [(name, test) for name, tests in asked(request, caught_by).items() for test in tests]
-    return run_contract(file, ["Right"], pairs)
+    pairs = [("Right", test) for test in sorted(set().union(*caught_by.values()))]
+    pairs += [(name, test) for name, tests in asked(request, caught_by).items() for test in tests]
+    return run_contract(file, (), pairs)
 
 
 def requirements(ended: Iterable[tuple[str, str]], mutant: str) -> set[str]:

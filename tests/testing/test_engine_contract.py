@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.testing.engine_contract import EngineContract
-from tests.sampling import takes_all
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.testing.engine_contract import LAYOUTS, EngineContract, Settings
+from tests.sampling import slow_except, takes_all
 from tests.testing.outcomes import Outcomes, asked, every_second, run_contract
 
 SOLO = Path(__file__).parent / "mutants/solo_parts.py"
@@ -32,6 +33,13 @@ class TestSolo(EngineContract):
 
     engine = "solo"
     plugins = (str(SOLO),)
+
+    @pytest.mark.parametrize("capability", slow_except(LAYOUTS, ("tp",)))
+    def test_a_layout_trains_as_one_process_does_or_is_refused(
+        self, settings: Settings, batches: list[Batch], capability: str, pytestconfig: pytest.Config
+    ) -> None:
+        """It declares none; ``tests/config/test_capabilities.py`` shows what is refused then."""
+        super().test_a_layout_trains_as_one_process_does_or_is_refused(settings, batches, capability, pytestconfig)
 
 
 FILE = Path(__file__).parent / "mutants/engine.py"
