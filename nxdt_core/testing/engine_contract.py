@@ -94,9 +94,9 @@ class Settings:
     accelerator: str = HOST.type
     policy: PrecisionPolicy = field(default_factory=lambda: PrecisionPolicy(name="fp32"))
 
-    @cache  # noqa: B019: settings are few, and each test of an engine asks for the same run
+    @cache  # noqa: B019
     def config(self, *overrides: str) -> ResolvedConfig:
-        """Return the run of the contract under this engine."""
+        """Return the run of the contract under this engine, loaded once: most tests ask for the same."""
         parts = str(Path(__file__).parent / "runs" / "engine_parts.py")
         run = {
             "name": "engine-contract",

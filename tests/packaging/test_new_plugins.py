@@ -48,16 +48,28 @@ def site(tmp_path_factory, pytestconfig):
     return place / "site", written
 
 
-@pytest.mark.parametrize("kind", ["model_builder", "another"])
-def test_a_new_repository_passes_its_own_tests(site, kind, pytestconfig):
+@pytest.fixture(scope="module")
+def outcomes(site, pytestconfig):
+    """Lines of pytest, which by default runs quick tests of both repositories in one process."""
     path, written = site
+    options = ("-v", "-p", "no:cacheprovider", "--import-mode=importlib")
+    tests = [directory / "tests" for directory in written.values()]
+    runs = [[each] for each in tests] if takes_all(pytestconfig) else [[*tests, "-k", QUICK]]
+    lines = []
+    for run in runs:
+        done = _python("-c", PYTEST, *options, *run, cwd=path.parent, path=path)
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+        lines += done.stdout.splitlines()
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["model_builder", "another"])
+def test_a_new_repository_passes_its_own_tests(site, outcomes, kind):
+    _, written = site
     chosen = [kind] if kind in written else [each for each in written if each != "model_builder"]
-    some = () if takes_all(pytestconfig) else ("-k", QUICK)
     for each in chosen:
-        options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib")
-        done = _python("-c", PYTEST, *options, written[each] / "tests", *some, cwd=written[each], path=path)
-        assert done.returncode == 0, f"{each}: {done.stdout}{done.stderr}"
-        assert " passed" in done.stdout
+        passed = [line for line in outcomes if f"{written[each].name}/tests/" in line and " PASSED" in line]
+        assert len(passed) > 5, each
 
 
 def test_a_new_plugin_is_usable_and_nothing_of_it_is_complained_of(site, tmp_path):
