@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,16 +90,15 @@ class PluginContract:
     @pytest.fixture
     def info(self) -> PluginInfo:
         """Return the plugin as this process finds it."""
-        kernel = Kernel.start()
-        found = [each for each in kernel.plugins if each.name == self.plugin]
+        found = [each for each in _started(*sys.path).plugins if each.name == self.plugin]
         assert found, f"no plugin is called {self.plugin!r}; install its distribution"
         return found[0]
 
     @pytest.fixture
     def components(self) -> Sequence[RegisteredComponent]:
         """Return what it offers."""
-        kernel = Kernel.start()
-        every = [each for kind in kernel.registry.kinds() for each in kernel.registry.all(kind.name)]
+        registry = _started(*sys.path).registry
+        every = [each for kind in registry.kinds() for each in registry.all(kind.name)]
         return [each for each in every if each.plugin == self.plugin]
 
     def test_it_is_usable(self) -> None:
@@ -180,7 +180,7 @@ class PluginContract:
 
     def test_its_recipes_are_right(self) -> None:
         """``nxdt config check`` accepts each, as far as its files are here."""
-        for recipe in list_recipes(Kernel.start()):
+        for recipe in list_recipes(_started(*sys.path)):
             if recipe.plugin == self.plugin:
                 problems = check(f"recipe:{recipe.plugin}:{recipe.name}")
                 assert not problems, f"the recipe {recipe.name!r} is wrong: {problems[0]}"
@@ -205,6 +205,13 @@ class PluginContract:
         )
         assert found is not None, f"no plugin is called {self.plugin!r}; install its distribution"
         return found
+
+
+@cache
+def _started(*path: str) -> Kernel:
+    """The plugins of ``sys.path``: the tests of several share what this process finds."""
+    del path
+    return Kernel.start()
 
 
 def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:

@@ -11,7 +11,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.testing.ranks import RankPool
 from tests.primitives.lightning_programs import PIPELINE, fit, in_plain_torch, with_lightning
 from tests.primitives.loops import Decoder, of_each
-from tests.sampling import asked, slow
+from tests.sampling import asked, slow_except
 
 LAYOUTS = {
     "alone": (1, {}, False, 1),
@@ -40,7 +40,7 @@ def trained(request, tmp_path_factory):
     return outcomes
 
 
-@pytest.mark.parametrize("name", ["alone", "tp2-zero1-own", "dp2-accumulated", slow("dp2-own"), slow("pp2"), "pp2-own"])
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, ("tp2-zero1-own", "dp2-accumulated", "pp2-own")))
 def test_steps_equal_plain_torch_and_a_checkpoint_resumes(trained, name):
     expected = in_plain_torch()
     directory, ranks = trained[name]
