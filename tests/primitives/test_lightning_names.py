@@ -40,8 +40,9 @@ def trained(request, tmp_path_factory):
     return outcomes
 
 
-@pytest.mark.parametrize("name", slow_except(LAYOUTS, ("tp2-zero1-own", "dp2-accumulated", "pp2-own")))
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, ("dp2-accumulated", "pp2-own")))
 def test_steps_equal_plain_torch_and_a_checkpoint_resumes(trained, name):
+    """By default, ``test_torchrun.py`` runs the case of tensor parallelism."""
     expected = in_plain_torch()
     directory, ranks = trained[name]
     for rows, again, loss in ranks:

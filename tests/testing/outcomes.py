@@ -21,6 +21,7 @@ __all__ = [
     "requirements",
     "run_contract",
     "run_mutants",
+    "without",
 ]
 
 CaughtBy = Mapping[str, AbstractSet[str]]
@@ -71,6 +72,14 @@ def asked(request: pytest.FixtureRequest, caught_by: Mapping[str, Any]) -> dict[
     """Return what the tests of this run ask for: ``Right``, and the mutants that are parameters of a test."""
     names = {*sampling.asked(request, "mutant"), "Right"}
     return {name: tests for name, tests in caught_by.items() if name in names}
+
+
+def without(left_out: AbstractSet[str], caught_by: CaughtBy, request: pytest.FixtureRequest) -> CaughtBy:
+    """Return ``caught_by`` without some tests, unless all samples are taken or only they catch a mutant of this run."""
+    mutants = {name: tests for name, tests in asked(request, caught_by).items() if name != "Right"}
+    if takes_all(request.config) or any(tests <= left_out for tests in mutants.values()):
+        return caught_by
+    return {name: tests - left_out for name, tests in caught_by.items()}
 
 
 def run_mutants(file: Path, caught_by: CaughtBy, request: pytest.FixtureRequest, *more: str) -> Outcomes:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import takes_all
 from tests.testing.mutants.adapter import MUTANTS
-from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_second, run_mutants
+from tests.testing.outcomes import CaughtBy, Outcomes, assert_fails_where_wrong, every_second, run_mutants, without
 
 FILE = Path(__file__).parent / "mutants/adapter.py"
 NAMES, OWN = "test_the_base_keeps_its_names_and_shapes", "test_only_its_own_parameters_train"
@@ -34,14 +33,13 @@ CAUGHT_BY = {
 
 
 @pytest.fixture(scope="module")
-def caught_by(pytestconfig: pytest.Config) -> dict[str, set[str]]:
+def caught_by(request: pytest.FixtureRequest) -> CaughtBy:
     """``CAUGHT_BY``, by default with one layout: the same test compares all of them."""
-    left_out = set() if takes_all(pytestconfig) else {ZERO3}
-    return {name: tests - left_out for name, tests in CAUGHT_BY.items()}
+    return without({ZERO3}, CAUGHT_BY, request)
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, caught_by: dict[str, set[str]]) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest, caught_by: CaughtBy) -> Outcomes:
     """How the tests of the file ended."""
     return run_mutants(FILE, caught_by, request)
 
@@ -49,9 +47,8 @@ def outcomes(request: pytest.FixtureRequest, caught_by: dict[str, set[str]]) -> 
 # FollowsNothing is caught by the same test as WritesIntoTheBase, in another layout; both take two ranks.
 @pytest.mark.parametrize("mutant", every_second(CAUGHT_BY, slow=["WritesIntoTheBase"]))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
-    outcomes: Outcomes, mutant: str, caught_by: dict[str, set[str]], pytestconfig: pytest.Config
+    outcomes: Outcomes, mutant: str, caught_by: CaughtBy, pytestconfig: pytest.Config
 ) -> None:
-    assert caught_by[mutant] or mutant == "Right"
     assert_fails_where_wrong(outcomes, mutant, caught_by, pytestconfig)
 
 

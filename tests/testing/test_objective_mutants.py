@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import takes_all
 from tests.testing.mutants.objective import MUTANTS
-from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_second, run_mutants
+from tests.testing.outcomes import CaughtBy, Outcomes, assert_fails_where_wrong, every_second, run_mutants, without
 
 FILE = Path(__file__).parent / "mutants/objective.py"
 MEMBERS = "test_it_has_the_members_of_the_protocol"
@@ -35,23 +34,21 @@ CAUGHT_BY = {
 
 
 @pytest.fixture(scope="module")
-def caught_by(pytestconfig: pytest.Config) -> dict[str, set[str]]:
+def caught_by(request: pytest.FixtureRequest) -> CaughtBy:
     """``CAUGHT_BY``, by default with one layout: the same test compares all of them."""
-    left_out = set() if takes_all(pytestconfig) else {TP, ZERO3}
-    return {name: tests - left_out for name, tests in CAUGHT_BY.items()}
+    return without({TP, ZERO3}, CAUGHT_BY, request)
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, caught_by: dict[str, set[str]]) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest, caught_by: CaughtBy) -> Outcomes:
     """How the tests of the file ended."""
     return run_mutants(FILE, caught_by, request)
 
 
 @pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
-    outcomes: Outcomes, mutant: str, caught_by: dict[str, set[str]], pytestconfig: pytest.Config
+    outcomes: Outcomes, mutant: str, caught_by: CaughtBy, pytestconfig: pytest.Config
 ) -> None:
-    assert caught_by[mutant] or mutant == "Right"
     assert_fails_where_wrong(outcomes, mutant, caught_by, pytestconfig)
 
 
