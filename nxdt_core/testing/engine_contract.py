@@ -46,7 +46,7 @@ from nxdt_core.training.plan import run_parts
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
 
-__all__ = ["LAYOUTS", "EngineContract"]
+__all__ = ["LAYOUTS", "POLICIES", "EngineContract"]
 
 _SEED, _VOCABULARY, _LENGTH, _ROWS, _MICRO, _STEPS = 5, 64, 16, 8, 2, 3
 _STRATEGY = "distributed_strategy"
@@ -82,7 +82,8 @@ _SETTINGS = {
 }
 """Capability → an override of a run of one process that needs it."""
 
-_POLICIES = ("mixed_precision", "mixed_precisionSR", "bf16SR", "autocast")
+POLICIES = ("mixed_precision", "mixed_precisionSR", "bf16SR", "autocast")
+"""Values of ``precision.type``, each of which needs another capability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,7 +456,7 @@ class EngineContract:
             alone.engine.shutdown()
         run.engine.shutdown()
 
-    @pytest.mark.parametrize("policy", _POLICIES)
+    @pytest.mark.parametrize("policy", POLICIES)
     def test_a_precision_trains_or_is_refused(self, settings: Settings, batches: list[Batch], policy: str) -> None:
         """Under a declared one the loss is near that of float32, and falls."""
         named = f"precision.type={policy}"

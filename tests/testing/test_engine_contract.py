@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.engine_contract import LAYOUTS, EngineContract, Settings
+from nxdt_core.testing.engine_contract import LAYOUTS, POLICIES, EngineContract, Settings
 from tests.sampling import slow_except, takes_all
 from tests.testing.outcomes import Outcomes, asked, every_second, run_contract
 
@@ -26,6 +26,11 @@ class TestTorch(EngineContract):
     def runs(self, capability: str, config: pytest.Config) -> bool:
         """All layouts where all samples are taken."""
         return capability == "zero2" or takes_all(config)
+
+    @pytest.mark.parametrize("policy", slow_except(POLICIES, ("mixed_precisionSR", "bf16SR")))
+    def test_a_precision_trains_or_is_refused(self, settings: Settings, batches: list[Batch], policy: str) -> None:
+        """``tests/parallel/precision`` compares the others with float32."""
+        super().test_a_precision_trains_or_is_refused(settings, batches, policy)
 
 
 class TestSolo(EngineContract):
