@@ -144,7 +144,11 @@ def test_files_of_torchs_own_distributed_checkpoints_are_no_part_of_ours(
         load_all(store)
 
 
-@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"a":' * 200_000, b"1" * 10_000, b"\xff", b"1e999999"])
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 200_000, b'{"a":' * 200_000, b"1" * 10_000, b"\xff", b"1e999999"],
+    ids=["deep lists", "deep tables", "long number", "no text", "large exponent"],
+)
 @pytest.mark.parametrize("name", [STATE, f"{STATE}.digests", f"{SHARDS[0]}.digests"])
 def test_json_that_is_deep_or_endless_is_damage(store: LocalStorage, save: Any, name: str, data: bytes) -> None:
     forge(store, save(store, 1), name, data)
@@ -296,7 +300,11 @@ def test_absurd_safetensors_headers_are_damage(hf: Path, builder: ModelBuilder, 
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
-@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"a":' * 200_000, b'{"a": ' + b"1" * 10_000 + b"}", b"null"])
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 200_000, b'{"a":' * 200_000, b'{"a": ' + b"1" * 10_000 + b"}", b"null"],
+    ids=["deep lists", "deep tables", "long number", "null"],
+)
 def test_json_of_hugging_face_that_is_deep_or_endless_is_damage(
     hf: Path, builder: ModelBuilder, file: str, data: bytes
 ) -> None:

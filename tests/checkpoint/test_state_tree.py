@@ -19,6 +19,7 @@ from nxdt_core.checkpoint import CheckpointFacts, load_state, read_manifest
 from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
 from nxdt_core.errors.checkpoints import TensorStateUnsupported, UnsavableState
 from nxdt_core.testing.stores.memory import MemoryStorage
+from tests.sampling import takes_all
 
 texts = st.text(max_size=8) | st.sampled_from(["$", "~", "/", "a/b", "~1", ""])
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | texts
@@ -50,9 +51,18 @@ def same(left: Any, right: Any) -> bool:
     return left == right
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(tree=st.dictionaries(texts, trees, max_size=5))
-def test_any_tree_comes_back(tree: dict[str, Any]) -> None:
+def test_any_tree_comes_back(pytestconfig: pytest.Config) -> None:
+    count = 150 if takes_all(pytestconfig) else 50
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(tree=st.dictionaries(texts, trees, max_size=5))
+    def drawn(tree: dict[str, Any]) -> None:
+        check_that_it_comes_back(tree)
+
+    drawn()
+
+
+def check_that_it_comes_back(tree: dict[str, Any]) -> None:
     stored: dict[str, torch.Tensor] = {}
 
     def put_tensor(at: str, value: object) -> str | None:

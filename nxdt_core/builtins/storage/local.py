@@ -98,7 +98,8 @@ class LocalStorage:
         with self._explained(start):
             _require_directory(self._root)
             self._require_no_links(start)
-            found = [info for info in self._walk(start, prefix) if info.key.startswith(prefix)]
+            keys = f"{folder}/" if folder else ""
+            found = [info for info in self._walk(str(start), keys, prefix) if info.key.startswith(prefix)]
         yield from sorted(found, key=lambda info: info.key)
 
     def delete_many(self, keys: Iterable[str]) -> None:
@@ -219,15 +220,15 @@ class LocalStorage:
 
     def _require_no_links(self, folder: Path) -> None:
         """Refuse symbolic links on the way from the root to ``folder``."""
-        below = folder.relative_to(self._root).parts
-        for depth in range(1, len(below) + 1):
-            path = self._root.joinpath(*below[:depth])
+        path = str(self._root)
+        for name in folder.relative_to(self._root).parts:
+            path = os.path.join(path, name)
             try:
-                is_link = stat.S_ISLNK(path.lstat().st_mode)
+                is_link = stat.S_ISLNK(os.lstat(path).st_mode)
             except (FileNotFoundError, NotADirectoryError):
                 return
             if is_link:
-                raise NotRegularFile(errno.ELOOP, "it is a symbolic link", str(path))
+                raise NotRegularFile(errno.ELOOP, "it is a symbolic link", path)
 
     def _create_temporary(self, folder: Path) -> tuple[IO[bytes], Path]:
         for _ in range(_ATTEMPTS):
@@ -304,8 +305,9 @@ class LocalStorage:
         self._sync_directory(path.parent)
         return True
 
-    def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects below ``folder``; directories that hold no key with ``prefix`` are left out."""
+    def _walk(self, folder: str, keys: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects below ``folder``, whose keys begin with ``keys``; directories that hold no key with ``prefix`` are
+        left out."""
         try:
             entries = _entries(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -313,10 +315,10 @@ class LocalStorage:
         for entry in entries:
             if entry.name.startswith(_HIDDEN):
                 continue
-            key = Path(entry.path).relative_to(self._root).as_posix()
+            key = f"{keys}{entry.name}"
             if entry.is_dir(follow_symlinks=False):
                 if prefix.startswith(f"{key}/") or f"{key}/".startswith(prefix):
-                    yield from self._walk(Path(entry.path), prefix)
+                    yield from self._walk(entry.path, f"{key}/", prefix)
                 continue
             with suppress(FileNotFoundError):  # deleted since the directory was read
                 found = entry.stat(follow_symlinks=False)
@@ -358,7 +360,7 @@ def _turn_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: str) -> list[os.DirEntry[str]]:
     """The entries of ``folder``, with the directory closed again."""
     with os.scandir(folder) as entries:
         return list(entries)

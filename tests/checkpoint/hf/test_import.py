@@ -40,6 +40,7 @@ from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
 from nxdt_core.training.weights.saved_config import saved_config
 from tests.checkpoint.hf.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
+from tests.checkpoint.layouts.sharded import Call, in_turn
 from tests.parallel.matrix.training import whole
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")
@@ -109,19 +110,28 @@ def started(source: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize(
-    ("ranks", "overrides"),
-    [
-        (1, ()),
-        (2, ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")),
-        (2, ("trainer.devices=2", "distributed_strategy.pipeline_model_parallel_size=2")),
-        (2, ("trainer.devices=2", "distributed_strategy.zero_stage=3")),
-    ],
-    ids=["one process", "tensor parallel", "pipeline", "sharded by FSDP"],
-)
-def test_a_run_begins_with_the_weights_of_a_directory_in_any_layout(theirs, ranks, overrides):
-    held = RankPool(ranks).run(started, str(theirs), overrides)
-    found = {name: weight for each in held for name, weight in each.items()}
+LAYOUTS = {
+    "one process": (1, ()),
+    "tensor parallel": (2, ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")),
+    "pipeline": (2, ("trainer.devices=2", "distributed_strategy.pipeline_model_parallel_size=2")),
+    "sharded by FSDP": (2, ("trainer.devices=2", "distributed_strategy.zero_stage=3")),
+}
+
+
+def started_in_each_layout(source: str) -> list[dict[str, torch.Tensor] | None]:
+    return in_turn([Call(world, started, (source, overrides)) for world, overrides in LAYOUTS.values()])
+
+
+@pytest.fixture(scope="module")
+def held(theirs):
+    """By layout, what its ranks hold."""
+    by_rank = RankPool(2).run(started_in_each_layout, str(theirs))
+    return dict(zip(LAYOUTS, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_begins_with_the_weights_of_a_directory_in_any_layout(theirs, held, layout):
+    found = {name: weight for each in held[layout] if each is not None for name, weight in each.items()}
     expected = load_hf(theirs, build.model_builder(llama("model.num_layers=2")))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight.float()) for name, weight in expected.items())

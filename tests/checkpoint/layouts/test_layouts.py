@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -10,10 +12,11 @@ from nxdt_core.checkpoint import read_manifest
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
+from tests.checkpoint.layouts.sharded import Call, in_turn
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration, whole
-from tests.sampling import slow_except
+from tests.sampling import asked, slow_except
 
 STEPS = 3
 """Before and after the stop."""
@@ -72,13 +75,40 @@ def in_layout(layout, uri, resumes, steps):
     return run(layout, uri, resumes=resumes, steps=steps)
 
 
+def all_changes(changes):
+    """Make the runs of each change one after the other, each on the first of these ranks."""
+    calls = []
+    for before, after, uri in changes:
+        calls += [
+            Call(before.world, in_layout, (before, uri, False, STEPS)),
+            Call(after.world, in_layout, (after, uri, True, STEPS)),
+            Call(1, in_layout, (before.one_process, None, False, 2 * STEPS)),
+        ]
+    return in_turn(calls)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """By change, what the ranks of its three runs return; changes of as many ranks share their processes."""
+    pools = defaultdict(list)
+    for change in (change for change in CHANGES if change in asked(request, "change")):
+        worlds = {layout.world for layout in CHANGES[change]}
+        pools[max(worlds), change if len(worlds - {1}) > 1 else ""].append(change)
+    found = {}
+    for (world, _), changes in pools.items():
+        runs = [(*CHANGES[change], str(tmp_path_factory.mktemp("layouts") / "store")) for change in changes]
+        reports = RankPool(world).run(all_changes, runs, timeout_s=300)
+        for place, change in enumerate(changes):
+            sizes = [*(layout.world for layout in CHANGES[change]), 1]
+            found[change] = [
+                [report[3 * place + number] for report in reports[:size]] for number, size in enumerate(sizes)
+            ]
+    return found
+
+
 @pytest.mark.parametrize("change", slow_except(CHANGES, KEPT))
-def test_a_run_goes_on_in_another_layout(tmp_path, change):
-    before, after = CHANGES[change]
-    uri = str(tmp_path / "store")
-    first = RankPool(before.world).run(in_layout, before, uri, False, STEPS, timeout_s=120)
-    second = RankPool(after.world).run(in_layout, after, uri, True, STEPS, timeout_s=120)
-    ((losses, weights),) = RankPool(1).run(in_layout, before.one_process, None, False, 2 * STEPS, timeout_s=120)
+def test_a_run_goes_on_in_another_layout(outcomes, change):
+    first, second, ((losses, weights),) = outcomes[change]
     for rank in second:
         assert first[0][0] + rank[0] == pytest.approx(losses, abs=1e-9)
     resumed = {name: weight for _, held in second for name, weight in held.items()}

@@ -16,10 +16,11 @@ from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
+from tests.checkpoint.layouts.sharded import Call, in_turn
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration
-from tests.sampling import slow_except
+from tests.sampling import asked, slow_except
 
 LAYOUTS = {
     "whole on each rank": (Layout(dp=2, zero=0), 1),
@@ -73,10 +74,27 @@ def save_and_load(layout, uri):
     return before, after, store.opened > 0
 
 
+def all_layouts(layouts):
+    return in_turn([Call(layout.world, save_and_load, (layout, uri)) for layout, uri in layouts])
+
+
+@pytest.fixture(scope="module")
+def found(request, tmp_path_factory):
+    """By layout, what each of its ranks reports; layouts of as many ranks share their processes."""
+    named = [name for name in LAYOUTS if name in asked(request, "name")]
+    reports = {}
+    for world in {LAYOUTS[name][0].world for name in named}:
+        names = [name for name in named if LAYOUTS[name][0].world == world]
+        layouts = [(LAYOUTS[name][0], str(tmp_path_factory.mktemp("replicas"))) for name in names]
+        by_rank = RankPool(world).run(all_layouts, layouts, timeout_s=240)
+        reports |= dict(zip(names, zip(*by_rank, strict=True), strict=True))
+    return reports
+
+
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, ("experts over ranks", "sharded")))
-def test_one_of_them_reads(tmp_path, name):
-    layout, readers = LAYOUTS[name]
-    reports = RankPool(layout.world).run(save_and_load, layout, str(tmp_path), timeout_s=120)
+def test_one_of_them_reads(found, name):
+    _, readers = LAYOUTS[name]
+    reports = found[name]
     for before, after, _ in reports:
         for saved, found in zip(before, after, strict=True):
             assert saved.keys() == found.keys()

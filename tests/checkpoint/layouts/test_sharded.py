@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Box, Held
 from nxdt_core.testing.ranks import RankPool
 from tests.checkpoint.layouts import sharded
-from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
+from tests.checkpoint.layouts.sharded import SHAPES, STEP, Call, Layout, run_in_turn, whole
 from tests.sampling import slow
 
 LAYOUTS = {
@@ -43,16 +44,10 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The address of a checkpoint saved in each layout; saved once."""
-    uris: dict[str, str] = {}
-
-    def uri(name: str) -> str:
-        if name not in uris:
-            uris[name] = str(tmp_path_factory.mktemp("saved"))
-            RankPool(LAYOUTS[name].world).run(sharded.save_in, LAYOUTS[name], uris[name])
-        return uris[name]
-
-    return uri
+    """``saved(name)``: the address of a checkpoint saved in that layout."""
+    uris = {name: str(tmp_path_factory.mktemp("saved")) for name in LAYOUTS}
+    run_in_turn({name: Call(layout.world, sharded.save_in, (layout, uris[name])) for name, layout in LAYOUTS.items()})
+    return uris.__getitem__
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,10 +76,17 @@ PAIRS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def loaded(saved):
+    """What came out wrong on each rank, by pair."""
+    return run_in_turn(
+        {pair: Call(LAYOUTS[pair[1]].world, sharded.load_in, (LAYOUTS[pair[1]], saved(pair[0]))) for pair in PAIRS}
+    )
+
+
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=[" to ".join(pair) for pair in PAIRS])
-def test_any_layout_loads_into_any_other(saved, before, after):
-    found = RankPool(LAYOUTS[after].world).run(sharded.load_in, LAYOUTS[after], saved(before))
-    assert found == [[]] * LAYOUTS[after].world
+def test_any_layout_loads_into_any_other(loaded, before, after):
+    assert loaded[before, after] == [[]] * LAYOUTS[after].world
 
 
 def test_each_element_is_written_once_and_every_rank_writes_its_share(saved):
@@ -125,11 +127,19 @@ def test_every_rank_has_a_state_of_its_own(saved):
     assert manifest.facts == CheckpointFacts(consumed_samples=9)
 
 
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """By rank that fails, and whether a bug is the reason: the address, and the error of each rank."""
+    cases = [(failing, bug) for failing in (0, 1) for bug in (False, True)]
+    uris = {case: str(tmp_path_factory.mktemp("failed") / "store") for case in cases}
+    found = run_in_turn({case: Call(2, sharded.save_on_full_disk, (Layout(dp=2), uris[case], *case)) for case in cases})
+    return {case: (uris[case], found[case]) for case in cases}
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("bug", [False, True], ids=["disk full", "bug"])
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_leaves_nothing(tmp_path, failing, bug):
-    uri = str(tmp_path / "store")
-    errors = RankPool(2).run(sharded.save_on_full_disk, Layout(dp=2), uri, failing, bug)
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_leaves_nothing(failed, failing, bug):
+    uri, errors = failed[failing, bug]
     classes = [name for name, _ in errors]
     assert classes[failing] == ("ZeroDivisionError" if bug else "StorageFull")
     assert classes[1 - failing] == ("CheckpointRankFailed" if bug else "StorageFull")
@@ -139,9 +149,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_leaves_nothing(tmp_p
     assert [path for path in Path(uri).rglob("*") if path.is_file()] == []
 
 
-def test_an_older_save_of_the_step_outlives_a_failed_one(tmp_path):
+def test_an_older_save_of_the_step_outlives_a_failed_one(saved, tmp_path):
     uri = str(tmp_path / "store")
-    RankPool(2).run(sharded.save_in, Layout(tp=2), uri)
+    shutil.copytree(saved("tp2"), uri)
     before = read_manifest(LocalStorage(uri), STEP)
     RankPool(2).run(sharded.save_on_full_disk, Layout(dp=2), uri, 1, False)
     assert read_manifest(LocalStorage(uri), STEP) == before
@@ -175,7 +185,7 @@ def test_ranks_that_disagree_about_a_tensor_are_told(tmp_path):
 
 def test_a_damaged_file_that_one_rank_reads_stops_all(saved, tmp_path):
     uri = str(tmp_path / "store")
-    RankPool(2).run(sharded.save_in, Layout(dp=2), uri)
+    shutil.copytree(saved("dp2"), uri)
     manifest = read_manifest(LocalStorage(uri), STEP)
     victim = Path(uri, manifest.prefix, "model/shard-00001-00000.safetensors")
     data = bytearray(victim.read_bytes())
