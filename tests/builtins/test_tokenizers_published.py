@@ -178,7 +178,11 @@ def test_llama_3_has_the_ids_of_its_publisher(llama3):
         assert llama3.encode(text) == theirs.encode(text, bos=False, eos=False, allowed_special="all")
 
 
-@pytest.mark.parametrize("text", [" " * 1_000_000, slow("a" * 1_000_000), "x" + " \n" * 400_000 + "y"])
+@pytest.mark.parametrize(
+    "text",
+    [" " * 1_000_000, slow("a" * 1_000_000), "x" + " \n" * 400_000 + "y"],
+    ids=["spaces", "letters", "lines of spaces"],
+)
 def test_runs_that_the_library_gives_up_on_are_tokenised(llama3, text):
     ids = llama3.encode(text)
     assert llama3.decode(ids) == text

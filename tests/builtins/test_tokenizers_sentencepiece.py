@@ -103,7 +103,11 @@ def test_a_missing_file_is_named_with_what_lies_nearby(model):
         load(model.parent)
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x00" * 64])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x00" * 64],
+    ids=["nothing", "a pointer of Git LFS", "zeros"],
+)
 def test_a_file_that_is_no_model_is_refused(tmp_path, content):
     (tmp_path / "bad.model").write_bytes(content)
     with pytest.raises(BadTokenizerFile, match=r"bad\.model"):

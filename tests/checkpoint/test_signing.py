@@ -171,7 +171,11 @@ def test_a_signed_checkpoint_under_another_step_is_refused(store: LocalStorage, 
         find_checkpoint(store, 9, warn=print, trusted=trusted)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 2000, b" " * 5000, b'{"public_key":1}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[" * 2000, b" " * 5000, b'{"public_key":1}', b"\xff"],
+    ids=["nothing", "table", "deep lists", "spaces", "number as key", "no text"],
+)
 def test_a_file_that_is_no_signature_is_named(store: LocalStorage, save: Any, keys: Any, content: bytes) -> None:
     signer, trusted = keys
     manifest = save(store, 1, signer=signer)

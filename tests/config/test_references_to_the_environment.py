@@ -105,7 +105,11 @@ def test_text_is_advised_to_be_decoded_once(report, good, monkeypatch, value, ad
     assert ("The value of a variable is text: write ${oc.decode:${oc.env:NXDT_TEXT}}" in row) is advised
 
 
-@pytest.mark.parametrize("text", ["${oc.decode:" * 500 + "x" + "}" * 500, "${oc.create:" + "[" * 500 + "]" * 500 + "}"])
+@pytest.mark.parametrize(
+    "text",
+    ["${oc.decode:" * 500 + "x" + "}" * 500, "${oc.create:" + "[" * 500 + "]" * 500 + "}"],
+    ids=["interpolations", "lists"],
+)
 def test_an_interpolation_that_is_nested_too_deep_is_a_problem(report, good, text):
     rows = report(good.replace("name: run", f"name: '{text}'"))
     assert "it is nested too deep (at most 50 levels)" in rows[0]

@@ -113,7 +113,9 @@ def test_documents_without_end_are_refused_with_their_line(name, pure, monkeypat
 
 
 @pytest.mark.parametrize(
-    "text", ["1" * 10_000, "0" + "1" * 10_000, "0x" + "f" * 10_000, "0b" + "1" * 64, str(2**63), str(-(2**63) - 1)]
+    "text",
+    ["1" * 10_000, "0" + "1" * 10_000, "0x" + "f" * 10_000, "0b" + "1" * 64, str(2**63), str(-(2**63) - 1)],
+    ids=["decimal", "octal", "hexadecimal", "binary", "one too large", "one too small"],
 )
 def test_integers_of_more_than_64_bits_are_a_problem(text):
     tree, (problem,) = parse_yaml(f"a: {text}", "f")

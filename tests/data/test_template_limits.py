@@ -46,13 +46,19 @@ def test_what_a_template_does_wrong_is_its_error(text, reason, monkeypatch):
     assert "chats.jsonl:7" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{{ " * 5000, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 400])
+@pytest.mark.parametrize(
+    "text",
+    ["{{ " * 5000, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 400],
+    ids=["expressions", "parentheses", "conditions"],
+)
 def test_a_template_that_cannot_be_read_is_an_error(text):
     with pytest.raises(NxdtError):
         run(text)
 
 
-@pytest.mark.parametrize("text", [ENDLESS, "{% for a in range(9999) %}" * 6 + "x" + "{% endfor %}" * 6])
+@pytest.mark.parametrize(
+    "text", [ENDLESS, "{% for a in range(9999) %}" * 6 + "x" + "{% endfor %}" * 6], ids=["endless", "loops in loops"]
+)
 def test_a_template_without_end_is_ended(text, monkeypatch):
     monkeypatch.setattr(rendering, "_MOST_SECONDS", 0.5)
     began = time.monotonic()

@@ -28,6 +28,9 @@ class TestLocalStorageWithoutFsync(CheckpointStorageContract):
     def storage(self, tmp_path: Path) -> LocalStorage:
         return LocalStorage(str(tmp_path), LocalStorageConfig(fsync=False))
 
+    def opener(self, storage: Any) -> None:
+        """None: other processes compete for a store with fsync, of which this one differs in its flushing alone."""
+
 
 class TestLocalStorageWithoutHardLinks(CheckpointStorageContract):
     """As on file systems that have none."""
@@ -41,6 +44,9 @@ class TestLocalStorageWithoutHardLinks(CheckpointStorageContract):
 
         monkeypatch.setattr("os.link", no_link)
         return LocalStorage(str(tmp_path), LocalStorageConfig(fsync=False))
+
+    def opener(self, storage: Any) -> None:
+        """None: other processes would have hard links, since the patch is of this process."""
 
 
 class TestMemoryStorage(CheckpointStorageContract):

@@ -18,7 +18,7 @@ from nxdt_plugin_fsx import storage
 from nxdt_plugin_fsx.storage import FsxStorage
 
 STAND_IN = """\
-#!{python}
+#!{python} -IS
 import json, os, sys, time
 here = {here!r}
 with open(here + "/calls", "a") as calls:

@@ -10,6 +10,12 @@ from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
 
 from nxdt_core.testing.storage_contract import CheckpointStorageContract
+from tests.sampling import slow_except, takes_all
+
+PAGE = 20
+"""Keys that a listing asks for at once by default, so that 21 objects fill two pages."""
+SIZES = [(parts, more) for parts in (1, 2, 3) for more in (-1, 0, 1)]
+INTERRUPTIONS = [(kind, replacing) for kind in (ZeroDivisionError, KeyboardInterrupt) for replacing in (False, True)]
 
 
 class TestS3Storage(CheckpointStorageContract):
@@ -26,3 +32,34 @@ class TestS3Storage(CheckpointStorageContract):
 
     def opener(self, storage: Any) -> Any:
         return partial(S3Storage, storage.uri, self.config)
+
+    @pytest.fixture(autouse=True)
+    def small_pages(self, storage: S3Storage, pytestconfig: pytest.Config) -> None:
+        """Ask the server for small pages, unless all cases are taken: then it decides, and 1,001 objects are made."""
+        if takes_all(pytestconfig):
+            return
+        self.page_size = PAGE  # type: ignore[misc]
+        storage._connection().client.meta.events.register("provide-client-params.s3.ListObjectsV2", paged)
+
+    @pytest.mark.parametrize(("parts", "more"), slow_except(SIZES, [(1, -1), (1, 0), (1, 1), (2, 0)]))
+    def test_objects_of_several_parts_come_back(self, storage: S3Storage, parts: int, more: int) -> None:
+        """Of three parts: see ``test_buffers_come_back_and_never_carry_bytes_over``."""
+        super().test_objects_of_several_parts_come_back(storage, parts, more)
+
+    @pytest.mark.parametrize(
+        ("interruption", "replacing"),
+        slow_except(INTERRUPTIONS, [(ZeroDivisionError, False), (KeyboardInterrupt, True)]),
+    )
+    def test_an_interruption_between_any_two_writes_leaves_nothing(
+        self, storage: S3Storage, interruption: type[BaseException], replacing: bool
+    ) -> None:
+        super().test_an_interruption_between_any_two_writes_leaves_nothing(storage, interruption, replacing)
+
+    @pytest.mark.slow
+    def test_ranks_write_and_compete_at_once(self, storage: S3Storage) -> None:
+        """By default ``test_put_if_absent_has_one_winner`` shows it: the server decides, and no memory is shared."""
+        super().test_ranks_write_and_compete_at_once(storage)
+
+
+def paged(params: dict[str, Any], **_: Any) -> dict[str, Any]:
+    return {**params, "MaxKeys": params.get("MaxKeys", PAGE)}

@@ -27,8 +27,8 @@ from tests.checkpoint.signed import load_trusted, make_key
 from tests.sampling import slow
 
 STEP = 7
-ELEMENTS = 6 * 2**20
-"""Of float32: several parts of an upload, and several blocks of digests."""
+ELEMENTS = 11 * 2**18
+"""Of float32, 11 MiB: three parts of an upload, and two blocks of digests."""
 
 
 @pytest.fixture

@@ -68,9 +68,11 @@ def test_a_failure_under_one_step_ends_the_run_and_loses_nothing(
         assert committed(storage) == [2, 4, 5]
 
 
+@pytest.mark.slow
 def test_bursts_of_failures_delay_a_run_and_nothing_else(
     s3_uri: str, config: Any, proxy: FaultProxy, tmp_path: Path
 ) -> None:
+    """By default ``test_s3_faults.py`` repeats each request after such failures, and the test above resumes a run."""
     proxy.inject(refuse_s3(503, "SlowDown"), times=3)
     proxy.inject(reset, times=3, matching=of_step_4)
     assert run(s3_uri, proxy, tmp_path, "trainer.max_steps=4", "checkpoint.storage.deadline_s=60").step == 4

@@ -203,7 +203,7 @@ def test_a_line_end_that_closes_a_turn_is_trained(render):
     ]
 
 
-@pytest.mark.parametrize("text", [CHATML, OWN["chatml"]])
+@pytest.mark.parametrize("text", [CHATML, OWN["chatml"]], ids=["ChatML", "own"])
 @pytest.mark.parametrize("answer", [">", "|>", "im_end|>"])
 def test_an_answer_may_be_what_the_end_of_turn_ends_with(answer, text, render):
     record = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": answer}]}

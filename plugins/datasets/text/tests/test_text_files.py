@@ -105,7 +105,11 @@ def test_the_position_counts_a_byte_order_mark(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[1]", '"text"', "null", "nonsense", '{"text": "a"} {"text": "b"}', "[" * 100_000]
+    "line",
+    [
+        *("{", "[1]", '"text"', "null", "nonsense", '{"text": "a"} {"text": "b"}'),
+        pytest.param("[" * 100_000, id="deep lists"),
+    ],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path, line):
     with pytest.raises(BadJsonLine, match=r'a\.jsonl:3: (.|\n)*such as {"text": "\.\.\."}'):

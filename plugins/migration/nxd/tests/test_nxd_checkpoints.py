@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,9 @@ config = pytest.importorskip("nxdt_plugin_llama.config", reason="nxdt-plugin-lla
 LAYERS, HEADS = 4, 4
 
 
+@cache
 def theirs(kv_heads: int, vocabulary: int = 48) -> torch.nn.Module:
+    """A model of transformers, the same object for the same sizes."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     hf = transformers.LlamaConfig(**sizes, vocab_size=vocabulary, num_key_value_heads=kv_heads, initializer_range=0.2)
@@ -102,15 +106,29 @@ def test_every_way_of_cutting_gives_the_same_model_and_state(cut: Written, tmp_p
         torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Written], Path]:
+    """``once(cut)``: a checkpoint that is cut so, written at its first use."""
+
+    @cache
+    def write(cut: Written) -> Path:
+        name = "run--step=5-consumed_samples=640.0.ckpt"
+        return cut.write(tmp_path_factory.mktemp("once") / name, theirs(cut.kv_heads).state_dict(), LAYERS)
+
+    return write
+
+
 @pytest.fixture
-def written(tmp_path: Path) -> Callable[..., tuple[Path, ModelBuilder, dict[str, torch.Tensor]]]:
+def written(
+    tmp_path: Path, once: Callable[[Written], Path]
+) -> Callable[..., tuple[Path, ModelBuilder, dict[str, torch.Tensor]]]:
     """``written(**cut)``: a checkpoint of two by two ranks, its model, and its weights under Hugging Face's names."""
 
     def write(**changed: Any) -> tuple[Path, ModelBuilder, dict[str, torch.Tensor]]:
         cut = Written(**{"heads": HEADS, "kv_heads": 2, "tp": 2, "pp": 2, **changed})
-        model = theirs(cut.kv_heads)
-        state = model.state_dict()
-        return cut.write(tmp_path / "run--step=5-consumed_samples=640.0.ckpt", state, LAYERS), builder_of(model), state
+        model, source = theirs(cut.kv_heads), once(cut)
+        directory = Path(shutil.copytree(source, tmp_path / source.name, dirs_exist_ok=True))
+        return directory, builder_of(model), model.state_dict()
 
     return write
 

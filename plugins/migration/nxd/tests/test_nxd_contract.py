@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,12 @@ class TestNeuronxFormat(CheckpointFormatContract):
         """That of conftest.py."""
         return builder
 
-    @pytest.fixture(params=[False, True], ids=["plain", "xser"])
-    def source(self, tmp_path: Path, builder: ModelBuilder, request: pytest.FixtureRequest) -> Path:
-        cut = Written(heads=4, kv_heads=2, tp=2, pp=2, dp=2, xser=request.param)
-        return cut.write(tmp_path / "tag.ckpt", weights(), 2)
+    @pytest.fixture
+    def source(self, tmp_path: Path, written: Path) -> Path:
+        return Path(shutil.copytree(written, tmp_path / written.name))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "xser"])
+def written(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    cut = Written(heads=4, kv_heads=2, tp=2, pp=2, dp=1, xser=request.param)
+    return cut.write(tmp_path_factory.mktemp("written") / "tag.ckpt", weights(), 2)

@@ -38,8 +38,9 @@ def imported(saved, tmp_path):
 
 
 @pytest.mark.parametrize("directly", [slow(False), True])
-def test_a_run_begins_with_the_weights(small_run, saved, imported, expected, weights, directly):
-    start = (f"checkpoint.resume_from={saved if directly else imported}", "checkpoint.weight_init_only=true")
+def test_a_run_begins_with_the_weights(request, small_run, saved, expected, weights, directly):
+    source = saved if directly else request.getfixturevalue("imported")
+    start = (f"checkpoint.resume_from={source}", "checkpoint.weight_init_only=true")
     config = small_run(*SIZES, *STILL, *start, "trainer.max_steps=1")
     assert train(config).step == 1
     found = weights(config)

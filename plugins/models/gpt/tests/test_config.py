@@ -120,7 +120,7 @@ def test_both_spellings_of_the_rotary_embedding_are_read():
         (PYTHIA, {"attention_bias": False}),
         (PYTHIA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if len(value) == 1 else value["model_type"],
 )
 def test_features_that_are_not_implemented_are_refused(file, feature):
     with pytest.raises(HFUnsupported) as caught:
