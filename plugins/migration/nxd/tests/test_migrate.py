@@ -115,8 +115,10 @@ def test_what_is_written_passes_the_check_once_its_paths_are_set(migrated, insta
     assert loaded.selected("model").component.record.name in migrated[name].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_without_plugins_to_come_only_they_are_missed(migrated, installed, paths_set, name):
+    """By default the test above loads the same files with the same overrides, which any problem would prevent."""
     problems = config.check(migrated[name].target, paths_set(migrated[name]), kernel=installed)
     assert {problem.row()[-11:] for problem in problems} <= {"[NXDT-K002]"}
 
@@ -563,17 +565,28 @@ def test_nothing_that_is_unset_or_off_is_called_unsupported(migrated, name):
     assert [each.key for each in lost if yaml.safe_load(each.value) in (None, False, 0, "", [])] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [("null", "off"), ("false", "off"), ("0", "off"), ("[]", "off"), ("''", "off"), ("{enabled: false}", "off"),
-     ("true", "unsupported"), ("3", "unsupported"), ("x", "unsupported"), ("{enabled: true}", "unsupported")],
-)  # fmt: skip
-def test_an_unknown_key_is_unsupported_where_it_asks_for_something(installed, tmp_path, text, verdict):
-    source = with_section(tmp_path, "nemo", "model.some_new_switch", text)
-    done = migrate(source, tmp_path / "out.yaml", "nemo", installed)
-    (found,) = [each for each in done.keys if each.key.startswith("model.some_new_switch")]
+SWITCHES = {
+    "null": "off", "false": "off", "0": "off", "[]": "off", "''": "off", "{enabled: false}": "off",
+    "true": "unsupported", "3": "unsupported", "x": "unsupported", "{enabled: true}": "unsupported",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def switched(installed, tmp_path_factory):
+    """The migration of a file of NeMo whose model has a key of its own for each value of ``SWITCHES``."""
+    folder = tmp_path_factory.mktemp("switched")
+    tree = yaml.safe_load(FILES["nemo"][0].read_text())
+    tree["model"] |= {f"some_{number}_switch": yaml.safe_load(text) for number, text in enumerate(SWITCHES)}
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return migrate(folder / "run.yaml", folder / "out.yaml", "nemo", installed)
+
+
+@pytest.mark.parametrize(("text", "verdict"), SWITCHES.items())
+def test_an_unknown_key_is_unsupported_where_it_asks_for_something(switched, text, verdict):
+    name = f"some_{[*SWITCHES].index(text)}_switch"
+    (found,) = [each for each in switched.keys if each.key.startswith(f"model.{name}")]
     assert found.verdict == verdict
-    assert ("some_new_switch" in done.text) == (verdict == "unsupported")
+    assert (name in switched.text) == (verdict == "unsupported")
 
 
 @pytest.mark.parametrize("name", ["nemo", "nnm"])
