@@ -8,6 +8,7 @@ import pickle
 import resource
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ from nxdt_core.checkpoint.formats.installed import open_checkpoint
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import ModelBuilder
 
-__all__ = ["DRESSES", "Payload", "builder", "dressed", "import_all", "little_memory", "marker", "packed", "weights"]
+__all__ = [
+    "DRESSES",
+    "Payload",
+    "builder",
+    "dressed",
+    "import_all",
+    "installed",
+    "little_memory",
+    "marker",
+    "packed",
+    "weights",
+]
 
 MEMORY_BYTES = 2 * 2**30
 """More than any of these tests needs, and less than any forgery asks for."""
@@ -124,8 +136,14 @@ def weights() -> dict[str, torch.Tensor]:
     return blocks | {name: torch.randn(shape) for name, shape in ends.items()}
 
 
+@cache
+def installed() -> Kernel:
+    """All plugins that are installed, found once."""
+    return Kernel.start()
+
+
 def import_all(directory: Path, builder: ModelBuilder) -> list[torch.Tensor]:
     """Read all that a checkpoint of another program offers."""
-    _, found = open_checkpoint(directory, Kernel.start())
+    _, found = open_checkpoint(directory, installed())
     found.model_config()
     return list(found.read(list(found.listing(builder))))

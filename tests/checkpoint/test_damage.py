@@ -112,7 +112,7 @@ def test_loading_finds_a_flipped_bit_in_every_region(
             flip_in_place(path, bit)
 
     @seed(20261121)
-    @settings(max_examples=150 if takes_all(pytestconfig) else 25, deadline=None, database=None)
+    @settings(max_examples=150 if takes_all(pytestconfig) else 15, deadline=None, database=None)
     @given(st.data())
     def drawn(data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(paths))

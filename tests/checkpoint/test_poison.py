@@ -246,8 +246,16 @@ def test_the_directory_is_good_before_it_is_poisoned(hf: Path, builder: ModelBui
     assert len(import_all(hf, builder)) == 21
 
 
-@pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+PICKLED = ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth")
+
+
+@pytest.mark.parametrize(
+    ("file", "dress"),
+    slow_except(
+        [(file, dress) for file in PICKLED for dress in DRESSES],
+        [*((PICKLED[0], dress) for dress in DRESSES), *((file, "torch") for file in PICKLED)],
+    ),
+)
 def test_pickled_weights_of_hugging_face_are_never_opened(
     hf: Path, builder: ModelBuilder, marker: Path, file: str, dress: str
 ) -> None:

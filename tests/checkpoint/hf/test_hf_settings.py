@@ -15,7 +15,7 @@ from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.inference.load import load_model
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
-from tests.checkpoint.hf.exchange import newest, write_tokenizer
+from tests.checkpoint.hf.exchange import TEXT, newest, write_tokenizer
 from tests.checkpoint.hf.test_import import write_model
 from tests.sampling import slow
 
@@ -53,6 +53,14 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("LICENSE", "README.md", "preprocessor_config.json"):
         (directory / name).write_text("{}")
     return directory
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The override that names a short text: all of the recipe's is tokenised for as long as the rest of a run takes."""
+    file = tmp_path_factory.mktemp("corpus") / "short.txt"
+    file.write_text("".join(TEXT.read_text().splitlines(keepends=True)[:500]))
+    return f"data.train_files=[{file}]"
 
 
 def without_tokenizer(chat: Path, directory: Path) -> Path:
@@ -104,7 +112,7 @@ def test_a_generation_ends_at_each_stop_token(tmp_path, chat):
 
 
 @pytest.mark.parametrize("begin", [slow("directory"), "checkpoint"])
-def test_a_run_that_begins_with_them_keeps_them(tmp_path, chat, monkeypatch, begin):
+def test_a_run_that_begins_with_them_keeps_them(tmp_path, chat, corpus, monkeypatch, begin):
     monkeypatch.chdir(tmp_path)
     source = str(chat)
     if begin == "checkpoint":
@@ -113,7 +121,7 @@ def test_a_run_that_begins_with_them_keeps_them(tmp_path, chat, monkeypatch, beg
     words = (
         *("train", "recipe:hf-tiny", "name=run", "model.name=null", f"model.model_config={chat}"),
         *(f"checkpoint.resume_from={source}", "checkpoint.weight_init_only=true", "trainer.val_check_interval=null"),
-        *("data.tokenizer.library=huggingface", f"data.tokenizer.model={chat}"),
+        *("data.tokenizer.library=huggingface", f"data.tokenizer.model={chat}", corpus),
         *("data.seq_length=32", "data.global_batch_size=8", "trainer.max_steps=1"),
     )
     assert main([*words]) == 0
@@ -124,12 +132,12 @@ def test_a_run_that_begins_with_them_keeps_them(tmp_path, chat, monkeypatch, beg
     check(tmp_path / "out", [300, 301, 302, 303])
 
 
-def test_a_merged_adapter_keeps_those_of_its_base(tmp_path, chat, monkeypatch):
+def test_a_merged_adapter_keeps_those_of_its_base(tmp_path, chat, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = (
         *("train", "recipe:hf-tiny", "name=run", "model.name=null", f"model.model_config={chat}", "adapter.name=lora"),
         *(f"checkpoint.resume_from={chat}", "checkpoint.weight_init_only=true", "trainer.val_check_interval=null"),
-        *("data.tokenizer.library=huggingface", f"data.tokenizer.model={chat}"),
+        *("data.tokenizer.library=huggingface", f"data.tokenizer.model={chat}", corpus),
         *(
             "data.seq_length=32",
             "data.global_batch_size=8",

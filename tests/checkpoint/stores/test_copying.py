@@ -33,6 +33,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.testing.stores.memory import MemoryStorage
 from tests import processes
+from tests.sampling import slow
 
 STEP = 4
 SEVERAL_BLOCKS = 3 * 2**20
@@ -295,8 +296,9 @@ copy_checkpoint(LocalStorage(sys.argv[1]), LocalStorage(sys.argv[2]), 4, threads
 """
 
 
-@pytest.mark.parametrize("blocks", [1, 4, 7])
+@pytest.mark.parametrize("blocks", [slow(1), 4, slow(7)])
 def test_a_killed_copy_is_finished_by_the_next(store: LocalStorage, save: Any, tmp_path: Path, blocks: int) -> None:
+    """``test_a_copy_that_fails_at_any_call_is_finished_by_the_next`` stops it at each moment, within one process."""
     model = {name: torch.full((SEVERAL_BLOCKS,), float(number)) for number, name in enumerate("abc")}
     save(store, STEP, model=model)
     place = str(tmp_path / "copy")

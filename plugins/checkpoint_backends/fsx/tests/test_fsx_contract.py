@@ -18,6 +18,11 @@ class TestOnAnyFileSystem(CheckpointStorageContract):
     def storage(self, tmp_path: Path) -> FsxStorage:
         return FsxStorage(f"fsx://{tmp_path}/not there yet")
 
+    @pytest.mark.slow
+    def test_ranks_write_and_compete_at_once(self, storage: FsxStorage) -> None:
+        """By default the contract of ``LocalStorage`` shows it, from which the method is inherited."""
+        super().test_ranks_write_and_compete_at_once(storage)
+
 
 class TestOnLustre(CheckpointStorageContract):
     page_size = 20

@@ -88,7 +88,7 @@ def test_a_place_that_cannot_be_written_to_is_told(nxdt, tmp_path):
 
 
 def test_without_a_name_the_file_is_recognised(nxdt, tmp_path):
-    done = nxdt("config", "migrate", NEMO, "-o", str(tmp_path / "run.yaml"), without=HEAVY)
+    done = nxdt("config", "migrate", NEMO, "-o", str(tmp_path / "run.yaml"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Wrote {tmp_path}/run.yaml from {NEMO} (NeMo 1.x).")
 

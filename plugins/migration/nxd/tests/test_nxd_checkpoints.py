@@ -25,9 +25,9 @@ from nxdt_plugin_migrate.errors import (
 from nxdt_core.checkpoint.formats.installed import open_checkpoint
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import ModelBuilder
 from plugins.migration.nxd.tests.nxd_writer import Written
+from tests.checkpoint.poison import installed
 from tests.sampling import slow_except
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
@@ -61,7 +61,7 @@ def imported(
     directory: Path, builder: ModelBuilder, *, weights_only: bool = False
 ) -> dict[str, dict[str, torch.Tensor]]:
     """By section and name."""
-    name, found = open_checkpoint(directory, Kernel.start())
+    name, found = open_checkpoint(directory, installed())
     assert name == "neuronx"
     listing = found.listing(builder, weights_only=weights_only)
     sections: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optim": {}}
@@ -135,10 +135,10 @@ def written(
 
 def test_step_and_samples_are_told(written: Any) -> None:
     directory, _, _ = written()
-    _, found = open_checkpoint(directory, Kernel.start())
+    _, found = open_checkpoint(directory, installed())
     assert (found.step, found.consumed_samples) == (7, 640)
     (directory / "user_content.pt").unlink()
-    assert open_checkpoint(directory, Kernel.start())[1].step == 5
+    assert open_checkpoint(directory, installed())[1].step == 5
 
 
 def test_master_weights_are_preferred_to_what_was_rounded_from_them(written: Any) -> None:
@@ -286,21 +286,21 @@ def test_another_vocabulary_does_not_pass_for_a_padded_one(written: Any) -> None
 def test_a_directory_of_several_names_them(written: Any) -> None:
     directory, _, _ = written()
     with pytest.raises(NeuronxUnreadable, match="consumed_samples=640"):
-        open_checkpoint(directory.parent, Kernel.start())
+        open_checkpoint(directory.parent, installed())
 
 
 def test_an_unfinished_save_is_refused(written: Any) -> None:
     directory, _, _ = written()
     (directory / "done").unlink()
     with pytest.raises(NeuronxUnfinished, match="unfinished"):
-        open_checkpoint(directory, Kernel.start())
+        open_checkpoint(directory, installed())
 
 
 def test_missing_ranks_are_named(written: Any) -> None:
     directory, _, _ = written()
     (directory / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt").unlink()
     with pytest.raises(NeuronxRanksMissing, match=r"lacks 'model/dp_rank_00_tp_rank_00_pp_rank_01\.pt'"):
-        open_checkpoint(directory, Kernel.start())
+        open_checkpoint(directory, installed())
 
 
 @pytest.mark.parametrize("lost", ["*_tp_rank_01_*.pt", "*_pp_rank_01.pt"])
@@ -309,7 +309,7 @@ def test_a_missing_last_rank_is_named_by_the_optimizer_or_noticed_by_the_shapes(
     for path in (directory / "model").glob(lost):
         path.unlink()
     with pytest.raises(NeuronxRanksMissing, match="2 tensor-parallel by 2 pipeline ranks"):
-        open_checkpoint(directory, Kernel.start())
+        open_checkpoint(directory, installed())
     for path in (directory / "optim").iterdir():
         path.unlink()
     with pytest.raises((NeuronxMisfit, WeightsDoNotFit)):
@@ -330,7 +330,7 @@ def test_expert_parallel_ranks_are_refused(written: Any) -> None:
     name = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
     (directory / name).rename(directory / "model/dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt")
     with pytest.raises(NeuronxUnreadable, match="expert-parallel"):
-        open_checkpoint(directory, Kernel.start())
+        open_checkpoint(directory, installed())
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_a_tied_head_on_the_last_stage_is_taken_once(tmp_path: Path) -> None:
 
 def test_tensors_are_read_when_they_are_asked_for_and_alone(written: Any) -> None:
     directory, builder, state = written(xser=True, masters=False, dp=0)
-    _, found = open_checkpoint(directory, Kernel.start())
+    _, found = open_checkpoint(directory, installed())
     listing = found.listing(builder, weights_only=True)
     for path in (directory / "model").glob("*_pp_rank_00.pt.tensors/*"):
         path.unlink()
