@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -92,4 +93,13 @@ def dump(value: object) -> str:
     """Return one value on one line."""
     if value == TO_SET:  # as OmegaConf's users write it; the dumper would quote it
         return TO_SET
+    return _dump_scalar(value) if isinstance(value, str | int | float | None) else _dump(value)
+
+
+def _dump(value: object) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+
+
+@lru_cache(maxsize=4096, typed=True)  # a document is rendered until nothing has to go: three times or more
+def _dump_scalar(value: str | float | None) -> str:
+    return _dump(value)
