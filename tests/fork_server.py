@@ -139,9 +139,12 @@ def _run(program: tuple[str, ...]) -> None:
             _run_code(program)
         status = 0
     except SystemExit as ended:
-        if ended.code is not None and not isinstance(ended.code, int):
-            raise
-        status = ended.code or 0
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if status and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
