@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import struct
 import sys
 import types
+from concurrent.futures import Executor, Future
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import nxdt_plugin_megatron_data.preprocess.run as preprocess_run
 import pytest
+
+
+class _Here(Executor):
+    """In the place of the executor of worker processes: does the work at once, in this process."""
+
+    def __init__(self, _workers, _context, *, initializer, initargs):
+        interrupts = signal.getsignal(signal.SIGINT)
+        initializer(*initargs)
+        signal.signal(signal.SIGINT, interrupts)  # which workers ignore
+
+    def submit(self, function, /, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture(scope="session")
+def tokenise_here():
+    """``tokenise_here(monkeypatch)``: ``nxdt data preprocess`` starts no workers; each takes half a CPU-second."""
+
+    def patched(patch):
+        patch.setattr(preprocess_run, "ProcessPoolExecutor", _Here)
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")  # as workers set it
+
+    return patched
 
 
 @pytest.fixture

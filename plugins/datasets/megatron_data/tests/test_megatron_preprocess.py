@@ -1,4 +1,8 @@
-"""``nxdt data preprocess`` and ``nxdt data inspect`` from the command line, in real processes."""
+"""``nxdt data preprocess`` and ``nxdt data inspect`` from the command line.
+
+What is killed, runs out of room, has a terminal or has several workers is a real process with real workers. The other
+commands run in the test's process and tokenise there: a worker takes half a CPU-second to start.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from nxdt_plugin_megatron_data.provenance import read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from nxdt_core.cli import main
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.testing.processes.terminal import on_terminal
@@ -38,9 +43,24 @@ DOCUMENTS = [text for text in KJV.split("\n\n") if text.strip()]
 NXDT = (sys.executable, "-m", "nxdt_core")
 
 
-def nxdt(*words, cwd, **options):
+def in_process(*words, cwd, **options):
     command = [*NXDT, "data", *map(str, words)]
     return run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False, **options)
+
+
+@pytest.fixture
+def nxdt(tmp_path, monkeypatch, tokenise_here, capsys):
+    """``nxdt(*words)``: run ``nxdt data WORDS`` here, in the test's directory; its exit status and what it says."""
+    tokenise_here(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+    def called(*words):
+        capsys.readouterr()
+        status = main(["data", *map(str, words)])
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, status, said.out, said.err)
+
+    return called
 
 
 def start(*words, cwd):
@@ -88,7 +108,7 @@ def test_files_of_all_kinds_become_one_pair_in_their_order(tmp_path, bpe):
     for name, texts in zip(("a.jsonl", "b.jsonl.gz", "c.json.zst"), parts, strict=False):
         write_jsonl(tmp_path / name, texts)
     (tmp_path / "d.txt").write_text("\n\n".join(parts[3]))
-    done = nxdt(
+    done = in_process(
         "preprocess", "--input", "a.jsonl", "b.jsonl.gz", "c.json.zst", "d.txt", "--output-prefix", "out/all",
         "--tokenizer", bpe, "--tokenizer-option", "eos_token=<end>", "--separator", r"\n\n", "--workers", 2, "--json",
         cwd=tmp_path,
@@ -133,7 +153,7 @@ def of_sentencepiece():
 
 
 @pytest.mark.parametrize("kind", ["of_sentencepiece", "of_llama3", slow("of_gpt2"), "gpt2_by_name"])
-def test_tokens_are_those_of_the_library_that_the_tokenizer_comes_from(request, tmp_path, kind):
+def test_tokens_are_those_of_the_library_that_the_tokenizer_comes_from(request, nxdt, tmp_path, kind):
     """Bytes and a tokenizer.json are above and below."""
     path, options, encode, end = request.getfixturevalue("of_gpt2" if kind == "gpt2_by_name" else kind)
     if kind == "gpt2_by_name":
@@ -144,33 +164,31 @@ def test_tokens_are_those_of_the_library_that_the_tokenizer_comes_from(request, 
         (tmp_path / "tokenizer.model").write_bytes(path.read_bytes())
         path = "tokenizer.model"
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:3])
-    done = nxdt(
-        "preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--workers", 1, "--tokenizer", path, *options,
-        cwd=tmp_path,
-    )  # fmt: skip
+    words = ("preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--workers", 1, "--tokenizer", path)
+    done = nxdt(*words, *options)
     assert done.returncode == 0, done.stderr
     read = IndexedTokens(tmp_path / "a")
     assert [read[number].tolist() for number in range(len(read))] == [[*encode(text), end] for text in DOCUMENTS[:3]]
 
 
-def test_ranks_of_whom_nobody_knows_are_read_where_the_option_says_so(tmp_path):
+def test_ranks_of_whom_nobody_knows_are_read_where_the_option_says_so(nxdt, tmp_path):
     """Another pattern than Llama 3's would give other ids, in silence."""
     pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
     (tmp_path / "tokenizer.model").write_text("".join(lines))
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:1])
     words = ("preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--tokenizer", "tokenizer.model")
-    refused(nxdt(*words, cwd=tmp_path), "NXDT-D024", "--tokenizer-option library=tiktoken")
-    done = nxdt(*words, "--tokenizer-option", "library=tiktoken", cwd=tmp_path)
+    refused(nxdt(*words), "NXDT-D024", "--tokenizer-option library=tiktoken")
+    done = nxdt(*words, "--tokenizer-option", "library=tiktoken")
     assert done.returncode == 0, done.stderr
     assert IndexedTokens(tmp_path / "a")[0].tolist() == [*DOCUMENTS[0].encode(), 257]
 
 
-def test_the_files_are_those_that_megatron_core_writes(megatron, tmp_path):
+def test_the_files_are_those_that_megatron_core_writes(megatron, nxdt, tmp_path):
     import torch
 
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:20])
-    nxdt("preprocess", "--input", "a.jsonl", "--output-prefix", "ours", "--tokenizer", "byte", cwd=tmp_path)
+    nxdt("preprocess", "--input", "a.jsonl", "--output-prefix", "ours", "--tokenizer", "byte")
     builder = megatron.indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
     for text in DOCUMENTS[:20]:
         builder.add_item(torch.tensor([*text.encode(), 257]))
@@ -180,24 +198,23 @@ def test_the_files_are_those_that_megatron_core_writes(megatron, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
+def corpus(tmp_path_factory, tokenise_here):
     """Six megabytes in two files, one of them compressed, and what becomes of them."""
     folder = tmp_path_factory.mktemp("corpus")
     write_jsonl(folder / "a.jsonl", DOCUMENTS * 2)
     write_jsonl(folder / "b.jsonl.zst", DOCUMENTS * 2)
-    done = nxdt(
-        "preprocess", "--input", "a.jsonl", "b.jsonl.zst", "--output-prefix", "whole", "--tokenizer", "byte",
-        "--workers", 1, cwd=folder,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = ["--input", folder / "a.jsonl", folder / "b.jsonl.zst", "--output-prefix", folder / "whole"]
+    with pytest.MonkeyPatch.context() as patch:
+        tokenise_here(patch)
+        assert main(["data", "preprocess", *map(str, words), "--tokenizer", "byte", "--workers", "1"]) == 0
     assert texts_of(folder / "whole") == DOCUMENTS * 4
     return folder
 
 
-def job(corpus, prefix, *more):
+def job(corpus, prefix, *more, workers=1):
     return (
         "preprocess", "--input", corpus / "a.jsonl", corpus / "b.jsonl.zst", "--output-prefix", prefix,
-        "--tokenizer", "byte", "--workers", 2, *more,
+        "--tokenizer", "byte", "--workers", workers, *more,
     )  # fmt: skip
 
 
@@ -236,12 +253,12 @@ def kill_early(corpus, tmp_path):
     return not (tmp_path / "out.bin").exists()
 
 
-def test_a_run_that_is_killed_goes_on_and_the_files_are_the_same(corpus, tmp_path):
+def test_a_run_that_is_killed_goes_on_and_the_files_are_the_same(corpus, nxdt, tmp_path):
     while not kill_early(corpus, tmp_path):
         pass  # it was done before
     with (tmp_path / "out.bin.part").open("ab") as file:
         file.write(b"what was not made safe")
-    done = nxdt(*job(corpus, "out", "--json"), cwd=tmp_path)
+    done = nxdt(*job(corpus, "out", "--json"))
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["tokens_before"] > 0
@@ -250,13 +267,13 @@ def test_a_run_that_is_killed_goes_on_and_the_files_are_the_same(corpus, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "out.nxdt.json"]
 
 
-def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, tmp_path):
-    run = start(*job(corpus, "out", "--save-every", "0"), cwd=tmp_path)
+def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, nxdt, tmp_path):
+    run = start(*job(corpus, "out", "--save-every", "0", workers=2), cwd=tmp_path)
     until(lambda: workers_of(run.pid))
     os.kill(workers_of(run.pid)[0], signal.SIGKILL)
     _, said = run.communicate(timeout=60)
     assert (run.returncode, "NXDT-D113" in said, "Traceback" in said) == (2, True, False), said
-    assert nxdt(*job(corpus, "out"), cwd=tmp_path).returncode == 0
+    assert nxdt(*job(corpus, "out")).returncode == 0
     assert content(tmp_path / "out") == content(corpus / "whole")
 
 
@@ -273,66 +290,66 @@ def test_a_pool_that_breaks_while_it_takes_a_block_is_a_dead_worker(corpus, tmp_
     assert isinstance(done.exception, WorkerDied), done.output
 
 
-def test_a_full_disk_is_told_in_words_and_the_next_run_goes_on(corpus, tmp_path):
+def test_a_full_disk_is_told_in_words_and_the_next_run_goes_on(corpus, nxdt, tmp_path):
     room = 4 << 20
 
     def little_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
-    done = nxdt(*job(corpus, "out", "--save-every", "0"), cwd=tmp_path, preexec_fn=little_room)
+    done = in_process(*job(corpus, "out", "--save-every", "0"), cwd=tmp_path, preexec_fn=little_room)
     assert done.returncode == 2, done.stderr
     assert "NXDT-D112" in done.stderr
     assert "no room left for" in done.stderr
     assert "Traceback" not in done.stderr
-    done = nxdt(*job(corpus, "out", "--json"), cwd=tmp_path)
+    done = nxdt(*job(corpus, "out", "--json"))
     assert 0 < json.loads(done.stdout)["tokens_before"] <= room // 2
     assert content(tmp_path / "out") == content(corpus / "whole")
 
 
-def test_a_terminal_has_a_bar_with_the_rate_and_a_pipe_has_none(corpus, tmp_path):
+def test_a_terminal_has_a_bar_with_the_rate_and_a_pipe_has_none(corpus, nxdt, tmp_path):
     status, text = on_terminal([*NXDT, "data", *map(str, job(corpus, "out"))], cwd=tmp_path, popen=Popen)
     assert status == 0, text
     shares = [int(share) for share in re.findall(r"(\d+)%\|", text)]
     assert len(set(shares)) > 1
     assert shares == sorted(shares)
     assert re.search(r"B/s, [\d,]+ tokens/s, 0 bad\]", text)
-    done = nxdt(*job(corpus, "piped"), cwd=tmp_path)
+    done = nxdt(*job(corpus, "piped"))
     assert done.stderr == ""
     assert f"tokens in {len(DOCUMENTS) * 4:,} documents" in text
 
 
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_no_input_is_written_over(tmp_path, more):
+def test_no_input_is_written_over(nxdt, tmp_path, more):
     kept = b'{"text": "one"}\n'
     for name in ("corpus.json", "corpus.bin"):
         (tmp_path / name).write_bytes(kept)
     words = ("preprocess", "--tokenizer", "byte", "--workers", "1", "--output-prefix", "corpus", *more, "--input")
-    done = nxdt(*words, "corpus.bin", cwd=tmp_path)
+    done = nxdt(*words, "corpus.bin")
     assert (done.returncode, "NXDT-D120" in done.stderr) == (2, True), done.stderr
     (tmp_path / "corpus.bin").unlink()
-    assert nxdt(*words, "corpus.json", cwd=tmp_path).returncode == 0
+    assert nxdt(*words, "corpus.json").returncode == 0
     assert (tmp_path / "corpus.json").read_bytes() == kept
     assert texts_of(tmp_path / "corpus") == ["one"]
 
 
 @pytest.mark.parametrize("prefix", ["/", ".", "..", "sub/", "corpus.bin", "corpus.idx"])
-def test_a_prefix_that_is_none_is_told(tmp_path, prefix):
+def test_a_prefix_that_is_none_is_told(nxdt, tmp_path, prefix):
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "sub").mkdir()
-    done = nxdt("preprocess", "--input", "a.txt", "--tokenizer", "byte", "--output-prefix", prefix, cwd=tmp_path)
+    done = nxdt("preprocess", "--input", "a.txt", "--tokenizer", "byte", "--output-prefix", prefix)
     assert (done.returncode, "NXDT-D119" in done.stderr) == (2, True), done.stderr
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "sub"]
 
 
-def test_names_and_separators_are_taken_as_they_are_meant(tmp_path):
+def test_names_and_separators_are_taken_as_they_are_meant(nxdt, tmp_path):
     (tmp_path / "byte").mkdir()
     (tmp_path / "A.JSONL").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "b.txt").write_bytes(b"drei\r\n\r\nvier")
     words = ("--tokenizer", "byte", "--output-prefix", "out", "--separator", r"\r\n\r\n", "--workers", "1")
-    done = nxdt("preprocess", "--input", "A.JSONL", "b.txt", *words, cwd=tmp_path)
+    done = nxdt("preprocess", "--input", "A.JSONL", "b.txt", *words)
     assert done.returncode == 0, done.stderr
     assert texts_of(tmp_path / "out") == ["one", "two", "drei", "vier"]
-    done = nxdt("preprocess", "--input", "b.txt", *words, "--separator", "\\", "--overwrite", cwd=tmp_path)
+    done = nxdt("preprocess", "--input", "b.txt", *words, "--separator", "\\", "--overwrite")
     assert (done.returncode, "--separator" in done.stderr) == (2, True), done.stderr
 
 
@@ -343,10 +360,10 @@ def write_broken(path, good, bad):
     path.write_text("\n".join(lines))
 
 
-def test_lines_without_text_are_counted_and_the_first_are_named(tmp_path):
+def test_lines_without_text_are_counted_and_the_first_are_named(nxdt, tmp_path):
     write_broken(tmp_path / "a.jsonl", good=300, bad=12)
     words = ("preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--tokenizer", "byte", "--workers", 1)
-    done = nxdt(*words, "--max-bad-share", "0.05", cwd=tmp_path)
+    done = nxdt(*words, "--max-bad-share", "0.05")
     assert done.returncode == 0, done.stderr
     assert "12 of 312 records hold no text" in done.stdout
     assert f"{tmp_path}/a.jsonl:3: not a JSON object" in done.stdout
@@ -355,16 +372,16 @@ def test_lines_without_text_are_counted_and_the_first_are_named(tmp_path):
     assert len(IndexedTokens(tmp_path / "a")) == 300
 
 
-def test_too_many_lines_without_text_stop_the_run_until_more_are_put_up_with(tmp_path):
+def test_too_many_lines_without_text_stop_the_run_until_more_are_put_up_with(nxdt, tmp_path):
     write_broken(tmp_path / "a.jsonl", good=100, bad=5)
     words = ("preprocess", "--input", "a.jsonl", "--output-prefix", "a", "--tokenizer", "byte", "--workers", 1)
-    done = nxdt(*words, cwd=tmp_path)
+    done = nxdt(*words)
     assert done.returncode == 2
     assert "NXDT-D111" in done.stderr
     assert "5 of 105 records hold no text, more than the share of 0.01" in done.stderr
     assert "a.jsonl:3: not a JSON object" in done.stderr
     assert not (tmp_path / "a.bin").exists()
-    done = nxdt(*words, "--max-bad-share", "0.1", "--json", cwd=tmp_path)
+    done = nxdt(*words, "--max-bad-share", "0.1", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens_before"] == json.loads(done.stdout)["tokens"]
 
@@ -382,69 +399,69 @@ def refused(done, code, said):
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_in_another_encoding_is_refused_with_what_converts_it(small, tmp_path):
+def test_a_file_in_another_encoding_is_refused_with_what_converts_it(small, nxdt, tmp_path):
     whole = (tmp_path / "a.jsonl").read_text(encoding="utf-8")
     (tmp_path / "a.jsonl").write_bytes(whole.encode("utf-16"))
-    refused(nxdt(*small, cwd=tmp_path), "NXDT-D004", "iconv -f UTF-16 -t UTF-8 ")
+    refused(nxdt(*small), "NXDT-D004", "iconv -f UTF-16 -t UTF-8 ")
     (tmp_path / "a.jsonl").write_bytes(whole.encode() + '{"text": "It’s caf\u00e9"}\n'.encode("cp1252"))
-    refused(nxdt(*small, cwd=tmp_path), "NXDT-D111", "it looks like CP1252, which 'iconv -f CP1252 -t UTF-8' converts")
+    refused(nxdt(*small), "NXDT-D111", "it looks like CP1252, which 'iconv -f CP1252 -t UTF-8' converts")
 
 
-def test_nothing_is_replaced_unless_it_is_asked_for(small, tmp_path):
-    assert nxdt(*small, cwd=tmp_path).returncode == 0
-    refused(nxdt(*small, cwd=tmp_path), "NXDT-D110", "out.bin exists already")
-    done = nxdt(*small, "--overwrite", "--no-append-eod", cwd=tmp_path)
+def test_nothing_is_replaced_unless_it_is_asked_for(small, nxdt, tmp_path):
+    assert nxdt(*small).returncode == 0
+    refused(nxdt(*small), "NXDT-D110", "out.bin exists already")
+    done = nxdt(*small, "--overwrite", "--no-append-eod")
     assert done.returncode == 0, done.stderr
     assert IndexedTokens(tmp_path / "out")[0].max() < 256
     assert read_note(tmp_path / "out").eod_id is None
 
 
-def test_an_unfinished_run_of_other_files_is_not_gone_on_with(small, tmp_path):
+def test_an_unfinished_run_of_other_files_is_not_gone_on_with(small, nxdt, tmp_path):
     (tmp_path / "out.bin.part").write_bytes(b"")
     (tmp_path / "out.run").write_text('{"job": "another"}')
-    refused(nxdt(*small, cwd=tmp_path), "NXDT-D114", "an unfinished run whose files")
+    refused(nxdt(*small), "NXDT-D114", "an unfinished run whose files")
 
 
-def test_two_processes_do_not_write_the_same_files(small, tmp_path):
+def test_two_processes_do_not_write_the_same_files(small, nxdt, tmp_path):
     lock = take_file_lock(tmp_path / "out.lock", b"process 1")
-    refused(nxdt(*small, cwd=tmp_path), "NXDT-D115", "process 1")
+    refused(in_process(*small, cwd=tmp_path), "NXDT-D115", "process 1")
     lock.release()
-    assert nxdt(*small, cwd=tmp_path).returncode == 0
+    assert nxdt(*small).returncode == 0
 
 
-def test_files_without_text_are_refused(small, tmp_path):
+def test_files_without_text_are_refused(small, nxdt, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
-    refused(nxdt(*small, cwd=tmp_path), "NXDT-D116", "1 records, none of which becomes a token")
+    refused(nxdt(*small), "NXDT-D116", "1 records, none of which becomes a token")
 
 
-def test_what_cannot_be_read_written_or_found_is_told(small, tmp_path, bpe):
-    refused(nxdt(*small, "--input", "b.jsonl", cwd=tmp_path), "NXDT-D001", "nearby lies")
+def test_what_cannot_be_read_written_or_found_is_told(small, nxdt, tmp_path, bpe):
+    refused(nxdt(*small, "--input", "b.jsonl"), "NXDT-D001", "nearby lies")
     (tmp_path / "file").write_text("")
     words = [*small[:4], "file/out", *small[5:]]
-    refused(nxdt(*words, cwd=tmp_path), "NXDT-D117", "cannot be written")
+    refused(nxdt(*words), "NXDT-D117", "cannot be written")
     words = [*small[:6], bpe, *small[7:]]
-    refused(nxdt(*words, cwd=tmp_path), "NXDT-D118", "eos_token=TOKEN, or say --no-append-eod")
-    assert nxdt(*words, "--no-append-eod", cwd=tmp_path).returncode == 0
-    refused(nxdt(*words, "--tokenizer-option", "eos_tokn=x", cwd=tmp_path), "NXDT-C", "eos_tok")
-    refused(nxdt(*words, "--tokenizer-option", "library=bite", cwd=tmp_path), "NXDT-K002", "byte")
+    refused(nxdt(*words), "NXDT-D118", "eos_token=TOKEN, or say --no-append-eod")
+    assert nxdt(*words, "--no-append-eod").returncode == 0
+    refused(nxdt(*words, "--tokenizer-option", "eos_tokn=x"), "NXDT-C", "eos_tok")
+    refused(nxdt(*words, "--tokenizer-option", "library=bite"), "NXDT-K002", "byte")
     given = ("--tokenizer-option", "delimiter=x")
-    refused(nxdt(*words, *given, cwd=tmp_path), "NXDT-C", "a key of NxD Training that is not read here")
+    refused(nxdt(*words, *given), "NXDT-C", "a key of NxD Training that is not read here")
 
 
-def test_inspect_says_what_files_hold(corpus, tmp_path):
-    said = json.loads(nxdt("inspect", corpus / "whole", "--json", cwd=tmp_path).stdout)
+def test_inspect_says_what_files_hold(corpus, nxdt):
+    said = json.loads(nxdt("inspect", corpus / "whole", "--json").stdout)
     sizes = [len(text.encode()) + 1 for text in DOCUMENTS * 4]
     assert (said["tokens"], said["documents"], said["dtype"]) == (sum(sizes), len(sizes), "uint16")
     assert (said["lengths"]["min"], said["lengths"]["max"]) == (min(sizes), max(sizes))
     assert (said["smallest_id"], said["largest_id"], said["unused_bytes"]) == (10, 257, 0)
     assert said["made_by"]["tokenizer"] == "byte"
-    text = nxdt("inspect", corpus / "whole.bin", cwd=tmp_path).stdout
+    text = nxdt("inspect", corpus / "whole.bin").stdout
     assert f"{sum(sizes):,} (uint16" in text
     assert "token 257 behind each document" in text
 
 
-def test_inspect_refuses_what_is_broken(by_hand, tmp_path):
+def test_inspect_refuses_what_is_broken(by_hand, nxdt):
     prefix = by_hand("x", [[1, 2, 3]])
-    assert "there is no note" in nxdt("inspect", prefix, cwd=tmp_path).stdout
+    assert "there is no note" in nxdt("inspect", prefix).stdout
     bin_path(prefix).write_bytes(b"")
-    refused(nxdt("inspect", prefix, cwd=tmp_path), "NXDT-D103", "has 0 bytes")
+    refused(nxdt("inspect", prefix), "NXDT-D103", "has 0 bytes")

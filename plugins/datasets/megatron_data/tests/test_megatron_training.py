@@ -11,7 +11,9 @@ import time
 import pytest
 
 from nxdt_core import checkpoint
+from nxdt_core.cli import main
 from nxdt_core.config import load
+from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, train
 from tests import processes
 
@@ -42,14 +44,20 @@ def step_of(directory):
     return max(losses(directory), default=0) if metrics.exists() and metrics.read_text().endswith("\n") else 0
 
 
+def trained_on_rank(overrides):
+    train(load(RECIPE, overrides))
+
+
 @pytest.fixture
-def blend(tmp_path):
+def blend(tmp_path, tokenise_here):
     """Two sets, of 15 and 30 samples: the smaller of them comes twice in a pass."""
     for name, documents in (("low", 60), ("high", 120)):
         lines = [json.dumps({"text": f"{name} {number} said so"}) for number in range(documents)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-        words = ("--input", f"{name}.jsonl", "--output-prefix", name, "--tokenizer", "byte", "--workers", "1")
-        processes.run([*NXDT, "data", "preprocess", *words], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=240)
+        words = ("--input", str(tmp_path / f"{name}.jsonl"), "--output-prefix", str(tmp_path / name))
+        with pytest.MonkeyPatch.context() as patch:
+            tokenise_here(patch)
+            assert main(["data", "preprocess", *words, "--tokenizer", "byte", "--workers", "1"]) == 0
     return f"data.data_prefix=[0.5, {tmp_path / 'low'}, 0.5, {tmp_path / 'high'}]"
 
 
@@ -65,15 +73,7 @@ def test_a_run_that_is_killed_goes_on_over_two_ranks_with_the_same_samples(blend
     config = load(RECIPE, [*SMALL, blend, f"exp_manager.exp_dir={killed}"])
     reached = checkpoint.latest(build.storage(config), warn=print).step
     steps = reached + 9
-    done = processes.run(
-        [*NXDT, *words, f"trainer.max_steps={steps}", "trainer.devices=2"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    RankPool(2).run(trained_on_rank, [*words[2:], f"trainer.max_steps={steps}", "trainer.devices=2"], timeout_s=240)
     train(load(RECIPE, [*SMALL, blend, f"exp_manager.exp_dir={whole}", f"trainer.max_steps={steps}"]))
     once, twice = losses(whole), losses(killed)
     assert [twice[step] for step in range(1, steps + 1)] == pytest.approx([once[k] for k in range(1, steps + 1)], 1e-5)
