@@ -15,16 +15,21 @@ from nxdt_plugin_hf.modeling import CausalLM
 
 from nxdt_core.devices import HOST
 from nxdt_core.nn.random.init import initialize
+from tests.sampling import slow_except
 
 SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")
 BALANCED = ("qwen3-moe", "olmoe")
+STORED = ("gemma3", "olmo2", "qwen3-moe", "glm4-moe")
+"""With a tied head, with one of its own, and with experts: ``test_builder.py`` shows for all families that their names
+in files are those of transformers, but for experts."""
 FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "cohere", *SPARSE)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``family``: each of those with a configuration that the plugin ships; ``balanced``: each to
-    whose routers transformers adds a loss."""
-    for name, families in {"family": FAMILIES, "balanced": BALANCED}.items():
+    whose routers transformers adds a loss; ``stored``: each, by default those whose directories differ in kind."""
+    stored = slow_except(FAMILIES, STORED)
+    for name, families in {"family": FAMILIES, "stored": stored, "balanced": BALANCED}.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, families)
 

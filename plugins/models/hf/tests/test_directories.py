@@ -27,8 +27,8 @@ def saved(builder, tmp_path):
     return tmp_path / "in", theirs
 
 
-def test_a_directory_comes_out_as_it_went_in(builder, fused, tmp_path, family):
-    directory, theirs = saved(builder(family), tmp_path)
+def test_a_directory_comes_out_as_it_went_in(builder, fused, tmp_path, stored):
+    directory, theirs = saved(builder(stored), tmp_path)
     made = HFBuilder(HFModelConfig(hf_config=read_hf_config(directory)))
     state = load_hf(directory, made)
     for name, weight in fused(state).items():

@@ -20,6 +20,9 @@ from nxdt_plugin_hf.sharding.tracing import pattern_of
 
 __all__ = ["HFBuilder"]
 
+_facts: dict[tuple[type[Any], str], ModelFacts] = {}
+"""By class and configuration."""
+
 
 class HFBuilder:
     """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`.
@@ -60,8 +63,11 @@ class HFBuilder:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """What was seen of the model."""
-        return ModelFacts.of(self.architecture)
+        """What was seen of the model. Builders of the same model share it: a run makes several."""
+        key = (self.architecture.model_class, self.architecture.config.to_json_string(use_diff=False))
+        if key not in _facts:
+            _facts[key] = ModelFacts.of(self.architecture)
+        return _facts[key]
 
     def plan(self) -> ParallelPlan:
         """Return the capabilities by transformers' own plans, as far as they were seen to work."""
