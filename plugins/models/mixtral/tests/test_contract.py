@@ -15,7 +15,7 @@ from tests.sampling import sampled, takes_all
 CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "ep", "lora"})
 
 SMALL = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 48,
     "ffn_hidden_size": 80,
     "num_attention_heads": 4,
