@@ -19,10 +19,10 @@ from nxdt_core.testing.precision_contract import PrecisionContract
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
-from tests.sampling import slow_except
+from tests.sampling import asked, slow_except
 
 SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-STEPS, ROWS, SEQ = 8, 8, 16
+STEPS, ROWS, SEQ = 8, 4, 16
 STRATEGY = "distributed_strategy."
 LORA = "adapter={name: lora, lora_rank: 4, target_modules: [all-linear]}"
 ALL = {
@@ -122,36 +122,47 @@ def train(overrides):
     return losses, chosen
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """``ranks(n)``: a pool of that many processes, which later calls share."""
-    return cache(RankPool)
+def train_each(every):
+    """What :func:`train` gives for each of several lists of overrides, one after another on this rank."""
+    return [train(overrides) for overrides in every]
 
 
 @pytest.fixture(scope="module")
-def in_bfloat16(ranks):
-    """``in_bfloat16(*overrides)``: losses of one rank without float8."""
-    return cache(lambda *overrides: ranks(1).run(train, ("precision.type=mixed_precision", *overrides))[0][0])
+def in_bfloat16():
+    """``in_bfloat16(*overrides)``: losses of one process without float8."""
+    return cache(lambda *overrides: train(("precision.type=mixed_precision", *overrides))[0])
+
+
+@pytest.fixture(scope="module")
+def in_float8(request):
+    """By layout: what each rank gives. Layouts of as many ranks share their processes, which have imported torchao."""
+    wanted: dict[int, list[str]] = {}
+    for layout in asked(request, "layout"):
+        wanted.setdefault(LAYOUTS[layout][0], []).append(layout)
+    found = {}
+    for world, layouts in wanted.items():
+        every = [(f"trainer.devices={world}", "precision.type=float8", *LAYOUTS[layout][1]) for layout in layouts]
+        of_ranks = [train_each(every)] if world == 1 else RankPool(world).run(train_each, every, timeout_s=600)
+        found.update(zip(layouts, zip(*of_ranks, strict=True), strict=True))
+    return found
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("lora", "autocast-zero3", "tp2-sp")))
-def test_every_layout_follows_bfloat16_within_one_percent(ranks, in_bfloat16, layout):
-    world, overrides = LAYOUTS[layout]
+def test_every_layout_follows_bfloat16_within_one_percent(in_float8, in_bfloat16, layout):
+    overrides = LAYOUTS[layout][1]
     expected = in_bfloat16(*(each for each in overrides if each == LORA))
     assert layout == "lora" or expected[-1] < expected[0] - 0.5
-    words = (f"trainer.devices={world}", "precision.type=float8", *overrides)
-    found = ranks(world).run(train, words, timeout_s=240)
+    found = in_float8[layout]
     for losses, _ in found:
         torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
         assert losses != expected, "nothing was computed in float8"
     assert set().union(*(chosen for _, chosen in found)) == ALL
 
 
-def test_layers_that_are_skipped_stay_in_bfloat16(ranks, in_bfloat16):
-    skipped = ("precision={type: float8, skip: ['layers.*.mlp.*', '*.q_proj']}",)
-    ((_, chosen),) = ranks(1).run(train, skipped)
+def test_layers_that_are_skipped_stay_in_bfloat16(in_bfloat16):
+    _, chosen = train(("precision={type: float8, skip: ['layers.*.mlp.*', '*.q_proj']}",))
     assert chosen == {name for name in ALL if "mlp" not in name and "q_proj" not in name}
-    ((losses, chosen),) = ranks(1).run(train, ("precision={type: float8, skip: ['*']}",))
+    losses, chosen = train(("precision={type: float8, skip: ['*']}",))
     assert (losses, chosen) == (in_bfloat16(), set())
 
 

@@ -49,20 +49,37 @@ def ranks():
     return cache(RankPool)
 
 
-def trained(world: int, steps: int, *overrides: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of this rank, and its shards of what a checkpoint would have."""
-    with running(configured("llama-tiny", "float8", world, TENSORWISE, *overrides)) as (_, model, step):
-        losses = [float(step().loss.loss) for _ in range(steps)]
+Trained = tuple[list[float], dict[str, torch.Tensor], int]
+
+
+def trained(world: int, steps: int, *overrides: str) -> Trained:
+    """The losses of this rank, its shards of what a checkpoint would have, and the bytes that it sends to data
+    parallel ranks in the last step."""
+    with running(configured("llama-tiny", "float8", world, TENSORWISE, *overrides)) as (engine, model, step):
+        losses = [float(step().loss.loss) for _ in range(steps - 1)]
+        with WireBytes(dimensions(engine.mesh)) as wire:
+            losses.append(float(step().loss.loss))
         held = model.state_dict()
-        return losses, {name: local_of(getattr(each, "tensor", each)).clone() for name, each in held.items()}
+        shards = {name: local_of(getattr(each, "tensor", each)).clone() for name, each in held.items()}
+        return losses, shards, wire.sent["dp"] - SUMS
+
+
+def trained_both_ways(world: int, steps: int, *overrides: str) -> tuple[Trained, Trained]:
+    """The same where weights are gathered wide, and where they are gathered in float8."""
+    return trained(world, steps, *overrides, WIDE), trained(world, steps, *overrides)
+
+
+@pytest.fixture(scope="module")
+def both_ways(ranks, pytestconfig):
+    """``both_ways(world, *overrides)``: what each rank gives, once for all tests of a layout."""
+    steps = shortened(pytestconfig, STEPS)
+    return cache(lambda world, *more: ranks(world).run(trained_both_ways, world, steps, *more, timeout_s=480))
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("zero3",)))
-def test_nothing_changes_within_twenty_steps(ranks, layout, pytestconfig):
+def test_nothing_changes_within_twenty_steps(both_ways, layout):
     world, overrides = LAYOUTS[layout]
-    steps = shortened(pytestconfig, STEPS)
-    wide, narrow = (ranks(world).run(trained, world, steps, *overrides, *more, timeout_s=240) for more in ((WIDE,), ()))
-    for (losses, weights), (expected, others) in zip(narrow, wide, strict=True):
+    for (expected, others, _), (losses, weights, _) in both_ways(world, *overrides):
         assert losses == expected
         assert losses[-1] < losses[0]
         assert all(torch.equal(weights[name], other) for name, other in others.items())
@@ -72,34 +89,22 @@ def test_nothing_changes_within_twenty_steps(ranks, layout, pytestconfig):
 def test_losses_are_those_of_unsharded_weights(ranks):
     layouts = ((f"{STRATEGY}zero1=false",), (ZERO3,))
     whole, sharded = (ranks(2).run(trained, 2, STEPS, AUTOCAST, *layout, timeout_s=240) for layout in layouts)
-    for (expected, _), (losses, _) in zip(whole, sharded, strict=True):
+    for (expected, *_), (losses, *_) in zip(whole, sharded, strict=True):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def sent_in_a_step(*overrides: str) -> int:
-    """Bytes to data parallel ranks."""
-    with running(configured("llama-tiny", "float8", 2, *overrides)) as (engine, _, step):
-        step()
-        with WireBytes(dimensions(engine.mesh)) as wire:
-            step()
-    return wire.sent["dp"] - SUMS
-
-
-@pytest.mark.parametrize("layout", [(ZERO1,), slow((ZERO3,)), slow((ZERO3, LORA))], ids=["zero1", "zero3", "lora"])
-def test_weights_are_gathered_in_one_byte_per_element(ranks, layout):
+@pytest.mark.parametrize("layout", [slow((ZERO1,)), (ZERO3,), slow((ZERO3, LORA))], ids=["zero1", "zero3", "lora"])
+def test_weights_are_gathered_in_one_byte_per_element(both_ways, layout):
     """In addition, ranks exchange the largest element of each weight once per step: 4 bytes in an all-reduce."""
 
-    def counted(*overrides: str) -> int:
-        found = ranks(2).run(sent_in_a_step, *layout, *overrides, timeout_s=240)
-        assert set(found) == {sent["dp"] for sent in planned("llama-tiny", "float8", 2, *layout, *overrides)}
-        return found[0]
-
+    wide, narrow = ([sent for _, _, sent in each] for each in zip(*both_ways(2, *layout), strict=True))
+    for found, more in ((wide, (TENSORWISE, WIDE)), (narrow, (TENSORWISE,))):
+        assert set(found) == {sent["dp"] for sent in planned("llama-tiny", "float8", 2, *layout, *more)}
     gathers = 1 if ZERO1 in layout else 2 * (MICRO_BATCHES // 2)
     maxima = 4 * WEIGHTS
-    wide, narrow = counted(TENSORWISE, WIDE), counted(TENSORWISE)
-    assert wide - narrow == gathers * ELEMENTS // 2 - maxima
+    assert wide[0] - narrow[0] == gathers * ELEMENTS // 2 - maxima
     for without in (("precision.scaling=rowwise",), (TENSORWISE, "precision.skip=['*']")):
-        assert planned("llama-tiny", "float8", 2, *layout, *without)[0]["dp"] == wide
+        assert planned("llama-tiny", "float8", 2, *layout, *without)[0]["dp"] == wide[0]
 
 
 def test_products_of_what_was_gathered_are_those_of_the_weight():
