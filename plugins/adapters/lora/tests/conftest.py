@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,19 @@ class Run:
 @pytest.fixture
 def start():
     """``start(model, adapter)``: a :class:`Run` of one of ``MODELS``; ``more`` are further sections."""
+    with _starting() as begun:
+        yield begun
 
+
+@pytest.fixture(scope="module")
+def start_once():
+    """The same for runs that the tests of a module share."""
+    with _starting() as begun:
+        yield begun
+
+
+@contextmanager
+def _starting() -> Iterator[Callable[..., Run]]:
     engines: list[ParallelEngine] = []
 
     def begun(model: str, adapter: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Run:

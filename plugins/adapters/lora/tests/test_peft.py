@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from dataclasses import fields
 
 import pytest
@@ -63,11 +65,25 @@ KEPT = {
 """Each model and each option once; the others repeat them in other combinations."""
 
 
-@pytest.fixture(params=slow_except(KINDS, KEPT), ids=[*KINDS])
-def run(request, start):
-    made = start(*KINDS[request.param])
+@pytest.fixture(scope="module", params=slow_except(KINDS, KEPT), ids=[*KINDS])
+def run(request, start_once):
+    made = start_once(*KINDS[request.param])
     made.shake()
     return made
+
+
+@pytest.fixture(scope="module")
+def base(run, tmp_path_factory):
+    """The weights under the adapter of ``run``."""
+    return run.save_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def opened(run, base, tmp_path_factory):
+    """The adapter of ``run``, over its base in peft."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapter = written(run, tmp_path_factory.mktemp("ours") / "ours")
+    return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
 
 
 def written(run, directory):
@@ -81,12 +97,6 @@ def written(run, directory):
     return directory
 
 
-def theirs_of(run, tmp_path, adapter=None):
-    """The base of ``run`` under peft, with an adapter of its own or that in a directory."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(run.save_base(tmp_path / "base"), dtype=torch.float32)
-    return peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
-
-
 def logits_of(run, ids, rows):
     """Without the rows that fill the vocabulary up."""
     run.module.eval()
@@ -98,9 +108,8 @@ def ids():
     return torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def test_peft_opens_an_adapter_of_ours_and_gives_the_same_logits_and_gradients(run, tmp_path, ids):
-    theirs = theirs_of(run, tmp_path, written(run, tmp_path / "adapter"))
-    expected = theirs(ids).logits
+def test_peft_opens_an_adapter_of_ours_and_gives_the_same_logits_and_gradients(run, opened, ids):
+    expected = opened(ids).logits
     found = logits_of(run, ids, expected.shape[-1])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -111,7 +120,7 @@ def test_peft_opens_an_adapter_of_ours_and_gives_the_same_logits_and_gradients(r
         return  # peft holds two matrices of an expert in one update: its gradients have no counterpart
     own = {name: g for each, tensor in run.peft_tensors.items() for name, g in tensor.write(run.trained[each].grad)}
     gradients = {
-        _file_name(name): p.grad for name, p in theirs.named_parameters(remove_duplicate=False) if p.requires_grad
+        _file_name(name): p.grad for name, p in opened.named_parameters(remove_duplicate=False) if p.requires_grad
     }
     assert own.keys() == gradients.keys()
     for name, gradient in own.items():
@@ -125,8 +134,7 @@ def _file_name(parameter):
     return name.removesuffix(".weight") if "magnitude" in name else name
 
 
-def test_an_adapter_that_peft_wrote_loads_here(run, start, tmp_path, ids, request):
-    opened = theirs_of(run, tmp_path, written(run, tmp_path / "ours"))
+def test_an_adapter_that_peft_wrote_loads_here(run, opened, start, tmp_path, request):
     if any("experts" in name for name in run.trained):
         pytest.skip("peft writes the two matrices of an expert as one update, which the key map does not know")
     opened.save_pretrained(tmp_path / "theirs", safe_serialization=True)
@@ -138,7 +146,7 @@ def test_an_adapter_that_peft_wrote_loads_here(run, start, tmp_path, ids, reques
         assert all(torch.equal(kept[part], found[part]) for part in kept), name
 
 
-def test_a_merged_adapter_is_what_peft_merges(run, tmp_path, ids, request):
+def test_a_merged_adapter_is_what_peft_merges(run, base, opened, tmp_path, ids, request):
     kept, place = (checkpoint.open_storage(str(tmp_path / name)) for name in ("kept", "merged"))
     TrainSession(run.config, engine=run.engine, model=run.model, state=TrainState(step=1)).save(kept)
     if request.node.callspec.params["run"] in UNTIED:
@@ -148,14 +156,14 @@ def test_a_merged_adapter_is_what_peft_merges(run, tmp_path, ids, request):
     merge_lora(kept, None, place)
     merged = checkpoint.load_model(place, checkpoint.find_checkpoint(place, None, warn=print))
     save_hf(tmp_path / "hf", run.builder, merged)
-    theirs = theirs_of(run, tmp_path, written(run, tmp_path / "adapter")).merge_and_unload()
-    ours, base = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
-        for name in ("hf", "base")
+    theirs = copy.deepcopy(opened).merge_and_unload()
+    ours, unchanged = (
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        for directory in (tmp_path / "hf", base)
     )
     with torch.no_grad():
         expected = theirs(ids).logits
-        assert not torch.allclose(base(ids).logits, expected, atol=1e-2)
+        assert not torch.allclose(unchanged(ids).logits, expected, atol=1e-2)
         torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -182,12 +190,11 @@ def test_dropout_drops_what_an_update_is_given_and_nothing_else(start, ids):
         ({"use_dora": True}, "use_dora is True there"),
     ],
 )
-def test_an_adapter_of_other_options_is_refused(start, tmp_path, change, said):
-    run = start("llama", {"target_modules": ["q_proj"]})
-    directory = written(run, tmp_path / "adapter")
+def test_an_adapter_of_other_options_is_refused(start, queries, change, said):
+    directory, load = queries
     changed(directory, **change)
     with pytest.raises(AdapterDiffers, match=said):
-        start("llama", {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+        start("llama", load)
 
 
 UNREAD = {
@@ -209,6 +216,21 @@ UNREAD = {
 STARTS = ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "loftq", "mica"]
 
 
+QUERIES = {"target_modules": ["q_proj"]}
+
+
+@pytest.fixture(scope="module")
+def queries_once(start_once, tmp_path_factory):
+    return written(start_once("llama", QUERIES), tmp_path_factory.mktemp("queries") / "adapter")
+
+
+@pytest.fixture
+def queries(queries_once, tmp_path):
+    """A directory of an adapter of ``QUERIES``, to be changed, and the keys that load it."""
+    directory = shutil.copytree(queries_once, tmp_path / "adapter")
+    return directory, {**QUERIES, "load_lora_from_ckpt": True, "lora_save_dir": str(directory)}
+
+
 def changed(directory, **options):
     """The options of an adapter are set to others."""
     config = json.loads((directory / CONFIG).read_text())
@@ -218,12 +240,11 @@ def changed(directory, **options):
 @pytest.mark.parametrize(
     ("key", "value"), [*UNREAD.items(), *(("init_lora_weights", start) for start in STARTS)], ids=str
 )
-def test_an_adapter_that_computes_what_is_not_implemented_is_refused(start, tmp_path, key, value):
-    run = start("llama", {"target_modules": ["q_proj"]})
-    directory = written(run, tmp_path / "adapter")
+def test_an_adapter_that_computes_what_is_not_implemented_is_refused(start, queries, key, value):
+    directory, load = queries
     changed(directory, **{key: value})
     with pytest.raises(AdapterDiffers, match="NXDT-L005") as raised:
-        start("llama", {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+        start("llama", load)
     assert key in raised.value.what()
     assert "merge_and_unload" in raised.value.do()
     converts = value in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
@@ -307,16 +328,14 @@ def test_what_peft_converts_loads_as_the_refusal_says(start, tmp_path, ids, init
     torch.testing.assert_close(logits_of(loaded, ids, 60), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_adapter_of_other_layers_is_refused(start, tmp_path):
-    directory = written(start("llama", {"target_modules": ["q_proj"]}), tmp_path / "adapter")
+def test_an_adapter_of_other_layers_is_refused(start, queries):
+    _, load = queries
     with pytest.raises(WeightsDoNotFit, match="v_proj"):
-        start("llama", {"target_modules": ["v_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+        start("llama", {**load, "target_modules": ["v_proj"]})
 
 
-def test_an_adapter_of_another_base_is_refused(start, tmp_path):
-    run = start("llama", {"target_modules": ["q_proj"]})
-    directory = written(run, tmp_path / "adapter")
-    load = {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)}
+def test_an_adapter_of_another_base_is_refused(start, queries):
+    _, load = queries
     start("llama", load)
     with pytest.raises(AdapterOfAnotherBase):
         start("llama", load, seed=99)
@@ -331,11 +350,11 @@ def test_an_adapter_of_another_base_is_refused(start, tmp_path):
         (WEIGHTS, None, "adapter_model.safetensors"),
     ],
 )
-def test_a_broken_directory_is_named(start, tmp_path, file, content, said):
-    directory = written(start("llama", {"target_modules": ["q_proj"]}), tmp_path / "adapter")
+def test_a_broken_directory_is_named(start, queries, file, content, said):
+    directory, load = queries
     (directory / file).unlink() if content is None else (directory / file).write_bytes(content)
     with pytest.raises(NxdtError, match=said):
-        start("llama", {"target_modules": ["q_proj"], "load_lora_from_ckpt": True, "lora_save_dir": str(directory)})
+        start("llama", load)
 
 
 def test_targets_are_written_short_where_the_last_word_says_all():
