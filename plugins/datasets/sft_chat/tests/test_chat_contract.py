@@ -9,15 +9,18 @@ from nxdt_core.testing.dataset_contract import DatasetContract
 
 class Chats(DatasetContract):
     packing = False
+    records = 40
+    """As many as give the contract's samples."""
 
     @pytest.fixture
     def make(self, load, write, shipped):
-        path = write(*shipped * 4)
-        return lambda: load(path, seq_length=512, packing=self.packing)
+        path = write(*shipped[: self.records])
+        return lambda: load(path, seq_length=256, packing=self.packing, truncation="drop")
 
     @pytest.fixture
     def changed(self, load, write, shipped):
-        return load(write(*shipped * 3, name="fewer.jsonl"), seq_length=512, packing=self.packing)
+        path = write(*shipped[: self.records - 9], name="fewer.jsonl")
+        return load(path, seq_length=256, packing=self.packing, truncation="drop")
 
 
 class TestPadded(Chats):
@@ -26,3 +29,4 @@ class TestPadded(Chats):
 
 class TestPacked(Chats):
     packing = True
+    records = 111

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
+import os
+from contextlib import redirect_stderr, redirect_stdout
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
+from nxdt_core.cli import main
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.files.records import Place
 from nxdt_core.errors.chats import BadMessage, FieldsUnused
-from tests import processes
+from nxdt_core.testing.ranks import RankPool
 
 USER, ANSWER = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}
 TALK = {"messages": [USER, ANSWER]}
@@ -182,23 +184,31 @@ def test_the_first_record_with_an_unused_field_is_refused_where_the_configuratio
     assert len(load(write(TALK), unused_fields="refuse")) == 1
 
 
-def test_all_ranks_of_a_run_report_once_also_from_the_cache(write, tmp_path):
+def said_on_rank(words, directory):
+    """The exit status of ``nxdt WORDS`` on this rank, and all that it prints."""
+    path = directory / f"said-{os.environ['RANK']}.txt"
+    with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        os.dup2(file.fileno(), 2)
+        status = main(words)
+    return status, path.read_text()
+
+
+def test_all_ranks_of_a_run_report_once_also_from_the_cache(write, tmp_path, capfd):
     path = write(*({**TALK, "id": number} for number in range(1204)))
-    command = [
-        *(sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny-sft"),
+    train = [
+        *("train", "recipe:llama-tiny-sft"),
         *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "trainer.accelerator=cpu"),
         *(f"data.train_files=[{path}]", "data.validation_fraction=0", "data.seq_length=64", "data.packing=true"),
-        *(
-            f"exp_manager.exp_dir={tmp_path}",
-            "trainer.devices=2",
-            "data.micro_batch_size=1",
-            "data.global_batch_size=2",
-        ),
+        *(f"exp_manager.exp_dir={tmp_path}", "data.micro_batch_size=1", "data.global_batch_size=2"),
         "trainer.limit_val_batches=0",
     ]
-    for steps, mode, line in ((1, "report", 1), (2, "report", 1), (3, "refuse", 0)):
-        words = (f"trainer.max_steps={steps}", f"data.unused_fields={mode}")
-        done = processes.run([*command, *words], capture_output=True, text=True, timeout=300, check=False)
-        said = done.stdout + done.stderr
-        assert said.count("train data: unused: id in 1,204 records\n") == line, said
-        assert ("[NXDT-D322]" in said, done.returncode) == ((False, 0) if line else (True, 2)), said
+    report = "train data: unused: id in 1,204 records\n"
+    for steps in (1, 2):
+        words = [*train, "trainer.devices=2", f"trainer.max_steps={steps}"]
+        found = RankPool(2).run(said_on_rank, words, tmp_path, timeout_s=300)
+        assert [status for status, _ in found] == [0, 0], found
+        assert sum(said.count(report) for _, said in found) == 1, found
+    capfd.readouterr()
+    assert main([*train, "trainer.devices=1", "trainer.max_steps=3", "data.unused_fields=refuse"]) == 2
+    said = "".join(capfd.readouterr())
+    assert (report in said, "[NXDT-D322]" in said) == (False, True), said

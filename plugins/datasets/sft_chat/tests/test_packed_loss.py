@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from nxdt_plugin_sft_chat.config import ChatConfig
+from nxdt_plugin_sft_chat.loader import ChatDataloader
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load as load_config
 from nxdt_core.data.collate import collate
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.dataloader import DataContext
 from nxdt_core.training import build
 
 
@@ -44,27 +49,38 @@ def batches(dataset):
     return [collate([dataset[index]]) for index in range(len(dataset))]
 
 
-@pytest.fixture
-def apart_and_packed(load, write, shipped):
-    path = write(*shipped[:24])
-    apart, packed = (load(path, seq_length=384, packing=packing, truncation="drop") for packing in (False, True))
+@pytest.fixture(scope="module")
+def apart_and_packed(tokenizer, shipped, tmp_path_factory):
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, shipped[:24])))
+    context = DataContext(seq_length=384, seed=1, tokenizer=tokenizer)
+    apart, packed = (
+        ChatDataloader(ChatConfig(train_files=(path,), packing=packing, truncation="drop"), context).split("train")
+        for packing in (False, True)
+    )
     assert len(packed) < len(apart) / 2
     return batches(apart), batches(packed)
 
 
-def test_loss_and_gradients_of_packed_conversations_are_those_of_padded_ones(model, apart_and_packed):
-    (loss, weight, gradient), (packed_loss, packed_weight, packed_gradient) = (
-        trained(model, b) for b in apart_and_packed
-    )
+@pytest.fixture(scope="module")
+def of_padded_ones(model, apart_and_packed):
+    """What the conversations apart give."""
+    return trained(model, apart_and_packed[0])
+
+
+def test_loss_and_gradients_of_packed_conversations_are_those_of_padded_ones(model, apart_and_packed, of_padded_ones):
+    loss, weight, gradient = of_padded_ones
+    packed_loss, packed_weight, packed_gradient = trained(model, apart_and_packed[1])
     assert packed_weight == weight > 500
     assert packed_loss == pytest.approx(loss, rel=1e-12)
     assert torch.allclose(packed_gradient, gradient, rtol=1e-9, atol=1e-10)
     assert gradient.abs().sum() > 1
 
 
-def test_it_is_the_numbers_of_documents_that_keep_them_apart(model, apart_and_packed):
-    apart, packed = apart_and_packed
+def test_it_is_the_numbers_of_documents_that_keep_them_apart(model, apart_and_packed, of_padded_ones):
+    _, packed = apart_and_packed
     blind = [Batch(input_ids=b.input_ids, labels=b.labels, position_ids=b.position_ids) for b in packed]
-    (loss, _, gradient), (blind_loss, _, blind_gradient) = (trained(model, b) for b in (apart, blind))
+    loss, _, gradient = of_padded_ones
+    blind_loss, _, blind_gradient = trained(model, blind)
     assert blind_loss != pytest.approx(loss, rel=1e-9)
     assert not torch.allclose(blind_gradient, gradient, rtol=1e-9, atol=1e-10)

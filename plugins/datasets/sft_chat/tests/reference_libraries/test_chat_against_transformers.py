@@ -69,7 +69,8 @@ def made(dataset):
 
 @pytest.mark.parametrize("name", [None, *template_names()])
 def test_the_shipped_conversations_are_those_of_transformers(name, ours, theirs, shipped, load, write):
-    records = [record for record in shipped if name not in WITHOUT_TOOLS or "tools" not in record]
+    some = shipped if name is None else [record for record in shipped if "tools" in record] + shipped[::4]
+    records = [record for record in some if name not in WITHOUT_TOOLS or "tools" not in record]
     text = theirs.chat_template if name is None else shipped_template(name).text
     dataset = load(write(*records), tokenizer=ours, chat_template=name, seq_length=2048)
     assert made(dataset) == [expected(theirs, record, text) for record in records]

@@ -25,7 +25,8 @@ def trained(tmp_path_factory):
     """A run of some of the recipe's steps."""
     given = [f"exp_manager.exp_dir={tmp_path_factory.mktemp('megatron')}", "trainer.accelerator=cpu"]
     given += ["trainer.max_steps=20", "trainer.log_every_n_steps=1", "trainer.val_check_interval=20"]
-    given += ["data.global_batch_size=4"]
+    given += ["data.global_batch_size=4", "data.seq_length=256", "data.truncation=drop"]
+    given += ["model.num_layers=2", "trainer.limit_val_batches=1"]
     assert main(["train", RECIPE, *given]) == 0
     return load_config(RECIPE, given)
 
@@ -45,7 +46,7 @@ def test_answers_are_learnt(trained):
 def in_transformers(weights):
     """Llama of transformers with these weights: one kind of layer under two names."""
     config = transformers.LlamaConfig(
-        vocab_size=1024, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=1024, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, rms_norm_eps=1e-5, tie_word_embeddings=False,
     )  # fmt: skip
     names = {

@@ -60,7 +60,10 @@ def ours(directory):
     return HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=directory))
 
 
+@pytest.mark.slow  # reading the tokenizer from GGUF takes 4 CPU-seconds
 def test_the_shipped_conversations_are_those_of_transformers(ours, theirs, shipped, load, write):
+    """By default ``test_published_templates_give_what_they_give_transformers`` compares with transformers,
+    and ``test_prefixes_find_what_generation_blocks_mark`` shows templates that mark no answers."""
     records = [record for record in shipped if "tools" not in record]  # its template knows no calls
     dataset = load(write(*records), tokenizer=ours, seq_length=2048)
     for number, record in enumerate(records):

@@ -48,9 +48,9 @@ def test_without_a_template_the_end_of_text_is_all():
 def test_answers_end_with_the_turn(eos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("talk.jsonl").write_text(f"{json.dumps({'messages': TALK})}\n" * 4)
-    data = ("data.train_files=[talk.jsonl]", "data.packing=false", "data.seq_length=48", "data.global_batch_size=2")
+    data = ("data.train_files=[talk.jsonl]", "data.packing=false", "data.seq_length=48", "data.global_batch_size=1")
     more = ("data.validation_fraction=0", "trainer.val_check_interval=null", f"data.tokenizer.eos_token='{eos}'")
-    learns = ("trainer.max_steps=60", "model.optim.lr=1e-2")
+    learns = ("trainer.max_steps=60", "model.optim.lr=1e-2", "model.num_layers=2")
     assert main(["train", "recipe:llama-tiny-sft", "name=run", *data, *more, *learns]) == 0
     kept = "nxdt_experiments/run/checkpoints"
     capsys.readouterr()

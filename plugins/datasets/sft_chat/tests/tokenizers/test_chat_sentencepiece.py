@@ -39,12 +39,11 @@ def made(dataset):
     return [(s.input_ids[:n].tolist(), s.labels[:n].tolist()) for s, n in zip(samples, sizes, strict=True)]
 
 
-def by_the_authors(record):
+def by_the_authors(encoder, record):
     """What Mistral's library makes of a conversation, and the answers with what ends each."""
     from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
     from mistral_common.protocol.instruct.request import InstructRequest
 
-    encoder = mistral.MistralTokenizer.v1().instruct_tokenizer
     kinds = {"user": UserMessage, "assistant": AssistantMessage}
     spoken = [message for message in record["messages"] if message["role"] in kinds]
     system = next((m["content"] for m in record["messages"] if m["role"] == "system"), None)
@@ -58,8 +57,9 @@ def test_conversations_have_the_ids_that_mistral_gives_them(ours, shipped, load,
     assert isinstance(ours, ChatTokenizer)
     records = [record for record in shipped if "tools" not in record]
     dataset = load(write(*records), tokenizer=ours, chat_template="mistral", seq_length=2048)
+    encoder = mistral.MistralTokenizer.v1().instruct_tokenizer
     for (ids, labels), record in zip(made(dataset), records, strict=True):
-        wanted, answers = by_the_authors(record)
+        wanted, answers = by_the_authors(encoder, record)
         assert ids == wanted[:-1]
         assert labels[-1] == wanted[-1] == ours.eos_id
         assert [id_ for id_ in labels if id_ != IGNORE_INDEX] == answers
