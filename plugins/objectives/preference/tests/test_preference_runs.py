@@ -60,6 +60,7 @@ def small(tmp_path):
                 *(f"exp_manager.exp_dir={tmp_path}", f"name={name}", "trainer.accelerator=cpu"),
                 *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48"),
                 *("data.global_batch_size=4", "data.micro_batch_size=2", "trainer.max_steps=4"),
+                "data.dev_choose_samples=32",  # a reference is computed for each
                 *overrides,
             ],
         )
