@@ -12,7 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+from tests.sampling import slow
+
 _ERRORS = ("ENOLCK", "EOPNOTSUPP", "ENOSYS")
+_IN_PYTHON = """
+import fcntl
+import os
+
+def refused(*_):
+    number = int(os.environ["NO_LOCKS_ERRNO"])
+    raise OSError(number, os.strerror(number))
+
+fcntl.flock = refused
+"""
 _SCRIPT = """
 import sys
 from dataclasses import dataclass
@@ -73,16 +86,20 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("who", ["python", slow("the C library")])
 def test_a_place_without_locks_is_owned_saved_to_and_pruned(
-    tmp_path: Path, library: Path, some: Callable[[Sequence[str], int], list[str]]
+    tmp_path: Path, request: pytest.FixtureRequest, who: str, some: Callable[[Sequence[str], int], list[str]]
 ) -> None:
+    """Python's own functions refuse to lock, or those of the C library that they call, for libraries as well."""
+    script, environment = _IN_PYTHON + _SCRIPT, {"OMP_NUM_THREADS": "1"}
+    if who == "the C library":
+        script, environment["LD_PRELOAD"] = _SCRIPT, str(request.getfixturevalue("library"))
     for name in some(_ERRORS, 1):
         place = tmp_path / name
         place.mkdir()
-        environment = {"LD_PRELOAD": str(library), "NO_LOCKS_ERRNO": str(getattr(errno, name)), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", _SCRIPT, str(place)],
-            env={**os.environ, **environment},
+        done = processes.run(
+            [sys.executable, "-c", script, str(place)],
+            env={**os.environ, **environment, "NO_LOCKS_ERRNO": str(getattr(errno, name))},
             capture_output=True,
             text=True,
             timeout=120,

@@ -22,7 +22,7 @@ from tests.training.launch import launching
 from tests.training.launch.launching import gone
 from tests.training.small import SMALL
 
-STEPS = 8
+STEPS = 6
 DEADLINE_S = 250
 """For machines that do much else."""
 

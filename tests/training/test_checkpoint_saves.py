@@ -66,17 +66,17 @@ def rows(path):
 
 
 def test_a_checkpoint_holds_its_step_whatever_training_did_meanwhile(small_run):
-    long = small_run("trainer.max_steps=6", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=-1", name="long")
+    long = small_run("trainer.max_steps=4", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=-1", name="long")
     train(long)
-    short = small_run("trainer.max_steps=3", "checkpoint.async_save=false", name="short")
+    short = small_run("trainer.max_steps=2", "checkpoint.async_save=false", name="short")
     train(short)
-    assert steps(long) == [1, 2, 3, 4, 5, 6]
-    expected = model_of(short, 3)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model_of(long, 3).items())
+    assert steps(long) == [1, 2, 3, 4]
+    expected = model_of(short, 2)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model_of(long, 2).items())
 
 
 def test_every_save_is_reported(small_run, metric_rows):
-    config = small_run("trainer.max_steps=26", "checkpoint.every_n_train_steps=12")
+    config = small_run("trainer.max_steps=26", "checkpoint.every_n_train_steps=12", "data.global_batch_size=4")
     train(config)
     saves = {row["step"]: row for row in rows(config.run_dir / "saves.jsonl")}
     assert list(saves) == [12, 24, 26]
@@ -254,10 +254,10 @@ def test_a_save_is_left_out_while_another_one_goes_on(small_run, monkeypatch, ca
 
 
 def test_two_ranks_save_while_they_train(small_run, tmp_path):
-    assert RankPool(2).run(train_here, on_two_ranks(tmp_path, "trainer.max_steps=7"), timeout_s=120) == [0, 0]
+    assert RankPool(2).run(train_here, on_two_ranks(tmp_path, "trainer.max_steps=5"), timeout_s=120) == [0, 0]
     config = small_run(name="two")
-    assert steps(config) == [2, 4, 6, 7]
-    assert [checkpoint.verify(build.storage(config), step) for step in steps(config)] == [[]] * 4
+    assert steps(config) == [2, 4, 5]
+    assert [checkpoint.verify(build.storage(config), step) for step in steps(config)] == [[]] * 3
     alone = small_run("trainer.max_steps=4", name="alone")
     train(alone)
     expected = model_of(alone, 4)

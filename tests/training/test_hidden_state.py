@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.training import build, primitives, train
+from nxdt_core.training import TrainSession, build, primitives, train
 from nxdt_core.training.state import TrainState
 
 PARTS = Path(__file__).with_name("hidden_parts.py")
@@ -35,13 +35,20 @@ def own_run(small_run):
     return make
 
 
+def take_steps(config):
+    """Train without a trainer, whose share is shown by the objective's test."""
+    with TrainSession(config) as session:
+        for batch in session.batches():
+            session.step(batch)
+
+
 def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "nxdt_core.training.hidden_state"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_with_state_elsewhere_is_told_once(own_run, caplog, name):
-    train(own_run(optim={"name": name}))
+    take_steps(own_run(optim={"name": name}))
     (found,) = warnings(caplog)
     assert found.startswith(f"[NXDT-T022] Optimizer '{name}' (local) changes ")
     assert OPTIMIZERS[name] in found
@@ -49,7 +56,7 @@ def test_an_optimizer_with_state_elsewhere_is_told_once(own_run, caplog, name):
 
 @pytest.mark.parametrize("name", ["counted", "timed", "drawn"])
 def test_a_schedule_that_depends_on_more_than_the_step_is_told_once(own_run, caplog, name):
-    train(own_run(sched={"name": name}))
+    take_steps(own_run(sched={"name": name}))
     (found,) = warnings(caplog)
     assert found.startswith(f"[NXDT-T023] Learning-rate schedule '{name}' (local) gives step 0 the factor ")
 
@@ -61,7 +68,7 @@ def test_an_objective_that_changes_is_told_once(own_run, caplog):
 
 
 def test_nothing_is_said_of_what_is_saved_or_constant(own_run, caplog):
-    train(own_run(optim={"name": "Plain"}, sched={"name": "pure"}))
+    take_steps(own_run(optim={"name": "Plain"}, sched={"name": "pure"}))
     assert warnings(caplog) == []
 
 
@@ -92,7 +99,7 @@ def builtin(kind, own_run):
 
 def test_no_built_in_optimizer_or_schedule_is_suspected(own_run, caplog):
     for optim in builtin("optimizer", own_run):
-        train(own_run(optim=optim, name=optim["name"]))
+        take_steps(own_run(optim=optim, name=optim["name"]))
     for sched in builtin("lr_scheduler", own_run):
         build.schedule(own_run(sched=sched))
     assert warnings(caplog) == []

@@ -48,7 +48,7 @@ def judged(where):
 def trained(tmp_path_factory):
     """A run that was judged."""
     where = tmp_path_factory.mktemp("judged")
-    for name, text in (("digits", "0123456789 " * 40), ("words", "In the beginning was the word. " * 90)):
+    for name, text in (("digits", "0123456789 " * 20), ("words", "In the beginning was the word. " * 45)):
         (where / f"{name}.txt").write_text(text)
     config = load("recipe:llama-tiny", [*judged(where)])
     train(config)

@@ -78,7 +78,10 @@ def test_sizes_are_tried_that_the_run_allows():
 def test_more_than_any_layout_holds_is_refused():
     with pytest.raises(NoLayoutFits) as caught:
         search(
-            loader("recipe:llama-tiny", "data.micro_batch_size=1000000", "data.global_batch_size=1000000"),
+            loader(
+                "recipe:llama-tiny",
+                *("data.micro_batch_size=100000", "data.global_batch_size=100000", "model.hidden_size=1024"),
+            ),
             product="h100",
         )
     assert "layouts leaves a tenth of the memory of H100 free" in str(caught.value)

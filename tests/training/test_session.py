@@ -1,19 +1,20 @@
 """A loop of one's own over a session does what ``nxdt train`` does, on one rank and on several."""
 
 import gc
-import json
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from nxdt_core.checkpoint import CheckpointManager
+from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.state import capture_rng, restore_rng, seed_all
 from tests import processes
 from tests.training.launch.launching import environment
 from tests.training.small import SMALL
+
+FEW = "data.validation_fraction=0.02"
 
 
 def losses_of(session, steps):
@@ -102,47 +103,32 @@ def test_weights_alone_leave_counters_and_optimizer(small_run):
 
 def test_validation_is_the_mean_over_loss_tokens_whatever_the_batch(small_run, metric_rows):
     found = []
-    for size in (2, 16):
-        with TrainSession(small_run(f"data.global_batch_size={size}")) as session:
+    for size in (2, 8):
+        with TrainSession(small_run(f"data.global_batch_size={size}", "data.micro_batch_size=2", FEW)) as session:
             (name, loss), *rest = session.evaluate().items()
             assert (name, rest) == ("", [])
             found.append(loss)
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
-RANK_LOOP = """
-import json, sys
-from nxdt_core.training import TrainSession
-
-rows, samples = [], []
-with TrainSession.load("recipe:llama-tiny", sys.argv[2:]) as session:
-    for batch in session.batches():
-        samples += [str(part.input_ids[row].tolist()) for part in batch.micro_batches for row in range(part.samples)]
-        rows.append(float(session.step(batch).loss.loss))
-    session.save()
-    place = session.engine.rank_info
-with open(f"{sys.argv[1]}/rank-{place.rank}.json", "w") as file:
-    json.dump({"losses": rows, "samples": samples}, file)
-"""
+def rank_loop(overrides):
+    """Losses and samples of this rank, which a launcher such as ``torchrun`` has started."""
+    rows, samples = [], []
+    with TrainSession.load("recipe:llama-tiny", overrides) as session:
+        for batch in session.batches():
+            samples += [
+                str(part.input_ids[row].tolist()) for part in batch.micro_batches for row in range(part.samples)
+            ]
+            rows.append(float(session.step(batch).loss.loss))
+        session.save()
+    return rows, samples
 
 
-def under_torchrun(script, arguments, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = processes.run(
-        [*command, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_two_ranks_take_different_samples_and_train_as_the_command_line(tmp_path, metric_rows, weights):
-    script = tmp_path / "loop.py"
-    script.write_text(RANK_LOOP)
-    run = [*SMALL, "trainer.max_steps=4", f"exp_manager.exp_dir={tmp_path}"]
-    under_torchrun(script, [str(tmp_path), *run, "name=mine"], tmp_path)
-    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
-    assert first["losses"] == second["losses"]
-    assert len(set(first["samples"]) | set(second["samples"])) == 4 * 8
+def test_two_ranks_take_different_samples_and_train_as_the_command_line(tmp_path, metric_rows):
+    run = [*SMALL, "trainer.max_steps=3", f"exp_manager.exp_dir={tmp_path}"]
+    (losses, samples), (others, more_samples) = RankPool(2).run(rank_loop, [*run, "name=mine"], timeout_s=200)
+    assert losses == others
+    assert len(set(samples) | set(more_samples)) == 3 * 8
     command = [
         sys.executable,
         "-m",
@@ -154,7 +140,7 @@ def test_two_ranks_take_different_samples_and_train_as_the_command_line(tmp_path
         "name=theirs",
     ]
     processes.run(command, env=environment(), capture_output=True, check=True, timeout=200)
-    assert first["losses"] == [row["loss"] for row in metric_rows(tmp_path / "theirs").values()]
+    assert losses == [row["loss"] for row in metric_rows(tmp_path / "theirs").values()]
 
 
 def test_random_generators_come_back():
@@ -172,8 +158,16 @@ def test_random_generators_come_back():
 
 
 def test_a_session_does_not_import_lightning():
-    code = "import sys; sys.modules['pytorch_lightning'] = None; import nxdt_core.training.session"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    """In a process that has imported neither, or has forgotten both."""
+    code = (
+        "import sys\n"
+        "ours = ('nxdt_core', 'nxdt_plugin', 'pytorch_lightning', 'lightning_fabric')\n"
+        "for name in [name for name in sys.modules if name.startswith(ours)]:\n"
+        "    del sys.modules[name]\n"
+        "sys.modules['pytorch_lightning'] = None\n"
+        "import nxdt_core.training.session\n"
+    )
+    processes.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_session_collects_garbage_between_steps_and_leaves_the_collector_as_it_was(small_run):

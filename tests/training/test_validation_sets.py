@@ -21,6 +21,8 @@ TEXTS = {"digits": [f"{number} and {number + 1}" for number in range(60)], "word
 def indexed(where, sets):
     """``megatron-data``: a blend of files of ``nxdt data preprocess``."""
     for name, texts in TEXTS.items():
+        if (where / f"{name}.jsonl").exists():
+            continue
         (where / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
         files = ["--input", f"{where / name}.jsonl", "--output-prefix", f"{where / name}", "--overwrite"]
         assert main(["data", "preprocess", *files, "--tokenizer", "byte", "--workers", "1"]) == 0
@@ -32,7 +34,8 @@ def saved(where, sets):
     """``hf-data``: a mixture of directories of the library."""
     datasets = pytest.importorskip("datasets")
     for name, texts in TEXTS.items():
-        datasets.Dataset.from_dict({"text": texts}).save_to_disk(where / name)
+        if not (where / name).exists():
+            datasets.Dataset.from_dict({"text": texts}).save_to_disk(where / name)
     sources = {name: {"val_dir": str(where / name)} for name in sets}
     sources["to-learn"] = {"train_dir": str(where / "words")}
     return ["recipe:hf-data-tiny", "data.train_dir=null", "data.val_dir=null", f"data.sources={json.dumps(sources)}"]
@@ -43,15 +46,21 @@ def streamed(where, sets):
     return [*saved(where, sets), "data.streaming=true"]
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Where the files of sources are: each kind is made once."""
+    return tmp_path_factory.mktemp("sources")
+
+
 @pytest.fixture
-def validated(tmp_path):
+def validated(tmp_path, sources):
     """Runs two steps and validates the sets; returns the row, the tags of TensorBoard and the checkpoint's metrics."""
 
     def run(source, *sets, limit="null"):
-        where = tmp_path / source.__name__
+        where = sources / source.__name__
         where.mkdir(exist_ok=True)
         recipe, *data = source(where, sets)
-        own = (f"exp_manager.exp_dir={where}", f"name={'-'.join(sets)}-{limit}", "checkpoint.monitor=val_loss")
+        own = (f"exp_manager.exp_dir={tmp_path}", f"name={'-'.join(sets)}-{limit}", "checkpoint.monitor=val_loss")
         data.append("data.reset_attention_mask=false")  # so that every token of a sample counts
         steps = ("trainer.max_steps=2", "trainer.val_check_interval=2", f"trainer.limit_val_batches={limit}")
         config = load(recipe, [*SMALL, *data, *own, *steps])

@@ -114,7 +114,8 @@ def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path, launcher, stopped):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     before = (torchrun if launcher == "torchrun" else ()) + ("-m", "nxdt_core", "train")
     more = ("distributed_strategy.timeout_s=6", "name=stopped")
-    status, _, err = finish(faulty(tmp_path, f"SIGSTOP {stopped} 50", *more, before=before), timeout_s=100)
+    fault = f"SIGSTOP {stopped} 3"
+    status, _, err = finish(faulty(tmp_path, fault, *more, before=before, FAULT_S="2.5"), timeout_s=100)
     assert status == 1
     host = socket.gethostname()
     assert re.search(rf"\[NXDT-P080\] No heartbeat came for \d+ s from rank {stopped} on {host}", err), err
@@ -143,7 +144,7 @@ def test_a_rank_that_sleeps_is_named_and_its_stack_shows_where(tmp_path):
 
 
 def test_a_rank_that_computes_for_long_is_waited_for(tmp_path):
-    """As a rank does that compiles, or validates something of its own."""
+    """As a rank does that compiles, or validates something of its own: with a third of a core here."""
     more = ("distributed_strategy.timeout_s=5", "trainer.max_steps=4")  # less is over on a busy machine before a beat
     status, out, err = finish(faulty(tmp_path, "compute 1 2", *more, FAULT_S="7"))
     assert status == 0, err

@@ -52,10 +52,10 @@ def test_steps_end_a_run_before_the_passes_do(small_run):
 
 
 def test_a_pass_is_the_data_over_the_global_batch(small_run):
-    config = small_run("trainer.max_steps=100000", "trainer.max_epochs=1", "trainer.limit_train_batches=0.004")
+    config = small_run("trainer.max_steps=100000", "trainer.max_epochs=1", "trainer.limit_train_batches=0.002")
     train_split = build.dataloader(config, build.tokenizer(config)).split("train")
     batches = -(-len(train_split) // 8)
-    assert train(config).step == -(-batches * 4 // 1000)
+    assert train(config).step == -(-batches * 2 // 1000)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ model: {name: llama, vocab_size: 64, num_attention_heads: 2, optim: {lr: 1e-3}}
 
 
 def test_few_batches_are_learnt_by_heart_and_validated(small_run, metric_rows):
-    more = ("trainer.overfit_batches=1", "trainer.val_check_interval=30", "model.optim.lr=0.01")
-    config = small_run("trainer.max_steps=60", *more, "trainer.log_every_n_steps=60")
+    more = ("trainer.overfit_batches=1", "trainer.val_check_interval=20", "model.optim.lr=0.01")
+    config = small_run("trainer.max_steps=40", *more, "trainer.log_every_n_steps=40", "data.global_batch_size=4")
     train(config)
     validated = metric_rows(config.run_dir, "validation.jsonl")
-    assert validated[60]["loss"] < validated[30]["loss"] < 5.5
-    assert validated[60]["tokens"] <= 8 * 32
-    assert validated[60]["loss"] == pytest.approx(metric_rows(config.run_dir)[60]["loss"], rel=0.2)
+    assert validated[40]["loss"] < validated[20]["loss"] < 5.5
+    assert validated[40]["tokens"] <= 4 * 32
+    assert validated[40]["loss"] == pytest.approx(metric_rows(config.run_dir)[40]["loss"], rel=0.2)
 
 
 @pytest.mark.parametrize(("wanted", "steps"), [slow("true", 1), ("2", 2)])

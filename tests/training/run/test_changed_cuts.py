@@ -14,7 +14,7 @@ from tests import processes
 from tests.training.small import SMALL
 
 EVEN = "model.pipeline_cuts=[layers.1]"
-HALF, WHOLE = 4, 8
+HALF, WHOLE = 2, 4
 
 
 def train(where: Path, steps: int, *more: str) -> dict[int, float]:

@@ -60,7 +60,7 @@ RUN = {
     },
     "precision": {"type": "fp32"},
 }  # fmt: skip
-DATA = {"seq_length": 32, "micro_batch_size": 2, "global_batch_size": 8, "tokenizer": {"library": "byte"}}
+DATA = {"seq_length": 32, "micro_batch_size": 4, "global_batch_size": 8, "tokenizer": {"library": "byte"}}
 ROWS = [np.random.default_rng(number).integers(0, 256, 40).tolist() for number in range(400)]
 WORDS = ["".join(map(chr, (97 + np.array(row) % 26).tolist())) for row in ROWS]
 
@@ -173,7 +173,8 @@ def test_a_file_that_changes_while_a_run_reads_it_ends_the_run_with_its_name(run
     assert "[NXDT-D" in said
     assert path.name in said
     path.write_bytes(before)
-    status, said = run(data, devices)
+    saved_steps = (int(found.parent.name[5:]) for found in tmp_path.glob("run/checkpoints/step-*/manifest.json"))
+    status, said = run(data, devices, steps=max(saved_steps) + 2)
     assert status == 0, said
     assert "resuming from" in said
 

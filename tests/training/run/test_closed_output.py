@@ -35,7 +35,9 @@ def test_a_run_goes_to_its_end_without_a_reader(tmp_path, metric_rows, ranks):
     assert "BrokenPipe" not in log
 
 
-@pytest.mark.parametrize("words", [("recipes", "list"), ("recipes", "show", "llama-tiny"), ("plugins", "list")])
+@pytest.mark.parametrize(
+    "words", [("recipes", "list"), slow(("recipes", "show", "llama-tiny")), slow(("plugins", "list"))]
+)
 def test_a_full_disk_behind_the_output_is_one_line(words):
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
@@ -44,7 +46,7 @@ def test_a_full_disk_behind_the_output_is_one_line(words):
     assert (done.returncode, done.stderr) == (1, "The output is incomplete: No space left on device\n")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [slow(">&-"), slow("2>&-"), ">&- 2>&-"])
 def test_a_command_works_without_output(tmp_path, closed):
     words = f"{sys.executable} -m nxdt_core config check recipe:llama-tiny {closed}"
     done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, check=False, cwd=tmp_path)

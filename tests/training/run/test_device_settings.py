@@ -71,7 +71,7 @@ class Pins(TorchDispatchMode):
 
 @pytest.mark.parametrize("overrides", [(), ("data.pin_memory=false",)], ids=["default", "off"])
 def test_inputs_are_copied_out_of_pinned_memory_where_the_profile_says_so(small_run, host_with, metric_rows, overrides):
-    steps, micro_batches = 2, 4
+    steps, micro_batches = 2, 2
     plain = small_run(f"trainer.max_steps={steps}", UNSAVED, name="plain")
     train(plain)
     config = small_run(f"trainer.max_steps={steps}", UNSAVED, *overrides)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
+from tests import processes
 from tests.sampling import slow
 
 PROGRAM = """
@@ -32,7 +32,7 @@ PAGES = 5 * 4 * 2**11
 
 def faults(**variables: str) -> tuple[bool, int]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    ran = subprocess.run(
+    ran = processes.run(
         [sys.executable, "-c", PROGRAM], env=inherited | variables, capture_output=True, text=True, check=True
     )
     kept, count = ran.stdout.split()

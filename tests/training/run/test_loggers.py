@@ -1,5 +1,6 @@
 """Weights & Biases and MLflow with their own packages, without a network: what they wrote is read back."""
 
+import csv
 import struct
 import sys
 import time
@@ -135,7 +136,37 @@ def test_a_missing_package_is_told_with_what_to_install(small_run, monkeypatch, 
         train(small_run("trainer.max_steps=1", f"exp_manager.create_{logger}_logger=true"))
 
 
+OF_RANKS = """
+import os
+from nxdt_core.api import LoggerComponent, hookimpl
+from pytorch_lightning.loggers import CSVLogger
+
+def built(config, run_dir):
+    (run_dir / f"built-on-{os.environ['RANK']}").touch()
+    return CSVLogger(run_dir, name="csv", version=f"of-rank-{os.environ['RANK']}", flush_logs_every_n_steps=1)
+
+@hookimpl
+def nxdt_loggers():
+    return [LoggerComponent(name="of-ranks", target=f"{__name__}:built")]
+"""
+
+
+def test_a_logger_is_built_on_the_first_rank_alone_and_has_its_figures(tmp_path, metric_rows):
+    (tmp_path / "of_ranks.py").write_text(OF_RANKS)
+    more = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=2")
+    plugin = (f"plugins.local=[{tmp_path / 'of_ranks.py'}]", "exp_manager.loggers=[{name: of-ranks}]")
+    RankPool(2).run(averaged_run, str(tmp_path), *more, *plugin, timeout_s=120)
+    run_dir = tmp_path / "run"
+    assert [path.name for path in run_dir.glob("built-on-*")] == ["built-on-0"]
+    (figures,) = run_dir.glob("csv/*/metrics.csv")
+    assert figures.parent.name == "of-rank-0"
+    logged = {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(figures.open())}
+    assert logged == pytest.approx({step: row["loss"] for step, row in metric_rows(run_dir).items()})
+
+
+@pytest.mark.slow
 def test_only_the_first_rank_logs(tmp_path, metric_rows):
+    """With a package that reaches out to a server, as the test before shows it with files."""
     more = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=2")
     RankPool(2).run(averaged_run, str(tmp_path), *more, *WANDB, environment={"WANDB_MODE": "offline"}, timeout_s=120)
     history, _ = wandb_history(tmp_path / "run")  # of the one run that there is

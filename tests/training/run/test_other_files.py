@@ -1,11 +1,14 @@
 """Links, pipes and directories where a run writes its files: it writes through none of them and waits for none."""
 
 import os
+import shutil
 
 import pytest
 
+from nxdt_core.config import load
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.training import train
+from tests.training.small import SMALL
 
 WRITTEN = ("config.yaml", ".config.yaml.part", "cmd-args.log", ".metrics.jsonl.kept", "metrics.jsonl")
 KINDS = {"link": "it is a symbolic link", "hard link": "another name", "pipe": "it is a named pipe"}
@@ -27,12 +30,21 @@ def put(kind, path, tmp_path):
     return precious
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """Directory of a run of two steps, of which the second is not committed."""
+    where = tmp_path_factory.mktemp("two")
+    saves = ("checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=-1", "trainer.max_steps=2")
+    train(load("recipe:llama-tiny", [*SMALL, f"exp_manager.exp_dir={where}", "name=run", *saves]))
+    (where / "run" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    return where / "run"
+
+
 @pytest.fixture
-def used(small_run):
-    """A run of two steps, and the one that resumes it from the first."""
-    train(small_run("trainer.max_steps=2", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=-1"))
+def used(small_run, two_steps):
+    """A run that resumes a copy of it from the first step."""
     config = small_run("trainer.max_steps=3", "checkpoint.resume_if_exists=true")
-    (config.run_dir / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    shutil.copytree(two_steps, config.run_dir)
     return config
 
 

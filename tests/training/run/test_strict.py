@@ -6,15 +6,26 @@ import sys
 import pytest
 import torch
 
+from nxdt_core.config import load
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.training import NxdtStrategy, primitives, train
 from tests import processes
+from tests.training.small import SMALL
+
+
+@pytest.fixture(scope="module")
+def of_two_layers(tmp_path_factory):
+    """A run of two steps."""
+    where = (f"exp_manager.exp_dir={tmp_path_factory.mktemp('saved')}", "name=saved")
+    config = load("recipe:llama-tiny", [*SMALL, *where, "trainer.max_steps=2", "model.num_layers=2"])
+    train(config)
+    return config
 
 
 @pytest.fixture
-def saved(small_run):
-    """Address of a checkpoint of two steps."""
-    return train(small_run("trainer.max_steps=2", "model.num_layers=2", name="saved")).checkpoint
+def saved(of_two_layers):
+    """Address of its checkpoint."""
+    return of_two_layers.checkpoint_uri
 
 
 def other(small_run, saved, *overrides, name="other"):
@@ -48,7 +59,9 @@ def test_another_model_is_refused_with_what_differs(small_run, saved, weights_on
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_what_is_missing_keeps_its_fresh_values_and_is_told(small_run, saved, weights, caplog, weights_only):
+def test_what_is_missing_keeps_its_fresh_values_and_is_told(
+    small_run, of_two_layers, saved, weights, caplog, weights_only
+):
     common = ("model.num_layers=3", f"checkpoint.weight_init_only={weights_only}", "checkpoint.strict=false")
     steps = () if weights_only else ("model.optim.lr=0.0", "model.optim.sched.min_lr=0.0")
     config = other(small_run, saved, *common, *steps, f"trainer.max_steps={1 if weights_only else 3}")
@@ -61,7 +74,7 @@ def test_what_is_missing_keeps_its_fresh_values_and_is_told(small_run, saved, we
     if weights_only:
         return
     fresh = weights_of_fresh(small_run)
-    old, new = weights(small_run(name="saved")), weights(config)
+    old, new = weights(of_two_layers), weights(config)
     assert torch.equal(new["layers.1.mlp.up_proj.weight"], old["layers.1.mlp.up_proj.weight"])
     assert torch.equal(new["layers.2.mlp.up_proj.weight"], fresh["layers.2.mlp.up_proj.weight"])
 
