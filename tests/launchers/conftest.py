@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processes
+from nxdt_core.cli import main
 from tests.training.launch.launching import UNSET
 
 
 @pytest.fixture
-def nxdt(tmp_path):
-    """Run ``nxdt ARGS`` in the test's directory."""
+def nxdt(tmp_path, capfd):
+    """Run ``nxdt ARGS`` in this process and in the test's directory."""
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if name not in UNSET}
-        return processes.run(
-            [sys.executable, "-m", "nxdt_core", *words],
-            cwd=tmp_path,
-            env={**kept, **variables},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        capfd.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in UNSET:
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            patch.chdir(tmp_path)
+            patch.setattr(sys, "argv", ["nxdt", *words])
+            status = main([*words])
+        return subprocess.CompletedProcess(words, status, *capfd.readouterr())
 
     return run
 

@@ -37,7 +37,7 @@ FAMILIES = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 RATE = 3e-3
-SAMPLE = 3
+SAMPLE = 2
 
 
 def pytest_generate_tests(metafunc):

@@ -129,7 +129,10 @@ def test_validation_sees_the_average_and_training_does_not(tmp_path, metric_rows
     for name in ("weights", "average"):
         instead = f"{EMA}.evaluate_ema_weights_instead={str(name == 'average').lower()}"
         more = (f"trainer.devices={devices}", "trainer.max_steps=4", "trainer.val_check_interval=2", *ALL, *ON)
-        RankPool(devices).run(averaged_run, str(tmp_path / name), *more, *strategy, instead, timeout_s=120)
+        if devices == 1:
+            averaged_run(tmp_path / name, *more, *strategy, instead)
+        else:
+            RankPool(devices).run(averaged_run, str(tmp_path / name), *more, *strategy, instead, timeout_s=120)
         runs[name] = tmp_path / name
     losses = {name: [row["loss"] for row in metric_rows(run / "run").values()] for name, run in runs.items()}
     assert losses["average"] == losses["weights"]

@@ -24,7 +24,11 @@ class Faulty(pl.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         fault, rank, step = os.environ["FAULT"].split()
-        if (int(rank), int(step)) != (trainer.global_rank, pl_module.train_state.step):
+        if int(step) != pl_module.train_state.step:
+            return
+        if fault == "SIGSTOP":
+            time.sleep(float(os.environ["FAULT_S"]))  # on all ranks, until each has sent a heartbeat in this step
+        if int(rank) != trainer.global_rank:
             return
         if fault == "raise":
             raise ValueError("a made-up bug")
@@ -32,12 +36,11 @@ class Faulty(pl.Callback):
             raise MemoryError
         if fault == "sleep":
             time.sleep(1000)
-        end = time.monotonic() + float(os.environ.get("FAULT_S", 0))
-        while time.monotonic() < end:
-            if fault == "compute" and time.monotonic() % 0.2 < 0.06:
-                continue
-            time.sleep(0.02)
         if fault == "compute":
+            end = time.monotonic() + float(os.environ["FAULT_S"])
+            while time.monotonic() < end:
+                if time.monotonic() % 0.2 > 0.06:  # a third of a core is enough
+                    time.sleep(0.02)
             return
         os.kill(os.getpid(), signal.Signals[fault])
 

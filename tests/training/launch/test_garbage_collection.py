@@ -9,6 +9,7 @@ import pytest
 
 from nxdt_core.devices import HOST, PROFILES
 from nxdt_core.training import train
+from tests.sampling import slow
 from tests.training.launch.launching import finish, start, words
 
 RECORDER = """
@@ -54,8 +55,9 @@ def nxdt_callbacks():
 """
 
 
-@pytest.mark.parametrize(("interval", "devices"), [(2, 2), (0, 1)])
+@pytest.mark.parametrize(("interval", "devices"), [slow(2, 2), (0, 1)])
 def test_ranks_collect_after_the_same_steps_and_never_within_one(interval, devices, tmp_path):
+    """By default ``test_session.py`` shows after which steps the collector runs, and that it runs in none."""
     plugin = tmp_path / "recorder.py"
     plugin.write_text(RECORDER)
     process = start(

@@ -30,8 +30,9 @@ def one_process(tmp_path_factory, metric_rows):
     return {step: row["loss"] for step, row in metric_rows(config.run_dir).items()}
 
 
-@pytest.mark.parametrize("launcher", ["nxdt", "torchrun"])
+@pytest.mark.parametrize("launcher", ["nxdt", slow("torchrun")])
 def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tmp_path, metric_rows, one_process):
+    """By default ``primitives/test_torchrun.py`` starts ranks by torchrun, ``test_launch_joined.py`` by its variables."""
     arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2", "name=two")
     if launcher == "nxdt":
         process = start(arguments)
@@ -50,7 +51,9 @@ def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tm
     assert losses == pytest.approx(one_process, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
+    """By default ``test_launch_joined.py`` shows what is told, and ``run/test_monitoring.py`` that the run ends."""
     process = faulty(tmp_path, "SIGKILL 1 2")
     status, _, err = finish(process)
     # torch logs "W1122 …" on machines without Triton.
@@ -60,7 +63,9 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     assert [line.split()[0] for line in told[2:]] == ["More:"]
 
 
+@pytest.mark.slow
 def test_a_bug_of_one_rank_has_one_traceback_and_its_name(tmp_path):
+    """By default ``test_launch_joined.py`` shows what is told, and ``launchers/test_lost_node.py`` how the run ends."""
     status, _, err = finish(faulty(tmp_path, "raise 1 2"))
     assert status == 1
     assert err.count("Traceback (most recent call last)") == 1

@@ -193,7 +193,9 @@ def test_a_rank_that_breaks_stays_in_the_process_group(pool, tmp_path):
     assert pool.run(break_in_a_users_trainer, command(tmp_path), timeout_s=90) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_both_at_one_step(pool, tmp_path, metric_rows):
+    """By default ``test_launch.py`` sends the signal to one rank of a launcher."""
     arguments = command(tmp_path, "name=stopped", "trainer.max_steps=100000")
     metrics = str(tmp_path / "stopped" / "metrics.jsonl")
     statuses = pool.run(train_with_signal_on_one_rank, arguments, metrics, timeout_s=90)
