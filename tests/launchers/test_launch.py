@@ -26,7 +26,7 @@ class Config:
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="tracker", target="tracker:Config", config="tracker:Config")]
+    return [CallbackComponent(name="tracker", target=f"{__name__}:Config", config=f"{__name__}:Config")]
 """
 
 

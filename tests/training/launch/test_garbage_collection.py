@@ -29,7 +29,7 @@ class Recorder(pl.Callback):
         self.collections, self.in_step, self.step = [], False, 0
 
     def on_train_start(self, trainer, pl_module):
-        gc.set_threshold(200, 2, 2)  # of its own accord Python then collects in each step
+        gc.set_threshold(50, 2, 2)  # of its own accord Python then collects in each step
         gc.callbacks.append(self.collected)
         self.frozen = gc.get_freeze_count()
 

@@ -203,7 +203,7 @@ def test_a_signal_to_one_rank_stops_both_at_one_step(pool, tmp_path, metric_rows
 
 
 def test_another_number_of_processes_than_configured_is_refused_once(pool, tmp_path):
-    written, codes = failing(pool, train, command(tmp_path, "trainer.devices=4"))
+    written, codes = failing(pool, train, command(tmp_path, "trainer.devices=4", "data.micro_batch_size=2"))
     assert codes == {0: "2", 1: "2"}
     assert written.count("[NXDT-P042] The environment started 2 processes") == 1
     assert "Rank " not in written
