@@ -275,7 +275,7 @@ def test_what_fails_on_one_of_two_ranks_ends_the_run_once(small_run, tmp_path):
 
 
 def test_two_ranks_save_by_the_clock_of_the_first(small_run, tmp_path):
-    arguments = on_two_ranks(tmp_path, "trainer.max_steps=8", "checkpoint.train_time_interval={seconds: 45}")
+    arguments = on_two_ranks(tmp_path, "trainer.max_steps=10", "checkpoint.train_time_interval={seconds: 45}")
     arguments.remove("checkpoint.every_n_train_steps=2")
     assert RankPool(2).run(train_by_a_clock, arguments, timeout_s=120) == [0, 0]
     found = steps(small_run(name="two"))

@@ -1,5 +1,6 @@
 """A run warns, once, of components with state that no checkpoint keeps."""
 
+from copy import deepcopy
 from dataclasses import MISSING, fields
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from nxdt_core.training import TrainSession, build, primitives, train
 from nxdt_core.training.state import TrainState
 
 PARTS = Path(__file__).with_name("hidden_parts.py")
-SHORT = ("trainer.max_steps=4", "exp_manager.create_checkpoint_callback=false")
+SHORT = ("trainer.max_steps=4", "data.global_batch_size=4", "exp_manager.create_checkpoint_callback=false")
 OPTIMIZERS = {
     "Counting": "'taken'",
     "Slow": "'copies.weights[0]'",
@@ -25,8 +26,10 @@ OPTIMIZERS = {
 def own_run(small_run):
     """The small run with sections of its own in place of the recipe's, and the components of ``hidden_parts.py``."""
 
-    def make(*, optim=None, sched=None, objective=None, name="run"):
-        values = small_run(*SHORT, name=name).to_dict()
+    small = small_run(*SHORT).to_dict()
+
+    def make(*, optim=None, sched=None, objective=None):
+        values = deepcopy(small)
         values["plugins"] = {"local": [str(PARTS)]}
         values["model"]["optim"] = {"name": "sgd", "lr": 1e-3, "sched": sched or {"name": "constant"}} | (optim or {})
         values["objective"] = objective or values["objective"]
@@ -99,7 +102,7 @@ def builtin(kind, own_run):
 
 def test_no_built_in_optimizer_or_schedule_is_suspected(own_run, caplog):
     for optim in builtin("optimizer", own_run):
-        take_steps(own_run(optim=optim, name=optim["name"]))
+        take_steps(own_run(optim=optim))
     for sched in builtin("lr_scheduler", own_run):
         build.schedule(own_run(sched=sched))
     assert warnings(caplog) == []

@@ -14,7 +14,7 @@ from tests import processes
 from tests.training.launch.launching import environment
 from tests.training.small import SMALL
 
-FEW = "data.validation_fraction=0.02"
+FEW = "data.validation_fraction=0.004"
 
 
 def losses_of(session, steps):

@@ -23,17 +23,18 @@ BANNER = r"(?:model|devices|precision|data|steps|run|checkpoints) +|building the
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, metric_rows):
-    """Losses of four steps in this process."""
+    """Losses of four steps in this process, each of four micro-batches: of two ranks, each has two of them."""
     where = tmp_path_factory.mktemp("one")
-    config = load("recipe:llama-tiny", words(where, "trainer.max_steps=4")[1:])
+    config = load("recipe:llama-tiny", words(where, "trainer.max_steps=4", "data.micro_batch_size=2")[1:])
     train(config)
     return {step: row["loss"] for step, row in metric_rows(config.run_dir).items()}
 
 
 @pytest.mark.parametrize("launcher", ["nxdt", slow("torchrun")])
 def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tmp_path, metric_rows, one_process):
-    """By default ``primitives/test_torchrun.py`` starts ranks by torchrun, ``test_launch_joined.py`` by its variables."""
-    arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2", "name=two")
+    """By default ``primitives/test_torchrun.py`` starts ranks by torchrun, and ``test_launch_joined.py`` as it does."""
+    more = ("data.micro_batch_size=2", "name=two")
+    arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2", *more)
     if launcher == "nxdt":
         process = start(arguments)
     else:

@@ -108,7 +108,7 @@ def test_the_loss_of_the_page_is_the_same_with_a_sharded_vocabulary(alone, tmp_p
 
 def test_the_program_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = f"[*{SMALL!r}, 'trainer.max_steps=3', 'data.validation_fraction=0.01']"
+    small = f"[*{SMALL!r}, 'trainer.max_steps=3', 'data.validation_fraction=0.002']"
     namespace = {}
     exec(
         programs()[0].replace('"recipe:llama-tiny"', f'"recipe:llama-tiny", {small}').replace("=10,", "=2,"), namespace
