@@ -28,7 +28,7 @@ IN_A_ROW = 40
 SAMPLE, SURVIVALS, DEATHS = 2, 4, 1
 """Of a sample: cases of each test, and faults in each case."""
 DEFAULT = {"test_a_job_goes_on_from_one_that_was_killed": ["local-calls-2-background", "s3-requests-1-waiting"]}
-"""Each store and number of ranks once: two ranks on S3 are killed by ``test_whole_runs.py``."""
+"""Each store and each number of ranks once."""
 TIMEOUT_S = 1800.0
 """Of forty faults in a row: those that last for ever end with the deadline of a store, more than ten seconds each."""
 

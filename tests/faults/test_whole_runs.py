@@ -20,8 +20,8 @@ from tests.faults.place import Place
 from tests.sampling import takes_all
 
 SAMPLE, FULL_SAMPLE = 1, 20
-CASES = [("s3", 2), ("local", 1), ("s3", 1), ("local", 2)]
-"""A sample is the first: a store with requests, and several ranks."""
+CASES = [("local", 2), ("s3", 1), ("local", 1), ("s3", 2)]
+"""A sample is the first: what a kill leaves on S3 is also shown by ``test_saves.py``."""
 TIMEOUT_S = 240.0
 
 Ended = tuple[dict[int, float], dict[str, torch.Tensor]]

@@ -57,7 +57,9 @@ def task_of(script, verb):
     return words[words.index(sys.executable) :]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_tutorial_work_with_a_tiny_model(nxdt, tmp_path):
+    """By default each command has its own tests, and the next test makes the page's job out of its YAML."""
     fsx = str(tmp_path / "fsx")
     configuration, cluster = (yaml.safe_load(text.replace("/fsx", fsx)) for text in blocks("yaml"))
     model = {"name": "llama", "vocab_size": 304, "max_position_embeddings": 128, **SIZES, "optim": {"lr": 1e-3}}
