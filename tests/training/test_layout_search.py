@@ -12,7 +12,7 @@ from nxdt_core.training.plan import plan
 
 STRATEGY = "distributed_strategy"
 WORLD = ("trainer.devices=4", "precision.type=autocast", "model.num_layers=2")
-LARGE = (*WORLD, "data.micro_batch_size=25000", "data.global_batch_size=100000", "model.hidden_size=256")
+LARGE = (*WORLD, "data.micro_batch_size=100000", "data.global_batch_size=400000")
 """More activations than an H100 has memory for, unless they are recomputed or shared."""
 
 
