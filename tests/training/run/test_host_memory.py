@@ -13,14 +13,15 @@ from tests.sampling import slow
 
 PROGRAM = """
 import importlib.util, resource, sys
-spec = importlib.util.spec_from_file_location("host_memory", sys.argv[1])
-host_memory = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(host_memory)
 
 if sys.argv[2] == "torch":
     import torch
+    from nxdt_core.distributed import host_memory
     filled = lambda: torch.zeros(2**21)
 else:
+    spec = importlib.util.spec_from_file_location("host_memory", sys.argv[1])
+    host_memory = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(host_memory)
     filled = lambda: bytearray(b"0") * 2**23
 
 def steps(count):
