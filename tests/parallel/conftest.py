@@ -1,7 +1,7 @@
 """The rank pools that the tests of layouts share."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from nxdt_core.testing.ranks import RankPool
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.training import Report, train
-from tests.sampling import shortened
+from tests.sampling import shortened, takes_all
 
 
 @pytest.fixture(scope="session")
@@ -20,32 +20,22 @@ def ranks() -> Callable[[int], RankPool]:
 
 @pytest.fixture(scope="session")
 def steps(pytestconfig: pytest.Config) -> Callable[[int], int]:
-    """``steps(20)`` is how many of 20 steps this run takes (:func:`tests.sampling.shortened`)."""
-    return partial(shortened, pytestconfig)
+    """``steps(20)`` is how many of 20 steps this run takes: 3, of those that :func:`tests.sampling.shortened` names."""
+    return lambda count: shortened(pytestconfig, count if takes_all(pytestconfig) else min(count, 3))
 
 
 @pytest.fixture(scope="session")
 def alone(ranks: Callable[[int], RankPool]) -> Callable[..., Report]:
-    """``alone(numbers, steps, model, *more, packed=…)`` is what one process reports of a model that is built of these
-    keys; ``more`` as for :func:`tests.parallel.matrix.training.train`."""
+    """``alone(layout, numbers, steps, *more)`` is what one process reports of the model and data of ``layout``.
+
+    ``more`` is as for :func:`tests.parallel.matrix.training.train`.
+    """
     kept: dict[str, Report] = {}
 
-    def run(*arguments: Any, packed: bool = False) -> Report:
-        key = repr((arguments, packed))
+    def run(layout: Layout, numbers: Numbers, steps: int, *more: Any) -> Report:
+        key = repr((layout.one_process, numbers, steps, more))
         if key not in kept:
-            (kept[key],) = ranks(1).run(train, Layout(packed=packed), *arguments, timeout_s=240)
+            (kept[key],) = ranks(1).run(train, layout.one_process, numbers, steps, *more, timeout_s=240)
         return kept[key]
 
     return run
-
-
-@pytest.fixture(scope="session")
-def one_process(ranks: Callable[[int], RankPool]) -> Callable[..., Report]:
-    """``one_process(layout, numbers, steps)`` is what one process reports of the same model and data."""
-
-    @cache
-    def run(layout: Layout, numbers: Numbers, steps: int) -> Report:
-        (report,) = ranks(1).run(train, layout, numbers, steps, timeout_s=180)
-        return report
-
-    return lambda layout, numbers, steps: run(layout.one_process, numbers, steps)

@@ -21,12 +21,12 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
-from tests.parallel.matrix.batches import MICRO_BATCHES, global_batch
+from tests.parallel.matrix.batches import global_batch
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration
 from tests.sampling import slow
 
-SEQ, ROWS = 256, 2
+SEQ, ROWS, MICRO_BATCHES = 256, 2, 3
 MASK_BYTES = ROWS * SEQ * SEQ * 4
 MODEL = {
     "name": "llama",
@@ -89,7 +89,7 @@ def test_documents_are_kept_once_for_all_layers(backend, by_blocks):
     blocks = BlockAttention(frozenset({torch.float32}), backend="aot_eager") if by_blocks else None
     with hosts_with_blocks():
         plain, packed = (
-            [saved_bytes(layers, packed=packed, blocks=blocks, backend=backend) for layers in (1, 4)]
+            [saved_bytes(layers, packed=packed, blocks=blocks, backend=backend) for layers in (1, 2)]
             for packed in (False, True)
         )
     assert packed[1] - packed[0] <= plain[1] - plain[0]
@@ -113,7 +113,8 @@ def trained(steps: int, compiled: bool) -> tuple[list[float], dict[str, torch.Te
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    parts = (model, optimizer, global_batch(packed=True), build.objective(config), build.schedule(config), TrainState())
+    batches = global_batch(packed=True, count=MICRO_BATCHES)
+    parts = (model, optimizer, batches, build.objective(config), build.schedule(config), TrainState())
     results = [primitives.train_step(*parts, max_norm=1.0) for _ in range(steps)]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.shutdown()

@@ -155,7 +155,7 @@ def test_graphs_of_compiled_layers_keep_the_order(ranks: Any) -> None:
 
 
 CASES = [
-    ({"dropless": True}, Layout(dp=2, ep=2)),
+    slow({"dropless": True}, Layout(dp=2, ep=2)),
     slow({"dropless": True}, Layout(dp=2, ep=2, recompute="full")),
     slow({"dropless": True}, Layout(dp=2, ep=2, tp=2, sp=True)),
     slow({"capacity_factor": 0.75}, Layout(dp=2, ep=2)),
@@ -166,9 +166,13 @@ CASES = [
 
 @pytest.mark.parametrize(("moe", "layout"), CASES, ids=str)
 def test_a_model_trains_as_one_process_does(ranks: Any, alone: Any, steps: Any, moe: Any, layout: Layout) -> None:
-    """With the same dropped tokens, over 20 steps where all samples are taken."""
+    """With the same dropped tokens, over 20 steps.
+
+    By default one exchange in chunks is compared with none (``test_exchanges_travel_while_experts_compute``), and a
+    Mixtral's whole exchanges with one process (tests/parallel/layouts/test_mixtral_layouts.py).
+    """
     model = mixtral(router_aux_loss_coef=0.1, **moe)
     chunked = {**model, "moe": {**model["moe"], "exchange_chunks": 3}}
     reports = ranks(layout.world).run(train, layout, "float64", steps(20), chunked, timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone("float64", steps(20), model))
+    wrong = computed_wrong("float64", reports, alone(layout, "float64", steps(20), model))
     assert not wrong, "\n".join(wrong)

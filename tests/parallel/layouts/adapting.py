@@ -66,6 +66,7 @@ KINDS = {
     "fused-dropout": (_GPT, _lora("qkv_proj", "o_proj", "up_proj", "down_proj", lora_dropout=0.3)),
     "hf-dropout": (_HF, _lora("q_proj", "o_proj", "mlp", lora_dropout=0.3)),
 }
+_MICRO_BATCHES = 4
 MERGED = "merged"
 """Beside the directory of checkpoints."""
 
@@ -102,7 +103,8 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
         TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).load_checkpoint(
             storage, manifest
         )
-    batches = share(global_batch(packed=False), engine.rank_info.dp_rank, engine.rank_info.dp_size)
+    place = engine.rank_info
+    batches = share(global_batch(packed=False, count=_MICRO_BATCHES), place.dp_rank, place.dp_size)
     objective, schedule = build.objective(config), build.schedule(config)
     losses = [
         float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)

@@ -50,18 +50,18 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("gpt-cp2",)))
 
 
-def test_a_layout_drops_what_one_process_drops(ranks, alone, case):
+def test_a_layout_drops_what_one_process_drops(ranks, alone, steps, case):
     kind, layout = CASES[case]
     model, adapter = MODELS[kind]
     numbers = numbers_of(kind)
-    reports = ranks(layout.world).run(train, layout, numbers, STEPS, model, adapter, timeout_s=240)
-    reference = alone(numbers, STEPS, model, adapter, packed=layout.packed)
+    reports = ranks(layout.world).run(train, layout, numbers, steps(STEPS), model, adapter, timeout_s=240)
+    reference = alone(layout, numbers, steps(STEPS), model, adapter)
     wrong = computed_wrong(numbers, reports, reference)
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_masks_matter(alone):
+def test_the_masks_matter(alone, steps):
     model, adapter = MODELS["gpt-dropout"]
-    dropped = alone("float64", STEPS, model, adapter)
-    plain = alone("float64", STEPS, {**model, "hidden_dropout": 0.0, "ffn_dropout": 0.0}, adapter)
+    dropped = alone(Layout(), "float64", steps(STEPS), model, adapter)
+    plain = alone(Layout(), "float64", 2, {**model, "hidden_dropout": 0.0, "ffn_dropout": 0.0}, adapter)
     assert abs(dropped.losses[0] - plain.losses[0]) > 1e-4

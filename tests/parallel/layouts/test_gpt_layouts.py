@@ -65,5 +65,5 @@ def pytest_generate_tests(metafunc):
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
     reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MODELS[kind], timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone("float64", steps(STEPS), MODELS[kind], packed=layout.packed))
+    wrong = computed_wrong("float64", reports, alone(layout, "float64", steps(STEPS), MODELS[kind]))
     assert not wrong, "\n".join(wrong)

@@ -54,10 +54,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("families", [tuple(sampled(metafunc.config, FAMILIES, 2))], ids="-".join)
 
 
-def train_each(families: tuple[str, ...], layout: Layout) -> dict[str, Report]:
+def train_each(families: tuple[str, ...], layout: Layout, steps: int) -> dict[str, Report]:
     """Train the tiny model of each family, one after the other, on this rank."""
     with process_group(timeout_s=120) if layout.world > 1 else nullcontext():  # engines use the group that there is
-        return {family: train(layout, "fp32", STEPS, _model(family)) for family in families}
+        return {family: train(layout, "fp32", steps, _model(family)) for family in families}
 
 
 def _model(family: str) -> dict:
@@ -68,20 +68,20 @@ def _model(family: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks):
-    """``alone(families, packed)``: what one process reports of each family."""
+def alone(ranks, steps):
+    """``alone(families, layout)``: what one process reports of each family; ``layout`` is that of one."""
 
     @cache
-    def run(families: tuple[str, ...], packed: bool) -> dict[str, Report]:
-        (reports,) = ranks(1).run(train_each, families, Layout(packed=packed), timeout_s=240)
+    def run(families: tuple[str, ...], layout: Layout) -> dict[str, Report]:
+        (reports,) = ranks(1).run(train_each, families, layout, steps(STEPS), timeout_s=240)
         return reports
 
     return run
 
 
-def _compare(ranks, alone, families, layout):
-    references = alone(families, layout.packed)
-    reports = ranks(layout.world).run(train_each, families, layout, timeout_s=240)
+def _compare(ranks, alone, families, layout, steps):
+    references = alone(families, layout.one_process)
+    reports = ranks(layout.world).run(train_each, families, layout, steps, timeout_s=240)
     wrong = [
         f"{family}: {text}"
         for family in families
@@ -91,10 +91,10 @@ def _compare(ranks, alone, families, layout):
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_ranks_train_a_family_as_one_process_does(ranks, alone, families):
-    _compare(ranks, alone, families, Layout(tp=2))
+def test_two_tensor_parallel_ranks_train_a_family_as_one_process_does(ranks, alone, steps, families):
+    _compare(ranks, alone, families, Layout(tp=2), steps(STEPS))
 
 
-def test_a_layout_trains_as_one_process_does(ranks, alone, case, some):
+def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case, some):
     _, layout = CASES[case]
-    _compare(ranks, alone, some, layout)
+    _compare(ranks, alone, some, layout, steps(STEPS))

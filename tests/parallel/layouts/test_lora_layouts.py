@@ -64,7 +64,7 @@ def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
     model, adapter = KINDS[kind]
     reports = ranks(layout.world).run(train, layout, numbers_of(kind), steps(STEPS), model, adapter, timeout_s=240)
-    reference = alone(numbers_of(kind), steps(STEPS), model, adapter)
+    reference = alone(layout, numbers_of(kind), steps(STEPS), model, adapter)
     wrong = computed_wrong(numbers_of(kind), reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.losses[-1] < reference.losses[0] - 0.01

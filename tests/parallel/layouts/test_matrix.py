@@ -39,11 +39,11 @@ def test_layouts_differ_in_name():
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
 
 
-def test_a_layout_trains_as_one_process_does_and_holds_its_share(ranks, one_process, steps, layout, numbers):
+def test_a_layout_trains_as_one_process_does_and_holds_its_share(ranks, alone, steps, layout, numbers):
     if layout.needs_newer_torch and not hasattr(DeviceMesh, "_unflatten"):
         pytest.skip("torch 2.9 cannot run it, and `nxdt config check` refuses it there")
     reports = ranks(layout.world).run(train, layout, numbers, steps(STEPS), timeout_s=180)
-    reference = one_process(layout, numbers, steps(STEPS))
+    reference = alone(layout, numbers, steps(STEPS))
     wrong = computed_wrong(numbers, reports, reference) + held_in_excess(layout, numbers, reports, reference)
     assert not wrong, "\n".join([layout.name, *wrong])
     copies = [copy for report in reports for copy in report.tied_copies.values()]

@@ -1,6 +1,7 @@
 """The matrix can fail: layouts that train like others but hold more are told from them, and so are wrong numbers."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,12 @@ STEPS = 3
 
 REPLICATED = Layout(dp=2, zero=0)
 """Every rank holds everything, and all losses agree."""
+
+
+@pytest.fixture(scope="module")
+def reported(ranks):
+    """``reported(layout)``: what its ranks report; each layout trains once."""
+    return cache(lambda layout: ranks(layout.world).run(train, layout, "float64", STEPS, timeout_s=120))
 
 
 @pytest.mark.parametrize(
@@ -38,9 +45,8 @@ REPLICATED = Layout(dp=2, zero=0)
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )
-def test_a_layout_that_holds_more_than_it_claims_is_told(ranks, one_process, claimed, real, complaint):
-    reports = ranks(real.world).run(train, real, "float64", STEPS, timeout_s=120)
-    reference = one_process(real, "float64", STEPS)
+def test_a_layout_that_holds_more_than_it_claims_is_told(reported, alone, claimed, real, complaint):
+    reports, reference = reported(real), alone(real, "float64", STEPS)
     assert computed_wrong("float64", reports, reference) == []
     assert held_in_excess(real, "float64", reports, reference) == []
     told = held_in_excess(claimed, "float64", reports, reference)
@@ -67,8 +73,8 @@ def changed(tensors, change):
         (lambda r: replace(r, gradients=dict(list(r.gradients.items())[1:])), "no rank has embed_tokens.weight"),
     ],
 )
-def test_numbers_that_differ_are_told(one_process, mutant, told):
-    reference = one_process(Layout(), "float64", STEPS)
+def test_numbers_that_differ_are_told(alone, mutant, told):
+    reference = alone(REPLICATED, "float64", STEPS)
     assert computed_wrong("float64", [reference], reference) == []
     wrong = computed_wrong("float64", [mutant(reference)], reference)
     assert len(wrong) == 1

@@ -45,10 +45,11 @@ def pytest_generate_tests(metafunc):
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, layout):
     reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MISTRAL, timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone("float64", steps(STEPS), MISTRAL, packed=layout.packed))
+    wrong = computed_wrong("float64", reports, alone(layout, "float64", steps(STEPS), MISTRAL))
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_window_makes_a_difference(alone):
-    with_it, without = (alone("float64", STEPS, model) for model in (MISTRAL, {**MISTRAL, "sliding_window": None}))
+def test_the_window_makes_a_difference(alone, steps):
+    models = (MISTRAL, {**MISTRAL, "sliding_window": None})
+    with_it, without = (alone(LAYOUTS[1], "float64", steps(STEPS), model) for model in models)
     assert abs(with_it.losses[-1] - without.losses[-1]) > 1e-3

@@ -100,7 +100,7 @@ def pytest_generate_tests(metafunc):
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
     reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MODELS[kind], timeout_s=120)
-    reference = alone("float64", steps(STEPS), MODELS[kind], packed=layout.packed)
+    reference = alone(layout, "float64", steps(STEPS), MODELS[kind])
     wrong = computed_wrong("float64", reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.figures.keys() == FIGURES

@@ -177,11 +177,11 @@ def test_heads_that_cannot_be_chunked_are_refused():
 
 @pytest.fixture(scope="module")
 def alone(ranks, steps):
-    """``alone(tied, packed)``: what one process reports that holds all logits."""
+    """``alone(layout)``: what one process reports that holds all logits; ``layout`` is that of one."""
 
     @cache
-    def run(tied: bool, packed: bool) -> Report:
-        layout, model = Layout(packed=packed), TIED if tied else LLAMA
+    def run(layout: Layout) -> Report:
+        model = TIED if layout.tied else LLAMA
         (report,) = ranks(1).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
         return report
 
@@ -192,5 +192,5 @@ def test_a_layout_trains_as_one_process_with_whole_logits_does(ranks, alone, ste
     model = TIED_CHUNKED if layout.tied else CHUNKED
     assert configuration(layout, "float64", model).run.model.loss_chunk_tokens == 20
     reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone(layout.tied, layout.packed))
+    wrong = computed_wrong("float64", reports, alone(layout.one_process))
     assert not wrong, "\n".join(wrong)

@@ -1,4 +1,4 @@
-"""The one global batch that every run of the matrix repeats, so that the loss falls fast and wrong gradients show."""
+"""The one global batch that a run of the matrix repeats, so that the loss falls fast and wrong gradients show."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ rank's part of a micro-batch (72, 36 or 18). So whole sequences are known by the
 _SEED = 20
 
 
-def global_batch(*, packed: bool) -> list[Batch]:
-    """Micro-batches [3, 24]. Loss tokens are unequal: from all of a micro-batch to none of one."""
+def global_batch(*, packed: bool, count: int = MICRO_BATCHES) -> list[Batch]:
+    """Return ``count`` micro-batches [3, 24]. Loss tokens are unequal: from all of a micro-batch to none of one."""
     random = torch.Generator().manual_seed(_SEED)
-    return [_micro_batch(number, packed, random) for number in range(MICRO_BATCHES)]
+    return [_micro_batch(number, count, packed, random) for number in range(count)]
 
 
 def share(batches: list[Batch], dp_rank: int, dp_size: int) -> list[Batch]:
@@ -25,9 +25,9 @@ def share(batches: list[Batch], dp_rank: int, dp_size: int) -> list[Batch]:
     return batches[dp_rank * count : (dp_rank + 1) * count]
 
 
-def _micro_batch(number: int, packed: bool, random: torch.Generator) -> Batch:
+def _micro_batch(number: int, count: int, packed: bool, random: torch.Generator) -> Batch:
     tokens = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=random)
-    ignored = torch.rand(ROWS, SEQ, generator=random) < number / (MICRO_BATCHES - 1)  # none of 0, all of the last
+    ignored = torch.rand(ROWS, SEQ, generator=random) < number / (count - 1)  # none of 0, all of the last
     if number == 1:
         ignored[0] = True  # a row without loss tokens beside one that is full of them
     labels = tokens[:, 1:].masked_fill(ignored, IGNORE_INDEX)

@@ -33,6 +33,13 @@ class Layout:
     """``full``, or a name of the plan's for selective recomputation."""
     tied: bool = False
     packed: bool = False
+    global_batch: int | None = None
+    """Micro-batches, where the batch is that of another layout."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the global batch: at least two for each data parallel rank and for each stage."""
+        return self.global_batch or (8 if self.dp > 1 or self.pp > 2 else 4)
 
     @property
     def world(self) -> int:
@@ -73,7 +80,7 @@ class Layout:
     @property
     def one_process(self) -> Layout:
         """The reference: the same model and data."""
-        return Layout(moe=self.moe, tied=self.tied, packed=self.packed)
+        return Layout(moe=self.moe, tied=self.tied, packed=self.packed, global_batch=self.micro_batches)
 
     def overrides(self) -> list[str]:
         """Keys of the configuration that differ from one process."""

@@ -11,7 +11,7 @@ from math import prod
 
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
-from tests.parallel.matrix.batches import MICRO_BATCHES, ROWS, SEQ
+from tests.parallel.matrix.batches import ROWS, SEQ
 from tests.parallel.matrix.held import Held
 from tests.parallel.matrix.layouts import Layout
 
@@ -117,7 +117,9 @@ def complaints(shares: Shares, rank: int, held: Held, *, item: int, state: int) 
     gathered = 0
     if zero in (1, 2) and shares.layout.fsdp > 1:  # forward's copy may stay, but of experts that no other rank has
         gathered = sum(part.compute for name, part in own.items() if not shares.alone(name)) * item
-    masks = MICRO_BATCHES * ROWS * SEQ * SEQ * item if shares.layout.packed else 0  # live as long as their batches
+    masks = 0
+    if shares.layout.packed:  # they live as long as their batches
+        masks = shares.layout.micro_batches * ROWS * SEQ * SEQ * item
     yield from _above("everything alive", held.live, shard * (1 + state) + gathered + masks + SLACK)
     if zero == 3:
         for name, share in own.items():

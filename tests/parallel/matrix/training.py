@@ -16,7 +16,7 @@ from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.at_rest import at_rest
-from tests.parallel.matrix.batches import MICRO_BATCHES, ROWS, SEQ, VOCAB, global_batch, share
+from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB, global_batch, share
 from tests.parallel.matrix.held import (
     Held,
     gradient_bytes,
@@ -85,7 +85,7 @@ def configuration(
             "tokenizer": {"library": "byte"},
             "seq_length": SEQ,
             "micro_batch_size": ROWS,
-            "global_batch_size": ROWS * MICRO_BATCHES,
+            "global_batch_size": ROWS * layout.micro_batches,
         },
         "model": {
             **(model or _own_model(layout)),
@@ -116,7 +116,7 @@ def train(
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
     place = engine.rank_info
-    batches = share(global_batch(packed=layout.packed), place.dp_rank, place.dp_size)
+    batches = share(global_batch(packed=layout.packed, count=layout.micro_batches), place.dp_rank, place.dp_size)
     run = _Run(config, model, optimizer, batches)
     gradients, sizes = run.first_step()
     with watched(model.local_modules()) as activations:

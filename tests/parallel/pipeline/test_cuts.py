@@ -174,12 +174,12 @@ LAYOUTS = [Layout(pp=2), slow(Layout(pp=2, vpp=2)), slow(Layout(pp=2, zbv=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_large_vocabulary_has_uneven_cuts_and_the_losses_of_one_process(ranks, alone, layout):
-    reports = ranks(2).run(train, layout, "float64", 20, LARGE_VOCABULARY, timeout_s=240)
+def test_a_large_vocabulary_has_uneven_cuts_and_the_losses_of_one_process(ranks, alone, steps, layout):
+    reports = ranks(2).run(train, layout, "float64", steps(20), LARGE_VOCABULARY, timeout_s=240)
     of_rank = [{name.split(".")[1] for name in report.weights if name.startswith("layers.")} for report in reports]
     assert sum(map(len, of_rank)) == 4
     assert len(of_rank[0]) != len(of_rank[1])
-    expected = alone("float64", 20, LARGE_VOCABULARY)
+    expected = alone(layout, "float64", steps(20), LARGE_VOCABULARY)
     assert expected.losses[-1] < expected.losses[0]
     for report in reports:
         assert report.losses == pytest.approx(expected.losses, abs=1e-9, rel=0)
