@@ -1,5 +1,7 @@
 """Dropout over ranks: the same elements where ranks hold the same values, others where they do not."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -54,13 +56,19 @@ def watched_step(layout, block_type="pre_ln"):
     return given, gradients
 
 
+@pytest.fixture(scope="module")
+def watched(ranks):
+    """``watched(layout)``: what two ranks give; each layout runs once."""
+    return cache(lambda layout: ranks(2).run(watched_step, layout))
+
+
 @pytest.mark.parametrize(
     ("layout", "shared"),
     [(Layout(tp=2), OUTSIDE), (Layout(tp=2, sp=True), ()), (Layout(dp=2), ())],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )
-def test_ranks_drop_the_same_where_they_hold_the_same_and_nowhere_else(ranks, layout, shared):
-    (one, one_gradients), (other, other_gradients) = ranks(2).run(watched_step, layout)
+def test_ranks_drop_the_same_where_they_hold_the_same_and_nowhere_else(watched, layout, shared):
+    (one, one_gradients), (other, other_gradients) = watched(layout)
     assert one.keys() == other.keys() >= {*OUTSIDE, *INSIDE}
     for name in (*OUTSIDE, *INSIDE):
         assert torch.equal(one[name], other[name]) is (name in shared), name
@@ -74,14 +82,13 @@ def test_a_block_that_every_rank_computes_whole_drops_the_same_on_all(ranks):
     assert not torch.equal(one["layers.0.attention.core"], other["layers.0.attention.core"])
 
 
-def test_no_two_modules_drop_alike(ranks):
-    (given, _), _ = ranks(2).run(watched_step, Layout(tp=2))
+def test_no_two_modules_drop_alike(watched):
+    (given, _), _ = watched(Layout(tp=2))
     masks = [given[name] for name in OUTSIDE]
     assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
 
 
-def test_recomputation_drops_the_same(ranks):
-    plain = ranks(2).run(watched_step, Layout(tp=2, sp=True))
-    again = ranks(2).run(watched_step, Layout(tp=2, sp=True, recompute="full"))
+def test_recomputation_drops_the_same(watched):
+    plain, again = watched(Layout(tp=2, sp=True)), watched(Layout(tp=2, sp=True, recompute="full"))
     for (_, gradients), (_, recomputed) in zip(plain, again, strict=True):
         assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)

@@ -24,7 +24,7 @@ LAYOUTS = {
 
 
 def train(overrides, evaluate, inference_mode):
-    """Losses of three steps, with an evaluation before each of them."""
+    """Losses of two steps, with an evaluation before each of them."""
     config = load(
         "recipe:llama-tiny",
         [
@@ -48,7 +48,7 @@ def train(overrides, evaluate, inference_mode):
     own = ids.chunk(engine.rank_info.dp_size)[engine.rank_info.dp_rank]
     batches = [Batch(input_ids=row[None, :-1], labels=row[None, 1:]) for row in own]
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         with torch.inference_mode() if inference_mode else nullcontext():
             if evaluate:
                 losses.append(float(model.run_eval(batches, objective).loss))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -89,10 +90,11 @@ def planned(recipe: str, precision: str, world: int, *overrides: str) -> list[di
     return [dict(rank.sent) for rank in plan(configured(recipe, precision, world, *overrides)).estimate.ranks]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def counted(ranks):
-    """Return the bytes that every rank sends over a dimension; those of the plan are the same."""
+    """Return the bytes that every rank sends over a dimension; those of the plan are the same. A run is made once."""
 
+    @cache
     def count(dimension: str, precision: str, *overrides: str, recipe: str = "llama-tiny") -> int:
         found = ranks(2).run(sent_in_a_step, recipe, precision, 2, *overrides, timeout_s=240)
         sizes = {sent[dimension] - SUMS for sent in found}

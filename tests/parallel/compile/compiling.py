@@ -20,7 +20,7 @@ from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Numbers, configuration
 
-__all__ = ["CASES", "Case", "Counted", "counted", "expected", "losses"]
+__all__ = ["CASES", "STEPS", "Case", "Counted", "counted", "expected", "losses"]
 
 STEPS = 20
 COMPARED = 3
@@ -109,7 +109,7 @@ class Counted:
     """Of the first steps, with those of their validations."""
 
 
-def counted(case: Case, steps: int = STEPS, backend: str = "aot_eager") -> Counted:
+def counted(case: Case, steps: int, backend: str = "aot_eager") -> Counted:
     """Train and validate by turns, on each rank of ``case.layout``."""
     torch._dynamo.reset()
     with _backend(backend), GraphCounts() as all_of_them:

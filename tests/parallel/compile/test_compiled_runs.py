@@ -6,7 +6,7 @@ breaks, and no other graph when steps, documents and micro-batches change.
 
 import pytest
 
-from tests.parallel.compile.compiling import CASES, counted, expected
+from tests.parallel.compile.compiling import CASES, STEPS, counted, expected
 from tests.sampling import sampled
 
 SAMPLE = 2
@@ -18,9 +18,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("tp2",)))
 
 
-def test_a_run_has_its_graphs_after_the_first_step_and_computes_the_same(ranks, case):
+def test_a_run_has_its_graphs_after_the_first_step_and_computes_the_same(ranks, steps, case):
     case, pool = CASES[case], ranks(CASES[case].layout.world)
+    count = max(steps(STEPS), 1 + len(case.lengths))  # a new graph would be there after the second step
     plain = pool.run(expected, case, timeout_s=TIMEOUT_S)
-    for found, losses in zip(pool.run(counted, case, timeout_s=TIMEOUT_S), plain, strict=True):
+    for found, losses in zip(pool.run(counted, case, count, timeout_s=TIMEOUT_S), plain, strict=True):
         assert (found.graphs, found.breaks, found.late) == (case.graphs + case.loss_graphs, 0, 0)
         assert found.losses == pytest.approx(losses, rel=1e-5)

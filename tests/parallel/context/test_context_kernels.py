@@ -140,7 +140,7 @@ def test_parts_are_merged_by_their_weight_and_rows_that_see_nothing_of_a_part_ha
 
 @pytest.mark.parametrize("value_width", [WIDTH, slow(5)], ids=["fused", "composed"])
 def test_long_blocks_are_cut_into_rows(value_width):
-    length = 2200  # more than 2^22 scores
+    length = 1500  # of a mask for two samples, more than 2^22 elements
     query, key, value, grad = tensors(torch.float32, 4, rows=length, keys=length, value_width=value_width)
     ids = torch.arange(length).div(700, rounding_mode="floor").expand(2, length)
     largest = 0

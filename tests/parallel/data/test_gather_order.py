@@ -85,6 +85,7 @@ def test_a_step_gathers_each_part_once_while_gradients_add_up(ranks):
 ZERO_BUBBLE = ("model.num_layers=4", f"{STRATEGY}pipeline_model_parallel_size=2", f"{STRATEGY}pipeline_schedule=zbv")
 
 
+@pytest.mark.slow  # tests/parallel/pipeline/test_pipeline_streaming.py counts the gathers of the same stages
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_with_both_ends_of_a_pipeline_gathers_each_once(ranks, stage):
     """Layers of two micro-batches are gathered for forward and for backward under ZeRO-3, ends for forward alone."""

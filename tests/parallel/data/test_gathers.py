@@ -80,7 +80,7 @@ def test_what_is_gathered_is_what_autocast_makes_of_it(ranks, asynchronous):
 
 def losses(zero_stage: int) -> list[float]:
     strategy = f"{STRATEGY}zero_stage={zero_stage}" if zero_stage else f"{STRATEGY}zero1=false"
-    return trained(configured("llama-tiny", "autocast", 2, strategy), steps=4)
+    return trained(configured("llama-tiny", "autocast", 2, strategy), steps=3)
 
 
 def test_losses_are_those_without_gathering(ranks):

@@ -1,6 +1,7 @@
 """What is planned of a layout: shares of ranks, traffic, idle time; and the refusal to guess."""
 
 from dataclasses import asdict
+from functools import cache
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ STRATEGY = "distributed_strategy."
 TP, PP = f"{STRATEGY}tensor_model_parallel_size", f"{STRATEGY}pipeline_model_parallel_size"
 
 
+@cache
 def planned(*overrides, world=1):
     return plan(load("recipe:llama-tiny", [*overrides, f"trainer.devices={world}"])).estimate
 
@@ -151,7 +153,7 @@ def test_pipeline_traffic_is_hidden_states_there_and_gradients_back():
 
 
 def test_a_plan_leaves_no_process_group_behind_and_refuses_one_that_is_there():
-    planned(f"{TP}=2", world=2)
+    planned.__wrapped__(f"{TP}=2", world=2)
     assert not dist.is_initialized()
     sizes = MeshSizes(tp=2, dp_shard=3, pp=2)
     with fake_mesh(sizes, rank=7) as mesh:
@@ -174,10 +176,10 @@ def test_a_model_that_reads_values_is_told_and_a_bug_is_not(monkeypatch, read):
 
     monkeypatch.setattr(Llama, "forward", forward)
     with pytest.raises(ModelReadsValues, match="is_meta"):
-        planned()
+        planned.__wrapped__()
     monkeypatch.setattr(Llama, "forward", lambda self, ids, *more: self.norm(ids.float()) @ ids.float())
     with pytest.raises(RuntimeError):
-        planned()
+        planned.__wrapped__()
 
 
 def test_a_run_can_be_planned_for_devices_that_are_not_here():

@@ -23,7 +23,7 @@ WITHIN = 0.08
 """The promise is 0.15; seen was 0.005, and 0.05 above for ZeRO-3, whose gathering ahead depends on timing."""
 STRATEGY = "distributed_strategy."
 SIZES = (
-    "model.num_layers=8",
+    "model.num_layers=4",
     "model.hidden_size=768",
     "model.ffn_hidden_size=2048",
     "model.num_attention_heads=12",
@@ -37,7 +37,6 @@ SIZES = (
     "trainer.devices=2",
 )
 NARROW = (
-    "model.num_layers=4",
     "model.hidden_size=256",
     "model.ffn_hidden_size=512",
     "model.num_attention_heads=4",
@@ -130,7 +129,7 @@ def peak_of_a_step(overrides):
 
 def pytest_generate_tests(metafunc):
     if "layout" in metafunc.fixturenames:
-        metafunc.parametrize("layout", sampled(metafunc.config, LAYOUTS, SAMPLE))
+        metafunc.parametrize("layout", sampled(metafunc.config, LAYOUTS, SAMPLE, default=("tensor and sequence",)))
 
 
 def test_every_ranks_peak_is_what_was_planned(layout, ranks, monkeypatch):

@@ -28,7 +28,7 @@ from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow_except
 
 HIDDEN, FFN, EXPERTS, BATCH, SEQ = 8, 12, 4, 2, 16
-MICRO_BATCHES, STEPS, WEIGHT, LR = 4, 4, 900.0, 1.5
+MICRO_BATCHES, STEPS, WEIGHT, LR = 4, 2, 900.0, 1.5
 CAPACITY_FACTORS = (None, 0.75)
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 

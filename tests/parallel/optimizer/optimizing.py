@@ -14,7 +14,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 
-ROWS, SEQ, STEPS, MORE = 4, 16, 3, 2
+ROWS, SEQ, STEPS, MORE = 4, 16, 2, 1
 RATES = {"sgd": 0.3, "adadelta": 1.0, "adagrad": 0.03, "lion": 1e-3, "rprop": 1e-3}
 """Where 0.01 suits badly."""
 FURTHER = {
@@ -72,8 +72,8 @@ def configuration(name: str, directory: Path, overrides: tuple[str, ...], expert
     return load(run, overrides)
 
 
-def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], experts: bool):
-    """By optimizer: losses of all steps, and whether going on from the checkpoint gave the same bits."""
+def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], experts: bool, resumes: bool):
+    """By optimizer: losses of all steps, and where it ``resumes`` whether the checkpoint led to the same bits."""
     engine = build.engine(configuration(names[0], directory, overrides, experts))
     engine.start()
     found = {}
@@ -85,12 +85,17 @@ def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], e
             build.storage(config)
         )
         losses += run.steps(MORE)
-        again = _Run(config, engine)
-        again.load()
-        again.steps(MORE)
-        found[name] = losses, run.same_as(again)
+        found[name] = losses, resumes and _goes_on_as(run)
     engine.shutdown()
     return found
+
+
+def _goes_on_as(run: _Run) -> bool:
+    """Return whether a run that loads the checkpoint of ``run`` and takes the steps after it has the same bits."""
+    again = _Run(run.config, run.engine)
+    again.load()
+    again.steps(MORE)
+    return run.same_as(again)
 
 
 class _Run:

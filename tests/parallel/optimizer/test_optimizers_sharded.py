@@ -31,7 +31,8 @@ CASES = slow_except(EACH, [case for case in EACH if LAYOUTS[case[0]][0] == 2 and
 
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory, request):
-    """``trained(layout)``: what each rank finds, and where they saved; each layout runs once."""
+    """``trained(layout)``: what each rank finds, and where they saved; each layout runs once. Only
+    those of several ranks resume."""
     taken = asked(request, "name")
 
     @cache
@@ -39,7 +40,7 @@ def trained(ranks, tmp_path_factory, request):
         names = tuple(name for name in names if name in taken)
         directory = tmp_path_factory.mktemp("run")
         more = (f"trainer.devices={world}", *overrides)
-        return ranks(world).run(train, directory, more, names, experts, timeout_s=240), directory
+        return ranks(world).run(train, directory, more, names, experts, world > 1, timeout_s=240), directory
 
     return run
 

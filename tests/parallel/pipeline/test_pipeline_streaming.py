@@ -233,7 +233,7 @@ def _with_weights(stage):
 
 @pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_zero_stages_reduce_and_gather_as_often_as_they_promise(ranks, schedule):
-    cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage) for stage in (1, 2, 3)]
+    cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage, micro_batches=2) for stage in (1, 2, 3)]
     count = cases[0].micro_batches
     for stage_1, stage_2, stage_3 in ranks(4).run(collectives, cases):
         groups, _, _, ends = stage_1
@@ -272,7 +272,7 @@ def gathered_at_first_forward(cases):
 
 @pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_zero_3_gathers_a_layer_when_it_runs(ranks, schedule):
-    cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage, layers=8) for stage in (1, 3)]
+    cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage, layers=8, micro_batches=2) for stage in (1, 3)]
     for gathered_1, gathered_3 in ranks(4).run(gathered_at_first_forward, cases):
         assert gathered_3 == 1
         assert gathered_1 == (1 if schedule == "1f1b" else 2)  # looped schedules gather their stage of two layers ahead

@@ -1,6 +1,6 @@
 """Sums of gradients have the dtype that the precision names, over micro-batches and over ranks.
 
-32 micro-batches of the same samples give the gradient of two, bit for bit, since each gives a 32nd of it, or a half:
+8 micro-batches of the same samples give the gradient of two, bit for bit, since each gives an 8th of it, or a half:
 powers of two. Sums in bfloat16, which has 8 bits, lose the last ones.
 """
 
@@ -18,7 +18,7 @@ from nxdt_core.training.plan import plan
 from tests.parallel.precision.precision_run import SEQ, SMALL
 from tests.sampling import slow
 
-REPEATS = 32
+REPEATS = 8
 STRATEGY = "distributed_strategy."
 WIDE = "precision={type: manual, xla_downcast_bf16: 1, fp32_grad_acc: true}"
 NARROW = "precision={type: manual, xla_downcast_bf16: 1}"

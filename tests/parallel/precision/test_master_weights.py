@@ -68,14 +68,14 @@ def saved(directory):
 def test_a_resume_from_a_model_in_bfloat16_is_the_uninterrupted_run(run, tmp_path, precision, layout):
     world, overrides = LAYOUTS[layout]
     overrides = (f"precision.type={precision}", *ROUNDED, *overrides, place(tmp_path))
-    whole = run(world, *overrides, steps=4, save_at=2)
+    whole = run(world, *overrides, steps=3, save_at=2)
     model, optimizer = saved(tmp_path)
     for name, weight in model.items():
         master = optimizer[f"{name}/{MASTER_WEIGHT}"]
         assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
         assert torch.equal(weight, master.bfloat16()), name
     assert any(not torch.equal(weight.float(), optimizer[f"{name}/{MASTER_WEIGHT}"]) for name, weight in model.items())
-    for one, other in zip(whole, run(world, *overrides, steps=4, resume=True), strict=True):
+    for one, other in zip(whole, run(world, *overrides, steps=3, resume=True), strict=True):
         assert other.losses == one.losses[2:]
         for name, weight in one.weights.items():
             assert torch.equal(other.weights[name], weight), name
@@ -83,10 +83,10 @@ def test_a_resume_from_a_model_in_bfloat16_is_the_uninterrupted_run(run, tmp_pat
 
 def test_masters_go_to_other_layouts_and_the_model_to_runs_that_start_from_it(run, tmp_path):
     overrides = ("precision.type=mixed_precision", *ROUNDED, place(tmp_path))
-    run(2, *overrides, f"{STRATEGY}tensor_model_parallel_size=2", steps=3, save_at=3)
+    run(2, *overrides, f"{STRATEGY}tensor_model_parallel_size=2", steps=1, save_at=1)
     model, optimizer = saved(tmp_path)
-    (resumed,) = run(1, *overrides, steps=3, resume=True)
-    (begun,) = run(1, "precision.type=fp32", place(tmp_path), steps=3, resume="weights")
+    (resumed,) = run(1, *overrides, steps=1, resume=True)
+    (begun,) = run(1, "precision.type=fp32", place(tmp_path), steps=1, resume="weights")
     for name, weight in resumed.weights.items():
         assert torch.equal(weight, optimizer[f"{name}/{MASTER_WEIGHT}"]), name
         assert torch.equal(begun.weights[name], model[name].float()), name

@@ -11,7 +11,7 @@ from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.sampling import slow, slow_except
 
-STEPS, ROWS, SEQ = 8, 4, 16
+STEPS, ROWS, SEQ = 6, 4, 16
 FULL = PrecisionPolicy(name="fp32")
 MASTERS = PrecisionPolicy(name="masters", parameters="bfloat16", master_weights=True)
 AUTOCAST = PrecisionPolicy(name="autocast", autocast="bfloat16")

@@ -24,7 +24,7 @@ from nxdt_core.testing.ranks import process_group
 from tests.parallel.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama
 from tests.parallel.tensor.mutants import MUTANTS
 
-BATCH, STEPS, LR = 2, 3, 0.3
+BATCH, STEPS, LR = 2, 2, 0.3
 Padded = Mapping[str, PaddedDim]
 
 

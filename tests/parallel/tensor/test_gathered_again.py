@@ -138,20 +138,20 @@ def test_the_plan_estimates_what_compiled_layers_do_not_keep(precision, size):
 
 
 @pytest.mark.parametrize("more", [(), slow(NORMS)], ids=["alone", "norms"])
-def test_one_gather_of_each_block_is_added(ranks, more):
+@pytest.mark.parametrize(("precision", "size"), [("autocast", 2), slow("fp32", 4)])
+def test_one_gather_of_each_block_is_added(ranks, precision, size, more):
     """As many as the plan counts, in the compute dtype."""
-    for precision, size in (("autocast", 2), ("fp32", 4)):
-        before, now = (
-            [sent["tp"] for sent in ranks(2).run(sent_in_a_step, "llama-tiny", precision, 2, *layout, timeout_s=240)]
-            for layout in (SP2, (*AGAIN, *more))
-        )
-        added = size * 2 * LAYERS * STATES // 2
-        assert [other - one for one, other in zip(before, now, strict=True)] == [added] * 2
-        estimates = [
-            plan(configured("llama-tiny", precision, 2, *layout)).estimate.ranks[0] for layout in (SP2, (*AGAIN, *more))
-        ]
-        assert estimates[1].sent["tp"] - estimates[0].sent["tp"] == added
-        assert BLOCKS * size > added
+    before, now = (
+        [sent["tp"] for sent in ranks(2).run(sent_in_a_step, "llama-tiny", precision, 2, *layout, timeout_s=240)]
+        for layout in (SP2, (*AGAIN, *more))
+    )
+    added = size * 2 * LAYERS * STATES // 2
+    assert [other - one for one, other in zip(before, now, strict=True)] == [added] * 2
+    estimates = [
+        plan(configured("llama-tiny", precision, 2, *layout)).estimate.ranks[0] for layout in (SP2, (*AGAIN, *more))
+    ]
+    assert estimates[1].sent["tp"] - estimates[0].sent["tp"] == added
+    assert BLOCKS * size > added
 
 
 def test_the_plan_estimates_what_is_not_kept():

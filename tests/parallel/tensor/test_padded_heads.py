@@ -8,7 +8,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 
-STEPS = 4
+STEPS = 2
 PADDED = (
     "trainer.devices=2",
     "distributed_strategy.tensor_model_parallel_size=2",
