@@ -10,7 +10,7 @@ from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
-from tests.sampling import slow_except
+from tests.sampling import slow, slow_except
 
 SEQ = 16
 STRATEGY = "distributed_strategy."
@@ -23,8 +23,8 @@ LAYOUTS = {
 }
 
 
-def train(overrides, evaluate, inference_mode):
-    """Losses of two steps, with an evaluation before each of them."""
+def train(overrides, evaluations):
+    """Losses of three steps, with evaluations before the first ones; each is under inference mode or not."""
     config = load(
         "recipe:llama-tiny",
         [
@@ -48,20 +48,21 @@ def train(overrides, evaluate, inference_mode):
     own = ids.chunk(engine.rank_info.dp_size)[engine.rank_info.dp_rank]
     batches = [Batch(input_ids=row[None, :-1], labels=row[None, 1:]) for row in own]
     losses = []
-    for _ in range(2):
-        with torch.inference_mode() if inference_mode else nullcontext():
-            if evaluate:
-                losses.append(float(model.run_eval(batches, objective).loss))
+    evaluated = []
+    for number in range(3):
+        for inference_mode in evaluations[number : number + 1]:
+            with torch.inference_mode() if inference_mode else nullcontext():
+                evaluated.append(float(model.run_eval(batches, objective).loss))
         step = primitives.train_step(model, optimizer, batches, objective, schedule, state)
         losses.append(float(step.loss.loss))
     engine.shutdown()
-    return losses
+    return losses, evaluated
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("dp2-zero3", "pp2")))
-def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks, layout):
-    (alone, _) = ranks(2).run(train, LAYOUTS[layout], False, False)
-    for inference_mode in (False, True):
-        (found, _) = ranks(2).run(train, LAYOUTS[layout], True, inference_mode)
-        assert found[1::2] == alone
-        assert found[0::2] == pytest.approx(alone, abs=1e-5)
+@pytest.mark.parametrize("evaluations", [slow((False, False, False)), slow((True, True, True)), (True, False)], ids=str)
+def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks, layout, evaluations):
+    ((alone, _), _) = ranks(2).run(train, LAYOUTS[layout], ())
+    ((losses, evaluated), _) = ranks(2).run(train, LAYOUTS[layout], evaluations)
+    assert losses == alone
+    assert evaluated == pytest.approx(alone[: len(evaluations)], abs=1e-5)

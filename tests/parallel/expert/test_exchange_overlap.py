@@ -171,7 +171,7 @@ def test_a_model_trains_as_one_process_does(ranks: Any, alone: Any, steps: Any, 
     By default one exchange in chunks is compared with none (``test_exchanges_travel_while_experts_compute``), and a
     Mixtral's whole exchanges with one process (tests/parallel/layouts/test_mixtral_layouts.py).
     """
-    model = mixtral(router_aux_loss_coef=0.1, **moe)
+    model = {**mixtral(router_aux_loss_coef=0.1, **moe), "num_layers": layout.least_layers}
     chunked = {**model, "moe": {**model["moe"], "exchange_chunks": 3}}
     reports = ranks(layout.world).run(train, layout, "float64", steps(20), chunked, timeout_s=120)
     wrong = computed_wrong("float64", reports, alone(layout, "float64", steps(20), model))

@@ -85,9 +85,9 @@ def numbers_of(kind: str) -> Numbers:
     return "fp32" if kind.startswith("hf") else "float64"
 
 
-def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool) -> Went:
+def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool, merges: bool) -> Went:
     """Train for some steps, from the newest checkpoint in ``directory`` or from the start; save the adapter alone
-    there, and merge it. A function of a pool of ``layout.world`` ranks."""
+    there, and perhaps merge it. A function of a pool of ``layout.world`` ranks."""
     keys, adapter = KINDS[kind]
     config = configuration(layout, numbers_of(kind), keys, {**adapter, "save_lora_base": False})
     engine = build.engine(config)
@@ -111,8 +111,9 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool)
         for _ in range(steps)
     ]
     TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(storage)
-    target = checkpoint.open_storage(str(directory.with_name(MERGED)))
-    merge_lora(storage, None, target, ranks=engine.ranks, keep_others=True)
+    if merges:
+        target = checkpoint.open_storage(str(directory.with_name(MERGED)))
+        merge_lora(storage, None, target, ranks=engine.ranks, keep_others=True)
     trained = {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine.shutdown()
     return Went(losses=losses, trained=trained)

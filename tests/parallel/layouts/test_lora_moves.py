@@ -50,7 +50,7 @@ def unbroken(ranks, tmp_path_factory):
     def of(kind):
         if kind not in known:
             where = tmp_path_factory.mktemp(kind) / "checkpoints"
-            (went,) = ranks(1).run(go_on, kind, ONE, BEFORE + AFTER, where, False, timeout_s=240)
+            (went,) = ranks(1).run(go_on, kind, ONE, BEFORE + AFTER, where, False, True, timeout_s=240)
             known[kind] = went, merged(where)
         return known[kind]
 
@@ -65,8 +65,8 @@ def merged(directory):
 def test_an_adapter_goes_on_and_merges_in_another_layout(ranks, unbroken, tmp_path, case):
     kind, before, after = CASES[case]
     where, tolerance = tmp_path / "checkpoints", TOLERANCES[numbers_of(kind)]
-    first = ranks(before.world).run(go_on, kind, before, BEFORE, where, False, timeout_s=240)
-    second = ranks(after.world).run(go_on, kind, after, AFTER, where, True, timeout_s=240)
+    first = ranks(before.world).run(go_on, kind, before, BEFORE, where, False, False, timeout_s=240)
+    second = ranks(after.world).run(go_on, kind, after, AFTER, where, True, True, timeout_s=240)
     reference, weights = unbroken(kind)
     for legs, expected in ((first, reference.losses[:BEFORE]), (second, reference.losses[BEFORE:])):
         for went in legs:

@@ -10,7 +10,6 @@ from tests.sampling import sampled
 
 MISTRAL = {
     "name": "mistral",
-    "num_layers": 4,
     "hidden_size": 32,
     "ffn_hidden_size": 40,
     "num_attention_heads": 4,
@@ -44,12 +43,16 @@ def pytest_generate_tests(metafunc):
 
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, layout):
-    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MISTRAL, timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone(layout, "float64", steps(STEPS), MISTRAL))
+    model = {**MISTRAL, "num_layers": layout.least_layers}
+    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
+    wrong = computed_wrong("float64", reports, alone(layout, "float64", steps(STEPS), model))
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_window_makes_a_difference(alone, steps):
-    models = (MISTRAL, {**MISTRAL, "sliding_window": None})
-    with_it, without = (alone(LAYOUTS[1], "float64", steps(STEPS), model) for model in models)
+    layout = LAYOUTS[1]
+    model = {**MISTRAL, "num_layers": layout.least_layers}
+    with_it, without = (
+        alone(layout, "float64", steps(STEPS), each) for each in (model, {**model, "sliding_window": None})
+    )
     assert abs(with_it.losses[-1] - without.losses[-1]) > 1e-3

@@ -11,7 +11,6 @@ from tests.sampling import sampled
 
 _SIZES = {
     "name": "mixtral",
-    "num_layers": 4,
     "hidden_size": 32,
     "ffn_hidden_size": 16,
     "num_attention_heads": 4,
@@ -99,8 +98,9 @@ def pytest_generate_tests(metafunc):
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
-    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), MODELS[kind], timeout_s=120)
-    reference = alone(layout, "float64", steps(STEPS), MODELS[kind])
+    model = {**MODELS[kind], "num_layers": layout.least_layers}
+    reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
+    reference = alone(layout, "float64", steps(STEPS), model)
     wrong = computed_wrong("float64", reports, reference)
     assert not wrong, "\n".join(wrong)
     assert reference.figures.keys() == FIGURES

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
 
 from tests.parallel.layouts.preferring import FLOAT64, STEPS, STRATEGY, differences, follow
-from tests.sampling import sampled, slow
+from tests.sampling import sampled
 
 ZERO3 = f"{STRATEGY}zero_stage=3"
 TP2 = f"{STRATEGY}tensor_model_parallel_size=2"
@@ -54,7 +55,8 @@ def pytest_generate_tests(metafunc):
     if "adapted" in metafunc.fixturenames:
         metafunc.parametrize("adapted", sampled(metafunc.config, LAYOUTS, SAMPLE, default=("tp2-sp",)))
     if "layout" in metafunc.fixturenames:
-        cases = sampled(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE, default=[("cp2", "orpo")])
+        default = ("cp2", "dpo" if "padded" in metafunc.fixturenames else "orpo")
+        cases = sampled(metafunc.config, product(LAYOUTS, ("dpo", "orpo")), SAMPLE, default=[default])
         metafunc.parametrize(("layout", "objective"), cases)
 
 
@@ -66,10 +68,16 @@ def alone(ranks):
 
 @pytest.fixture(scope="module")
 def padded(ranks):
+    """``padded(objective)``: what one process sees of pairs that are not packed."""
     one = (*TOGETHER, "data.global_batch_size=10", "data.micro_batch_size=10")
-    found = {objective: ranks(1).run(follow, objective, 1, one)[0] for objective in ("dpo", "orpo")}
-    assert all(sum(gradient.abs().sum() for gradient in each.gradients.values()) > 1 for each in found.values())
-    return found
+
+    @cache
+    def of(objective):
+        (found,) = ranks(1).run(follow, objective, 1, one)
+        assert sum(gradient.abs().sum() for gradient in found.gradients.values()) > 1
+        return found
+
+    return of
 
 
 def test_every_layout_follows_one_process(ranks, alone, layout, objective):
@@ -86,17 +94,19 @@ def test_before_the_first_step_no_pair_is_preferred_to_its_reference(alone):
     assert later[-1]["rewards/margins"] > 0.01
 
 
-@pytest.mark.parametrize("objective", ["dpo", slow("orpo")])
-@pytest.mark.parametrize("micro", [slow(1), 2, slow(4)])
+@pytest.mark.slow  # by default, in a layout below
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+@pytest.mark.parametrize("micro", [1, 2, 4])
 def test_packed_pairs_train_as_padded_ones_do(ranks, padded, objective, micro):
     (found,) = ranks(1).run(follow, objective, 1, (*TOGETHER, "data.packing=true", f"data.micro_batch_size={micro}"))
-    assert (found.samples, padded[objective].samples) == (4, 10)
-    assert not differences([found], padded[objective], close=1e-9)
+    assert (found.samples, padded(objective).samples) == (4, 10)
+    assert not differences([found], padded(objective), close=1e-9)
 
 
 def test_packed_pairs_train_in_every_layout_as_padded_ones_do_in_one_process(ranks, padded, layout, objective):
     found = ranks(2).run(follow, objective, 2, (*TOGETHER, "data.packing=true", *LAYOUTS[layout]))
-    assert not differences(found, padded[objective], close=1e-9)
+    assert (found[0].samples, padded(objective).samples) == (4, 10)
+    assert not differences(found, padded(objective), close=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ BATCH, SEQ, HIDDEN, VOCAB = 3, 7, 10, 50
 PLAN = ParallelPlan(tensor={"head": "vocab_head"})
 LLAMA = {
     "name": "llama",
-    "num_layers": 4,
     "hidden_size": 32,
     "ffn_hidden_size": 40,
     "num_attention_heads": 4,
@@ -177,11 +176,11 @@ def test_heads_that_cannot_be_chunked_are_refused():
 
 @pytest.fixture(scope="module")
 def alone(ranks, steps):
-    """``alone(layout)``: what one process reports that holds all logits; ``layout`` is that of one."""
+    """``alone(layout, layers)``: what one process reports that holds all logits; ``layout`` is that of one."""
 
     @cache
-    def run(layout: Layout) -> Report:
-        model = TIED if layout.tied else LLAMA
+    def run(layout: Layout, layers: int) -> Report:
+        model = {**(TIED if layout.tied else LLAMA), "num_layers": layers}
         (report,) = ranks(1).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
         return report
 
@@ -189,8 +188,8 @@ def alone(ranks, steps):
 
 
 def test_a_layout_trains_as_one_process_with_whole_logits_does(ranks, alone, steps, layout):
-    model = TIED_CHUNKED if layout.tied else CHUNKED
+    model = {**(TIED_CHUNKED if layout.tied else CHUNKED), "num_layers": layout.least_layers}
     assert configuration(layout, "float64", model).run.model.loss_chunk_tokens == 20
     reports = ranks(layout.world).run(train, layout, "float64", steps(STEPS), model, timeout_s=120)
-    wrong = computed_wrong("float64", reports, alone(layout.one_process))
+    wrong = computed_wrong("float64", reports, alone(layout.one_process, layout.least_layers))
     assert not wrong, "\n".join(wrong)

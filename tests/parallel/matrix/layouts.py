@@ -42,6 +42,11 @@ class Layout:
         return self.global_batch or (8 if self.dp > 1 or self.pp > 2 else 4)
 
     @property
+    def least_layers(self) -> int:
+        """Layers that give several to each pipeline rank; two without a pipeline."""
+        return 4 if self.pp > 1 else 2
+
+    @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 

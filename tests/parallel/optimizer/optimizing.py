@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,8 +54,18 @@ EXPERTS = {
 
 def configuration(name: str, directory: Path, overrides: tuple[str, ...], experts: bool = False):
     """The run of one optimizer, in float64."""
+    return load(_run(name, directory, experts), overrides, kernel=_kernel())
+
+
+@cache
+def _kernel():
+    """One for all configurations of a process, since each would have to be started and to import the plugin file."""
+    return load(_run("sgd", Path(), False)).kernel
+
+
+def _run(name: str, directory: Path, experts: bool) -> dict[str, Any]:
     optim = {"name": name, "lr": RATES.get(name, 1e-2), "weight_decay": 0.0 if name == "rprop" else 0.1}
-    run = {
+    return {
         "name": name,
         "plugins": {"local": [str(Path(__file__).parents[1] / "matrix" / "components.py")]},
         "trainer": {"max_steps": STEPS + MORE, "accelerator": "cpu"},
@@ -69,7 +81,6 @@ def configuration(name: str, directory: Path, overrides: tuple[str, ...], expert
         "model": {**(EXPERTS if experts else LLAMA), "optim": {**optim, **FURTHER.get(name, {})}},
         "precision": {"type": "float64"},
     }
-    return load(run, overrides)
 
 
 def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], experts: bool, resumes: bool):

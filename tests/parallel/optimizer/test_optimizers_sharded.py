@@ -39,7 +39,7 @@ def trained(ranks, tmp_path_factory, request):
     def run(world, overrides, names, experts):
         names = tuple(name for name in names if name in taken)
         directory = tmp_path_factory.mktemp("run")
-        more = (f"trainer.devices={world}", *overrides)
+        more = (f"trainer.devices={world}", "model.num_layers=1", *overrides)
         return ranks(world).run(train, directory, more, names, experts, world > 1, timeout_s=240), directory
 
     return run

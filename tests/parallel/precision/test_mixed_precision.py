@@ -9,7 +9,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
-from tests.sampling import slow, slow_except
+from tests.sampling import slow_except
 
 STEPS, ROWS, SEQ = 6, 4, 16
 FULL = PrecisionPolicy(name="fp32")
@@ -85,7 +85,8 @@ def test_training_over_masters_follows_float32_within_two_percent(ranks, in_floa
         assert share <= 1 / dp + 0.01
 
 
-@pytest.mark.parametrize("layout", [slow("dp2-tp2-sp"), "dp2-pp2"])
+@pytest.mark.slow  # test_precision.py has a pipeline under autocast
+@pytest.mark.parametrize("layout", ["dp2-tp2-sp", "dp2-pp2"])
 def test_autocast_follows_float32_within_two_percent(ranks, in_float32, layout):
     world, _, overrides = LAYOUTS[layout]
     for losses, dtypes, _ in ranks(world).run(train, AUTOCAST, world, overrides):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parallel.precision.precision_run import place, train
-from tests.sampling import sampled, slow
+from tests.sampling import sampled, slow, slow_except
 
 STRATEGY = "distributed_strategy."
 LAYOUTS = {
@@ -44,11 +44,13 @@ PRECISIONS = {
 REFUSED = {("manual-sums", layout) for layout in ("dp2-zero2", "dp2-zero3")}
 CASES = [(precision, layout) for precision in PRECISIONS for layout in LAYOUTS if (precision, layout) not in REFUSED]
 SAMPLE = 2
+EACH = [("autocast", "pp2"), ("bf16SR", "tp2-sp")]
+"""What ``make test`` takes; masters are in ``test_mixed_precision.py``."""
 
 
 def pytest_generate_tests(metafunc):
     if "precision" in metafunc.fixturenames:
-        metafunc.parametrize(("precision", "layout"), sampled(metafunc.config, CASES, SAMPLE))
+        metafunc.parametrize(("precision", "layout"), sampled(metafunc.config, CASES, SAMPLE, default=EACH))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(run, tmp_path, state):
             assert torch.equal(other.weights[name], weight), name
 
 
-@pytest.mark.parametrize("optimizer", [slow("adamw_fp32OptState"), slow("sgd"), slow("lion"), "adafactor", "muon"])
+OPTIMIZERS = ("adamw_fp32OptState", "sgd", "lion", "adafactor", "muon")
+
+
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, ("adafactor",)))
 def test_optimizers_work_over_weights_that_are_rounded(run, optimizer):
     overrides = [f"model.optim.name={optimizer}", "model.optim.lr=1e-3", "precision.type=bf16SR"]
     if optimizer in ("sgd", "adafactor"):

@@ -104,12 +104,12 @@ def order_in_backward(*overrides: str) -> list[str]:
         return kernels.names
 
 
-def test_blocks_keep_a_share_of_their_input(ranks):
+@pytest.mark.parametrize(("precision", "size"), [("autocast", 2), slow("fp32", 4)])
+def test_blocks_keep_a_share_of_their_input(ranks, precision, size):
     """A whole input of each block before, in the dtype of its products, and 1/TP of it now."""
-    for precision, size in (("fp32", 4), ("autocast", 2)):
-        before, now = (ranks(2).run(kept_by_layers, precision, *layout, timeout_s=240) for layout in (SP2, AGAIN))
-        saved = 2 * LAYERS * WHOLE * size // 2
-        assert [one - other for one, other in zip(before, now, strict=True)] == [saved] * 2
+    before, now = (ranks(2).run(kept_by_layers, precision, *layout, timeout_s=240) for layout in (SP2, AGAIN))
+    saved = 2 * LAYERS * WHOLE * size // 2
+    assert [one - other for one, other in zip(before, now, strict=True)] == [saved] * 2
 
 
 def test_with_recomputed_norms_no_input_of_a_block_is_kept(ranks):
