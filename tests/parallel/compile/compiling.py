@@ -109,7 +109,7 @@ class Counted:
     """Of the first steps, with those of their validations."""
 
 
-def counted(case: Case, steps: int, backend: str = "aot_eager") -> Counted:
+def counted(case: Case, steps: int, backend: str) -> Counted:
     """Train and validate by turns, on each rank of ``case.layout``."""
     torch._dynamo.reset()
     with _backend(backend), GraphCounts() as all_of_them:

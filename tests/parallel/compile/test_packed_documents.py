@@ -82,11 +82,10 @@ def saved_bytes(layers: int, *, packed: bool, blocks: BlockAttention | None, bac
 
 @pytest.mark.parametrize(
     ("by_blocks", "backend"),
-    [(False, None), slow(False, "aot_eager"), slow(True, None), (True, "aot_eager")],
+    [(False, None), slow(False, "aot_eager"), (True, None), slow(True, "aot_eager")],
     ids=["mask-as written", "mask-compiled", "blocks-as written", "blocks-compiled"],
 )
 def test_documents_are_kept_once_for_all_layers(backend, by_blocks):
-    """That blocks as written are made once for all layers, the test of a run by blocks shows by default as well."""
     blocks = BlockAttention(frozenset({torch.float32}), backend="aot_eager") if by_blocks else None
     with hosts_with_blocks():
         plain, packed = (

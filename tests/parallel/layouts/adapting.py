@@ -15,7 +15,7 @@ from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.training import configuration, whole
 
-__all__ = ["KINDS", "MERGED", "Went", "go_on", "numbers_of"]
+__all__ = ["KINDS", "MERGED", "Went", "go_on", "numbers_of", "sized"]
 
 _SIZES = {
     "num_layers": 4,
@@ -78,6 +78,11 @@ class Went:
     losses: list[float]
     trained: dict[str, torch.Tensor]
     """What trains, of this rank's stages; each whole."""
+
+
+def sized(model: dict, layout: Layout) -> dict:
+    """The model with no more layers than ``layout`` needs, where it says how many it has."""
+    return {**model, "num_layers": layout.least_layers} if "num_layers" in model else model
 
 
 def numbers_of(kind: str) -> Numbers:

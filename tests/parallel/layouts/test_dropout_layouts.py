@@ -4,7 +4,7 @@
 experts, are left out: they differ by rank.
 """
 
-from tests.parallel.layouts.adapting import KINDS, numbers_of
+from tests.parallel.layouts.adapting import KINDS, numbers_of, sized
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
@@ -53,6 +53,7 @@ def pytest_generate_tests(metafunc):
 def test_a_layout_drops_what_one_process_drops(ranks, alone, steps, case):
     kind, layout = CASES[case]
     model, adapter = MODELS[kind]
+    model = sized(model, layout)
     numbers = numbers_of(kind)
     reports = ranks(layout.world).run(train, layout, numbers, steps(STEPS), model, adapter, timeout_s=240)
     reference = alone(layout, numbers, steps(STEPS), model, adapter)
@@ -61,7 +62,7 @@ def test_a_layout_drops_what_one_process_drops(ranks, alone, steps, case):
 
 
 def test_the_masks_matter(alone, steps):
-    model, adapter = MODELS["gpt-dropout"]
+    model, adapter = sized(MODELS["gpt-dropout"][0], Layout()), None
     dropped = alone(Layout(), "float64", steps(STEPS), model, adapter)
     plain = alone(Layout(), "float64", 2, {**model, "hidden_dropout": 0.0, "ffn_dropout": 0.0}, adapter)
     assert abs(dropped.losses[0] - plain.losses[0]) > 1e-4

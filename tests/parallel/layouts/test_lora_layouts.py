@@ -3,7 +3,7 @@
 ``--samples`` decides which of the cases run (tests/sampling.py).
 """
 
-from tests.parallel.layouts.adapting import KINDS, numbers_of
+from tests.parallel.layouts.adapting import KINDS, numbers_of, sized
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import train
@@ -63,6 +63,7 @@ def pytest_generate_tests(metafunc):
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
     model, adapter = KINDS[kind]
+    model = model if kind == "last-layer" else sized(model, layout)
     reports = ranks(layout.world).run(train, layout, numbers_of(kind), steps(STEPS), model, adapter, timeout_s=240)
     reference = alone(layout, numbers_of(kind), steps(STEPS), model, adapter)
     wrong = computed_wrong(numbers_of(kind), reports, reference)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.parallel.matrix.judgement import computed_wrong, held_in_excess
 from tests.parallel.matrix.layouts import LAYOUTS
 from tests.parallel.matrix.parity import TOLERANCES
-from tests.parallel.matrix.training import STEPS, train
+from tests.parallel.matrix.training import STEPS, own_model, train
 from tests.sampling import sampled
 
 CASES = [(layout, numbers) for layout in LAYOUTS for numbers in TOLERANCES]
@@ -42,8 +42,9 @@ def test_layouts_differ_in_name():
 def test_a_layout_trains_as_one_process_does_and_holds_its_share(ranks, alone, steps, layout, numbers):
     if layout.needs_newer_torch and not hasattr(DeviceMesh, "_unflatten"):
         pytest.skip("torch 2.9 cannot run it, and `nxdt config check` refuses it there")
-    reports = ranks(layout.world).run(train, layout, numbers, steps(STEPS), timeout_s=180)
-    reference = alone(layout, numbers, steps(STEPS))
+    model = own_model(layout, layout.least_layers)
+    reports = ranks(layout.world).run(train, layout, numbers, steps(STEPS), model, timeout_s=180)
+    reference = alone(layout, numbers, steps(STEPS), model)
     wrong = computed_wrong(numbers, reports, reference) + held_in_excess(layout, numbers, reports, reference)
     assert not wrong, "\n".join([layout.name, *wrong])
     copies = [copy for report in reports for copy in report.tied_copies.values()]

@@ -30,7 +30,7 @@ def held_in_excess(layout: Layout, numbers: Numbers, reports: Sequence[Report], 
         layout=layout,
         plan=build.model_builder(config).plan(),
         shapes={name: tuple(weight.shape) for name, weight in reference.weights.items()},
-        layers=config.selected("model").config.num_layers,
+        layers=len({name.split(".")[1] for name in reference.weights if name.startswith("layers.")}),
     )
     return [
         f"rank {report.rank}: {text}"

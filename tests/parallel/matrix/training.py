@@ -88,7 +88,7 @@ def configuration(
             "global_batch_size": ROWS * layout.micro_batches,
         },
         "model": {
-            **(model or _own_model(layout)),
+            **(model or own_model(layout)),
             "optim": {**_OPTIMIZER[numbers], "sched": {"name": "constant"}},
         },
         "precision": {"type": numbers},
@@ -97,8 +97,11 @@ def configuration(
     return load(run, layout.overrides())
 
 
-def _own_model(layout: Layout) -> Mapping[str, Any]:
-    return _EXPERTS if layout.moe else {**_LLAMA, "share_embeddings_and_output_weights": layout.tied}
+def own_model(layout: Layout, layers: int = 4) -> Mapping[str, Any]:
+    """The matrix's model; that with experts has two layers."""
+    if layout.moe:
+        return _EXPERTS
+    return {**_LLAMA, "num_layers": layers, "share_embeddings_and_output_weights": layout.tied}
 
 
 def train(

@@ -13,6 +13,7 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.testing.ranks import process_group
 from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
 from tests.parallel.precision.precision_run import SEQ, SMALL
@@ -39,16 +40,22 @@ def gradients(overrides, repeats):
     return found
 
 
+def few_and_many(overrides):
+    """This rank's gradients of two micro-batches and of many."""
+    rows = 1 if PIPELINE in overrides else 2
+    with process_group():
+        return [
+            gradients(["trainer.devices=2", f"data.global_batch_size={rows * count}", *overrides], count)
+            for count in (2, REPEATS)
+        ]
+
+
 @pytest.fixture(scope="module")
 def both(ranks):
     """``both(*overrides)``: of each rank, gradients of two micro-batches and of many."""
 
     def both(*overrides):
-        few, many = (
-            ranks(2).run(gradients, ["trainer.devices=2", f"data.global_batch_size={rows * count}", *overrides], count)
-            for rows, count in ((1 if PIPELINE in overrides else 2, count) for count in (2, REPEATS))
-        )
-        return [(a[name], b[name]) for a, b in zip(few, many, strict=True) for name in a]
+        return [(few[name], many[name]) for few, many in ranks(2).run(few_and_many, overrides) for name in few]
 
     return both
 

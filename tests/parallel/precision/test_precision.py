@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxdt_core.testing.ranks import process_group
 from tests.parallel.precision.precision_run import place, train
 from tests.sampling import sampled, slow, slow_except
 
@@ -68,6 +69,22 @@ def train_on(overrides, steps, options):
 
 
 @pytest.fixture(scope="module")
+def run_each(ranks):
+    """``run_each(world, *runs, steps=…)``: the outcomes of all ranks for each run, of the same processes."""
+
+    def run_each(world, *runs, **options):
+        overrides = [[f"trainer.devices={world}", *run] for run in runs]
+        return list(zip(*ranks(world).run(train_each, overrides, options), strict=True))
+
+    return run_each
+
+
+def train_each(runs, options):
+    with process_group():
+        return [train(overrides, **options) for overrides in runs]
+
+
+@pytest.fixture(scope="module")
 def in_float32(run):
     (found,) = run(1, *FAST)
     assert found.losses[-1] < found.losses[0] - 0.5
@@ -83,14 +100,10 @@ def test_every_layout_follows_float32_within_two_percent(run, in_float32, precis
         assert (found.dtypes, found.state_dtypes) == (weights, state)
 
 
-def test_replicas_and_shards_of_bfloat16_weights_stay_equal_bit_for_bit(run):
+def test_replicas_and_shards_of_bfloat16_weights_stay_equal_bit_for_bit(run_each):
     uneven = "model.ffn_hidden_size=49"
-    outcomes = [
-        found
-        for zero in ("zero1=false", "zero_stage=1", "zero_stage=3")
-        for found in run(2, *BF16_SR, uneven, f"{STRATEGY}{zero}", micro_batch=4, steps=3)
-    ]
-    first, *others = outcomes
+    runs = [(*BF16_SR, uneven, f"{STRATEGY}{zero}") for zero in ("zero1=false", "zero_stage=1", "zero_stage=3")]
+    first, *others = (found for each in run_each(2, *runs, micro_batch=4, steps=3) for found in each)
     for other in others:
         assert other.losses == first.losses
         for name, weight in first.weights.items():
@@ -104,16 +117,17 @@ def test_masters_are_rounded_stochastically_where_they_are_computed_with_and_kep
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in rounded.weights.values())
 
 
-def test_a_step_that_changes_nothing_leaves_masters_as_they_were(run):
+def test_a_step_that_changes_nothing_leaves_masters_as_they_were(run_each):
     uneven = ("model.optim.lr=0.0", "model.ffn_hidden_size=49", f"{STRATEGY}zero_stage=1")
-    full, rounded = (run(2, f"precision.type={name}", *uneven, steps=1)[0] for name in ("fp32", "mixed_precisionSR"))
+    runs = [(f"precision.type={name}", *uneven) for name in ("fp32", "mixed_precisionSR")]
+    (full, _), (rounded, _) = run_each(2, *runs, steps=1)
     for name, weight in full.weights.items():
         assert torch.equal(rounded.weights[name], weight), name
 
 
-def test_masters_are_rounded_alike_in_every_layout(run):
+def test_masters_are_rounded_alike_in_every_layout(run_each):
     rounded = ("precision.type=mixed_precisionSR", *FAST)
-    one, three = (run(2, *rounded, f"{STRATEGY}zero_stage={n}", steps=1) for n in (1, 3))
+    one, three = run_each(2, *((*rounded, f"{STRATEGY}zero_stage={n}") for n in (1, 3)), steps=1)
     assert {found.losses[0] for found in (*one, *three)} == {one[0].losses[0]}
 
 

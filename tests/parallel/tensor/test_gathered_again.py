@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.parallel.estimate.live import LiveBytes
+from nxdt_core.testing.ranks import process_group
 from nxdt_core.training.plan import plan
 from tests.parallel.compile.partition import Kept, Partition
 from tests.parallel.test_traffic import (
@@ -93,6 +95,18 @@ def kept_by_compiled_layers(precision: str, *overrides: str) -> tuple[int, int]:
     return kept.size, sum("all_gather" in name for name in partition.graphs[1])
 
 
+def results(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Of several calls of a function on this rank, one after the other."""
+    with process_group(timeout_s=240):
+        return [function(*call) for call in calls]
+
+
+@pytest.fixture
+def each(ranks):
+    """``each(function, *calls)``: for each call what it returned on each of two ranks; all are in the same processes."""
+    return lambda function, *calls: list(zip(*ranks(2).run(results, function, calls, timeout_s=240), strict=True))
+
+
 def order_in_backward(*overrides: str) -> list[str]:
     """Of one micro-batch through one layer."""
     with running(configured("llama-tiny", "fp32", 2, *overrides)) as (_, model, _):
@@ -105,16 +119,16 @@ def order_in_backward(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("precision", "size"), [("autocast", 2), slow("fp32", 4)])
-def test_blocks_keep_a_share_of_their_input(ranks, precision, size):
+def test_blocks_keep_a_share_of_their_input(each, precision, size):
     """A whole input of each block before, in the dtype of its products, and 1/TP of it now."""
-    before, now = (ranks(2).run(kept_by_layers, precision, *layout, timeout_s=240) for layout in (SP2, AGAIN))
+    before, now = each(kept_by_layers, (precision, *SP2), (precision, *AGAIN))
     saved = 2 * LAYERS * WHOLE * size // 2
     assert [one - other for one, other in zip(before, now, strict=True)] == [saved] * 2
 
 
-def test_with_recomputed_norms_no_input_of_a_block_is_kept(ranks):
+def test_with_recomputed_norms_no_input_of_a_block_is_kept(each):
     """The shard is the norm's result, which is made again of the norm's own input."""
-    before, now = (ranks(2).run(kept_by_layers, "fp32", *AGAIN, *more, timeout_s=240) for more in ((), NORMS))
+    before, now = each(kept_by_layers, ("fp32", *AGAIN), ("fp32", *AGAIN, *NORMS))
     shards = 2 * LAYERS * WHOLE * 4 // 2
     inner = LAYERS * ROWS * SEQ * 32 * 4 * 2  # silu(gate) and its product with up, 64 channels on two ranks
     assert [one - other for one, other in zip(before, now, strict=True)] == [shards + inner] * 2
@@ -139,14 +153,12 @@ def test_the_plan_estimates_what_compiled_layers_do_not_keep(precision, size):
 
 @pytest.mark.parametrize("more", [(), slow(NORMS)], ids=["alone", "norms"])
 @pytest.mark.parametrize(("precision", "size"), [("autocast", 2), slow("fp32", 4)])
-def test_one_gather_of_each_block_is_added(ranks, precision, size, more):
+def test_one_gather_of_each_block_is_added(each, precision, size, more):
     """As many as the plan counts, in the compute dtype."""
-    before, now = (
-        [sent["tp"] for sent in ranks(2).run(sent_in_a_step, "llama-tiny", precision, 2, *layout, timeout_s=240)]
-        for layout in (SP2, (*AGAIN, *more))
-    )
+    run = ("llama-tiny", precision, 2)
+    before, now = each(sent_in_a_step, (*run, *SP2), (*run, *AGAIN, *more))
     added = size * 2 * LAYERS * STATES // 2
-    assert [other - one for one, other in zip(before, now, strict=True)] == [added] * 2
+    assert [other["tp"] - one["tp"] for one, other in zip(before, now, strict=True)] == [added] * 2
     estimates = [
         plan(configured("llama-tiny", precision, 2, *layout)).estimate.ranks[0] for layout in (SP2, (*AGAIN, *more))
     ]
@@ -182,25 +194,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", ["norms", *(slow(name) for name in CASES if name != "norms")])
-def test_losses_are_those_of_gathered_inputs_that_are_kept(ranks, steps, case):
+def test_losses_are_those_of_gathered_inputs_that_are_kept(each, steps, case):
     """In float64."""
-    layout = CASES[case]
     adapter = LORA if case == "lora" else ()
-    (before, _), (now, _) = (
-        ranks(2).run(trained_in_float64, steps(STEPS), "llama-tiny", *each, timeout_s=240)
-        for each in ((*SP2, *adapter), layout)
-    )
+    run = (steps(STEPS), "llama-tiny")
+    (before, _), (now, _) = each(trained_in_float64, (*run, *SP2, *adapter), (*run, *CASES[case]))
     assert before == pytest.approx(now, rel=1e-9)
     assert before[0] > before[-1]
 
 
 @pytest.mark.slow
-def test_losses_of_experts_are_those_of_gathered_inputs_that_are_kept(ranks, steps):
+def test_losses_of_experts_are_those_of_gathered_inputs_that_are_kept(each, steps):
     more = (SELECTIVE, "model.activations_checkpoint_recompute=[MixtralRMSNorm,ActivationMultiplyMLP]")
-    (before, _), (now, _) = (
-        ranks(2).run(trained_in_float64, steps(STEPS), "mixtral-tiny", *each, timeout_s=240)
-        for each in (SP2, (*AGAIN, *more))
-    )
+    run = (steps(STEPS), "mixtral-tiny")
+    (before, _), (now, _) = each(trained_in_float64, (*run, *SP2), (*run, *AGAIN, *more))
     assert before == pytest.approx(now, rel=1e-9)
 
 
