@@ -45,8 +45,10 @@ PRECISIONS = {
 REFUSED = {("manual-sums", layout) for layout in ("dp2-zero2", "dp2-zero3")}
 CASES = [(precision, layout) for precision in PRECISIONS for layout in LAYOUTS if (precision, layout) not in REFUSED]
 SAMPLE = 2
-EACH = [("autocast", "pp2"), ("bf16SR", "tp2-sp")]
-"""What ``make test`` takes; masters are in ``test_mixed_precision.py``."""
+EACH = [("autocast", "one"), ("autocast", "pp2"), ("bf16SR", "tp2-sp")]
+"""What ``make test`` takes; masters are in ``test_mixed_precision.py``. One process, unlike ranks that send bfloat16,
+has the losses of float32 where it does not compute in bfloat16.
+"""
 
 
 def pytest_generate_tests(metafunc):
