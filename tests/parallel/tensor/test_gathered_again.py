@@ -103,7 +103,7 @@ def results(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> l
 
 @pytest.fixture
 def each(ranks):
-    """``each(function, *calls)``: for each call what it returned on each of two ranks; all are in the same processes."""
+    """``each(function, *calls)``: what each call returned on each of two ranks; all are in the same processes."""
     return lambda function, *calls: list(zip(*ranks(2).run(results, function, calls, timeout_s=240), strict=True))
 
 
