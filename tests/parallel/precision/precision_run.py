@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
@@ -39,6 +41,24 @@ class Outcome:
     """Of weights."""
     state_dtypes: frozenset[torch.dtype]
     """Of the optimizer's state."""
+    product_dtypes: frozenset[torch.dtype]
+    """Of the results of matrix products, forward and backward."""
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its product of local tensors comes here next
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.dtypes.add(result.dtype)
+        return result
 
 
 def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
@@ -58,17 +78,19 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
         TrainSession(config, engine=engine, model=model, optimizer=full, state=state).load_checkpoint(storage, newest)
     batches = _batches(engine.rank_info, micro_batch)
     losses = []
-    while state.step < steps:
-        done = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
-        losses.append(float(done.loss.loss))
-        if state.step == save_at:
-            session.save()
+    with Products() as products:
+        while state.step < steps:
+            done = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+            losses.append(float(done.loss.loss))
+            if state.step == save_at:
+                session.save()
     held = dict(model.named_parameters())
     outcome = Outcome(
         losses=losses,
         weights={name: _whole(p).float() for name, p in held.items()},
         dtypes=frozenset(p.dtype for p in held.values()),
         state_dtypes=frozenset(v.dtype for v in map(_elements, optimizer.state_dict().values()) if v.dim()),
+        product_dtypes=frozenset(products.dtypes),
     )
     engine.shutdown()
     return outcome
