@@ -23,13 +23,13 @@ WITHIN = 0.08
 """The promise is 0.15; seen was 0.005, and 0.05 above for ZeRO-3, whose gathering ahead depends on timing."""
 STRATEGY = "distributed_strategy."
 SIZES = (
-    "model.num_layers=4",
-    "model.hidden_size=512",
-    "model.ffn_hidden_size=1408",
-    "model.num_attention_heads=8",
+    "model.num_layers=8",
+    "model.hidden_size=768",
+    "model.ffn_hidden_size=2048",
+    "model.num_attention_heads=12",
     "model.num_kv_heads=4",
     "model.vocab_size=4096",
-    "data.seq_length=32",
+    "data.seq_length=64",
     "data.micro_batch_size=2",
     "data.global_batch_size=8",
     "data.reset_attention_mask=false",
@@ -37,18 +37,31 @@ SIZES = (
     "trainer.devices=2",
 )
 NARROW = (
+    "model.num_layers=4",
     "model.hidden_size=256",
     "model.ffn_hidden_size=512",
     "model.num_attention_heads=4",
     "data.seq_length=16",
 )
 """Hosts are slow at bfloat16, so that little is computed over the same weights."""
+SMALL = (
+    "model.num_layers=4",
+    "model.hidden_size=512",
+    "model.ffn_hidden_size=1408",
+    "model.num_attention_heads=8",
+    "data.seq_length=32",
+)
+"""Of the layout that ``make test`` takes, where no shards are gathered ahead at times that vary."""
 LAYOUTS = {
     "no ZeRO": (f"{STRATEGY}zero1=false",),
     "ZeRO-1": (),
     "ZeRO-2": (f"{STRATEGY}zero_stage=2",),
     "ZeRO-3": (f"{STRATEGY}zero_stage=3",),
-    "tensor and sequence": (f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true"),
+    "tensor and sequence": (
+        *SMALL,
+        f"{STRATEGY}tensor_model_parallel_size=2",
+        f"{STRATEGY}sequence_parallel=true",
+    ),
     "context": (f"{STRATEGY}context_parallel_size=2",),
     "pipeline": (f"{STRATEGY}pipeline_model_parallel_size=2",),
     "interleaved": (
