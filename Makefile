@@ -44,14 +44,12 @@ BUNDLE := dist/accelerator
 
 install: $(STAMP)
 
-# Python files are compiled on all cores at the end, since pip uses one; a few of them are templates that do not compile.
 $(STAMP): constraints.txt requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-compile -c constraints.txt torch==2.13.0 hatchling editables
+	$(PIP) install --quiet -c constraints.txt torch==2.13.0 hatchling editables
 	$(BIN)/python scripts/distributions.py editable > $(VENV)/editable.txt
-	$(PIP) install --quiet --no-compile --no-build-isolation -c constraints.txt -r $(VENV)/editable.txt -r requirements-dev.txt
-	$(PIP) install --quiet --no-compile --no-deps -c constraints.txt -r requirements-data.txt
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib nxdt_core plugins || true
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -r $(VENV)/editable.txt -r requirements-dev.txt
+	$(PIP) install --quiet --no-deps -c constraints.txt -r requirements-data.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
