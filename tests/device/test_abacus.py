@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from nxdt_core.checkpoint import load_model, read_manifest
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession
 from tests import processes
+from tests.calls import Call, run_in_turn
 from tests.device.building import CACHE
 from tests.sampling import asked, slow, slow_except
 
@@ -80,26 +80,22 @@ def train_on_both(recipe: str, *overrides: str) -> dict[str, Any]:
     return {"losses": losses, "host": on_host, "waited": waited, "types": types, "compiled": compiled}
 
 
-def call_each(calls: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]) -> dict[str, Any]:
-    """What each function returns for its arguments, one after the other in this process."""
-    return {name: function(*arguments) for name, (function, arguments) in calls.items()}
-
-
 @pytest.fixture(scope="module")
 def returned(
     request: pytest.FixtureRequest, abacus_cache: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What functions return that the tests of this run ask for, all in one process; others compare with ``llama``."""
-    calls: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-        "llama": (train_on_both, MODELS["llama"]),
-        "resumed": (resume_with, (str(tmp_path_factory.mktemp("resumed")),)),
-        "dropless": (refuse_dropless, ()),
+    calls = {
+        "llama": Call(1, train_on_both, MODELS["llama"]),
+        "resumed": Call(1, resume_with, (str(tmp_path_factory.mktemp("resumed")),)),
+        "dropless": Call(1, refuse_dropless, ()),
     }
-    calls |= {model: (train_on_both, MODELS[model]) for model in asked(request, "model")}
-    calls |= {f"{optimizer} rejects": (reject_steps, (optimizer,)) for optimizer in asked(request, "optimizer")}
+    calls |= {model: Call(1, train_on_both, MODELS[model]) for model in asked(request, "model")}
+    calls |= {f"{optimizer} rejects": Call(1, reject_steps, (optimizer,)) for optimizer in asked(request, "optimizer")}
     plain = {layout: single(layout) for layout in asked(request, "layout")}
-    calls |= {layout: (train_on_host, words) for layout, words in plain.items() if words != MODELS["llama"]}
-    return RankPool(1).run(call_each, calls, environment={CACHE: abacus_cache}, timeout_s=40 * len(calls))[0]
+    calls |= {layout: Call(1, train_on_host, words) for layout, words in plain.items() if words != MODELS["llama"]}
+    found = run_in_turn(calls, environment={CACHE: abacus_cache}, timeout_s=40 * len(calls))
+    return {name: result for name, (result,) in found.items()}
 
 
 @pytest.mark.parametrize("model", slow_except(MODELS, ("llama", "compiled", "rounded")))

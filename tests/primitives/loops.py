@@ -157,10 +157,5 @@ def with_the_api(config=None, options=None, forward=False):
     return losses, norms, weights
 
 
-def of_each(function, cases):
-    """What a function returns for the arguments of each case, one after the other in the same processes."""
-    return {name: function(*arguments) for name, arguments in cases.items()}
-
-
 def whole(value):
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()

@@ -10,8 +10,8 @@ from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_layers as layers
 from nxdt_core.primitives import parallel_state
-from nxdt_core.testing.ranks import RankPool
-from tests.primitives.loops import Decoder, batch, of_each
+from tests.calls import Call, run_in_turn
+from tests.primitives.loops import Decoder, batch
 from tests.sampling import asked, slow
 
 config, begin, adamw = nxd.neuronx_distributed_config, nxd.initialize_parallel_model, torch.optim.AdamW
@@ -173,13 +173,17 @@ def codes(path, table):
 @pytest.fixture(scope="module")
 def ended(request, tmp_path_factory):
     """What each rank found, by number of ranks: they go through all tables."""
-    cases = {table: (str(tmp_path_factory.mktemp(table)), table) for table in TABLES}
-    return {size: RankPool(size).run(of_each, codes, cases) for size in asked(request, "size")}
+    places = {table: str(tmp_path_factory.mktemp(table)) for table in TABLES}
+    calls = {table: (codes, (place, table)) for table, place in places.items()}
+    return {
+        size: run_in_turn({table: Call(size, *call) for table, call in calls.items()})
+        for size in asked(request, "size")
+    }
 
 
 @pytest.mark.parametrize("size", [slow(1), 2])
 @pytest.mark.parametrize("table", TABLES)
 def test_each_wrong_call_ends_in_its_code(ended, table, size):
     expected = {code: [code] * len(calls) for code, calls in TABLES[table].items()}
-    for found in ended[size]:
-        assert found[table] == expected
+    for found in ended[size][table]:
+        assert found == expected

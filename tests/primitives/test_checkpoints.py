@@ -6,7 +6,8 @@ import torch
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.testing.ranks import RankPool
-from tests.primitives.loops import Decoder, batch, groups_of, of_each
+from tests.calls import Call, run_in_turn
+from tests.primitives.loops import Decoder, batch, groups_of
 from tests.sampling import slow
 
 
@@ -61,10 +62,10 @@ def test_training_continues_from_a_tag_in_its_own_layout_and_in_another(tmp_path
     continued = RankPool(2).run(save_and_continue, path, TP, asynchronous)
     assert continued[0] == continued[1]
     content = {"steps": 2, "note": ["a", None]}
-    cases = {"its own": (path, TP, "step_2"), "another": (path, ZERO, "step_2")}
-    loaded = RankPool(2).run(of_each, load_and_continue, cases)
-    assert [each["its own"] for each in loaded] == [(content, continued[0])] * 2
-    for found, losses in (each["another"] for each in loaded):
+    configs = {"its own": TP, "another": ZERO}
+    loaded = run_in_turn({name: Call(2, load_and_continue, (path, each, "step_2")) for name, each in configs.items()})
+    assert loaded["its own"] == [(content, continued[0])] * 2
+    for found, losses in loaded["another"]:
         assert found == content
         assert losses == pytest.approx(continued[0], abs=1e-9)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from nxdt_core.testing.ranks import RankPool
+from tests.calls import Call, run_in_turn
 from tests.primitives import loops
-from tests.primitives.loops import in_plain_torch, of_each, with_the_api
+from tests.primitives.loops import in_plain_torch, with_the_api
 from tests.sampling import asked, slow, slow_except
 
 PIPELINE = {"num_microbatches": loops.MICRO, "transformer_layer_cls": loops.Layer}
@@ -52,12 +52,11 @@ DEFAULT = {"pp2-virtual", "tp2-sp", "recompute"}
 def trained(request):
     """What each rank returned, by layout and by whether the caller calls forward; layouts of a size share ranks."""
     named = [(name, False) for name in asked(request, "name")] + [(name, True) for name in asked(request, "own")]
-    outcomes = {}
-    for size in {LAYOUTS[name][0] for name, _ in named}:
-        cases = {case: (*LAYOUTS[case[0]][1:], case[1]) for case in named if LAYOUTS[case[0]][0] == size}
-        found = RankPool(size).run(of_each, with_the_api, cases, timeout_s=60 * len(cases))
-        outcomes |= {case: [rank[case] for rank in found] for case in cases}
-    return outcomes
+    calls = {}
+    for name, own in named:
+        size, config, more = LAYOUTS[name]
+        calls[name, own] = Call(size, with_the_api, (config, more, own))
+    return run_in_turn(calls, timeout_s=60 * len(calls))
 
 
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, DEFAULT))

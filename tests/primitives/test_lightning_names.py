@@ -9,8 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.testing.ranks import RankPool
+from tests.calls import Call, run_in_turn
 from tests.primitives.lightning_programs import PIPELINE, fit, in_plain_torch, with_lightning
-from tests.primitives.loops import Decoder, of_each
+from tests.primitives.loops import Decoder
 from tests.sampling import asked, slow_except
 
 LAYOUTS = {
@@ -30,14 +31,13 @@ def close(row):
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
     """Directory of each layout, and what its ranks returned; layouts of a size share ranks."""
-    outcomes = {}
-    for size in {LAYOUTS[name][0] for name in asked(request, "name")}:
-        names = [name for name in LAYOUTS if name in asked(request, "name") and LAYOUTS[name][0] == size]
-        places = {name: tmp_path_factory.mktemp(name) for name in names}
-        cases = {name: (str(places[name]), *LAYOUTS[name][1:]) for name in names}
-        found = RankPool(size).run(of_each, with_lightning, cases, timeout_s=60 * len(cases))
-        outcomes |= {name: (places[name], [rank[name] for rank in found]) for name in names}
-    return outcomes
+    places = {name: tmp_path_factory.mktemp(name) for name in LAYOUTS if name in asked(request, "name")}
+    calls = {}
+    for name, place in places.items():
+        size, *arguments = LAYOUTS[name]
+        calls[name] = Call(size, with_lightning, (str(place), *arguments))
+    found = run_in_turn(calls, timeout_s=60 * len(calls))
+    return {name: (place, found[name]) for name, place in places.items()}
 
 
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, ("dp2-accumulated", "pp2-own")))

@@ -8,7 +8,7 @@ from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_state
 from nxdt_core.testing.ranks import RankPool
-from tests.primitives.loops import of_each
+from tests.calls import Call, run_in_turn
 
 DIMENSIONS = ("tensor_model", "data", "pipeline_model")
 
@@ -44,7 +44,7 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def found_on_ranks():
     """What four ranks found in one layout after the other."""
-    return RankPool(4).run(of_each, places, CONFIGS)
+    return run_in_turn({layout: Call(4, places, arguments) for layout, arguments in CONFIGS.items()})
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,7 @@ def found_on_ranks():
     ],
 )
 def test_groups_are_those_of_the_layout(found_on_ranks, layout, groups):
-    for rank in found_on_ranks:
-        after, found = rank[layout]
+    for after, found in found_on_ranks[layout]:
         assert after
         assert tuple(found.values()) == groups
 

@@ -11,7 +11,8 @@ from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_layers
 from nxdt_core.testing.ranks import RankPool
-from tests.primitives.loops import Decoder, batch, groups_of, of_each, whole
+from tests.calls import Call, run_in_turn
+from tests.primitives.loops import Decoder, batch, groups_of, whole
 from tests.sampling import slow_except
 
 PIPELINE = {"pipeline_parallel_size": 2, "pipeline_config": {"num_microbatches": 2}}
@@ -200,22 +201,22 @@ def loaded(tmp_path_factory):
     torch.save({"model": weights}, path / "whole.pt")
     cases = {form: (str(path / form), TP, form == "xser", True) for form in FORMS}
     cases |= {name: (str(path / "whole.pt"), config, False, False) for name, config in (("tp2", TP), ("pp2", PIPELINE))}
-    return weights, RankPool(2).run(of_each, load_into_another, cases)
+    return weights, run_in_turn({name: Call(2, load_into_another, arguments) for name, arguments in cases.items()})
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_files_of_nxd_core_are_read_in_their_layout(loaded, form):
-    weights, ranks = loaded
-    for found in ranks:
-        assert found[form].keys() == weights.keys()
-        assert all(torch.equal(found[form][name], value) for name, value in weights.items())
+    weights, by_case = loaded
+    for found in by_case[form]:
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 def test_a_file_of_whole_tensors_is_sharded_as_it_is_loaded(loaded):
-    weights, ranks = loaded
+    weights, by_case = loaded
     for layout in ("tp2", "pp2"):
-        assert {name for found in ranks for name in found[layout]} == weights.keys()
-        assert all(torch.equal(weights[name], value) for found in ranks for name, value in found[layout].items())
+        assert {name for found in by_case[layout] for name in found} == weights.keys()
+        assert all(torch.equal(weights[name], value) for found in by_case[layout] for name, value in found.items())
 
 
 @pytest.fixture

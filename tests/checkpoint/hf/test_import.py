@@ -39,8 +39,8 @@ from nxdt_core.training.weights import importing
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
 from nxdt_core.training.weights.saved_config import saved_config
+from tests.calls import Call, in_turn
 from tests.checkpoint.hf.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
-from tests.checkpoint.layouts.sharded import Call, in_turn
 from tests.parallel.matrix.training import whole
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from unittest import mock
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,6 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box
-from nxdt_core.testing.ranks import RankPool
 
 SHAPES = {
     "embed": (10, 6),  # by rows over tensor parallel ranks, and again, unevenly, over data parallel ones
@@ -46,7 +43,6 @@ SHAPES = {
 PLACEMENTS = {"embed": Shard(0), "column": Shard(0), "row": Shard(1), "expert": Shard(0)}
 """Over tensor parallel ranks; the others lie whole on each."""
 STEP = 5
-Name = TypeVar("Name")
 
 
 def whole(name: str, offset: float = 0.0) -> torch.Tensor:
@@ -104,46 +100,6 @@ def optimizer_state(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         local = moment.to_local() if isinstance(moment, DTensor) else moment
         local.add_(0.5).mul_(2)
     return {**moments, **{f"{name}/step": torch.tensor(3.0) for name in held}}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call on the first ``world`` ranks: on all ranks of a pool, or on one."""
-
-    world: int
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
-def in_turn(calls: Sequence[Call]) -> list[Any]:
-    """Make calls one after the other in this process; returns the result of each, None where this rank has no part."""
-    results = []
-    for call in calls:
-        if int(os.environ["RANK"]) >= call.world:
-            results.append(None)
-            continue
-        with mock.patch.dict(os.environ, WORLD_SIZE=str(call.world), LOCAL_WORLD_SIZE=str(call.world)):
-            results.append(call.function(*call.arguments))
-    return results
-
-
-def run_in_turn(calls: Mapping[Name, Call]) -> dict[Name, list[Any]]:
-    """Make calls in as few processes as possible, since starting one costs more than a call.
-
-    Args:
-        calls: by name. Those on one rank are made in the smallest pool of the others.
-
-    Returns:
-        By name, what each rank returned.
-    """
-    small = min((call.world for call in calls.values() if call.world > 1), default=1)
-    found: dict[Name, list[Any]] = {}
-    for world in sorted({max(call.world, small) for call in calls.values()}):
-        names = [name for name, call in calls.items() if max(call.world, small) == world]
-        reports = RankPool(world).run(in_turn, [calls[name] for name in names], timeout_s=120)
-        for place, name in enumerate(names):
-            found[name] = [report[place] for report in reports[: calls[name].world]]
-    return found
 
 
 def in_group(work: Callable[[Ranks], Any]) -> Any:

@@ -20,8 +20,9 @@ from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.testing.stores.memory import MemoryStorage
+from tests.calls import Call, in_turn
 from tests.checkpoint.layouts.dcp_ranks import error_in, read_in, refused_in, write_in
-from tests.checkpoint.layouts.sharded import SHAPES, STEP, Call, Layout, in_turn, save_in, whole
+from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, save_in, whole
 from tests.sampling import slow
 
 

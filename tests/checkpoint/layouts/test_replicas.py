@@ -16,7 +16,7 @@ from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
-from tests.checkpoint.layouts.sharded import Call, in_turn
+from tests.calls import Call, in_turn
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration

@@ -26,8 +26,9 @@ from nxdt_core.checkpoint.write.assignment import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Box, Held
 from nxdt_core.testing.ranks import RankPool
+from tests.calls import Call, run_in_turn
 from tests.checkpoint.layouts import sharded
-from tests.checkpoint.layouts.sharded import SHAPES, STEP, Call, Layout, run_in_turn, whole
+from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
 from tests.sampling import slow
 
 LAYOUTS = {

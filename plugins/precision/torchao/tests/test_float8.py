@@ -16,9 +16,9 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.precision_contract import PrecisionContract
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
+from tests.calls import Call, run_in_turn
 from tests.sampling import asked, slow_except
 
 SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -122,11 +122,6 @@ def train(overrides):
     return losses, chosen
 
 
-def train_each(every):
-    """What :func:`train` gives for each of several lists of overrides, one after another on this rank."""
-    return [train(overrides) for overrides in every]
-
-
 @pytest.fixture(scope="module")
 def in_bfloat16():
     """``in_bfloat16(*overrides)``: losses of one process without float8."""
@@ -136,15 +131,11 @@ def in_bfloat16():
 @pytest.fixture(scope="module")
 def in_float8(request):
     """By layout: what each rank gives. Layouts of as many ranks share their processes, which have imported torchao."""
-    wanted: dict[int, list[str]] = {}
+    calls = {}
     for layout in asked(request, "layout"):
-        wanted.setdefault(LAYOUTS[layout][0], []).append(layout)
-    found = {}
-    for world, layouts in wanted.items():
-        every = [(f"trainer.devices={world}", "precision.type=float8", *LAYOUTS[layout][1]) for layout in layouts]
-        of_ranks = [train_each(every)] if world == 1 else RankPool(world).run(train_each, every, timeout_s=600)
-        found.update(zip(layouts, zip(*of_ranks, strict=True), strict=True))
-    return found
+        world, overrides = LAYOUTS[layout]
+        calls[layout] = Call(world, train, ((f"trainer.devices={world}", "precision.type=float8", *overrides),))
+    return run_in_turn(calls, timeout_s=600)
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("lora", "autocast-zero3", "tp2-sp")))
