@@ -21,6 +21,7 @@ from nxdt_core.devices import PROFILES, DeviceProfile, available_type, current_d
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError
+from nxdt_core.kernel.discovery.metadata import read_metadata_file
 
 __all__ = ["Device", "Environment", "Package", "environment", "problems_of_run"]
 
@@ -179,11 +180,9 @@ def _package(name: str) -> Package:
 def _is_placeholder(name: str) -> bool:
     """Whether the package's modules say that it is the wrong one; none is imported."""
     found = distribution(name)
-    record = csv.reader(
-        (found.read_text("RECORD") or "").splitlines()
-    )  # ``files`` makes a path of each, 12,000 of torch
-    files = (row[0] for row in record if row and row[0].endswith(".py") and row[0].count("/") <= 1)
-    modules = (Path(str(found.locate_file(file))) for file in files)
+    record = read_metadata_file(found, "RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
+    files = (row[0] for row in csv.reader(record.splitlines()) if row)
+    modules = (Path(str(found.locate_file(file))) for file in files if file.endswith(".py") and file.count("/") <= 1)
     return any(_PLACEHOLDER.search(module.read_bytes()) for module in modules if module.is_file())
 
 

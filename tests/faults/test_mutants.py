@@ -46,7 +46,7 @@ def test_every_mutant_is_tried():
 
 
 DEFAULT = ("prune before the commit", "ignore what a rank could not write")
-"""Of the two ways to notice one each: what is kept, and what the save told; they lose data without a word."""
+"""Of the two ways to notice one each: what is kept, and what the save told; they lose data silently."""
 
 
 @pytest.mark.parametrize("mutant", slow_except(FAULTS, DEFAULT))

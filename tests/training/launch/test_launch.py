@@ -54,7 +54,7 @@ def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tm
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
-    """By default ``test_launch_joined.py`` shows what is told, and ``run/test_monitoring.py`` that the run ends."""
+    """By default ``test_launch_joined.py`` shows the message, and ``run/test_monitoring.py`` that the run ends."""
     process = faulty(tmp_path, "SIGKILL 1 2")
     status, _, err = finish(process)
     # torch logs "W1122 …" on machines without Triton.
@@ -66,7 +66,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_bug_of_one_rank_has_one_traceback_and_its_name(tmp_path):
-    """By default ``test_launch_joined.py`` shows what is told, and ``launchers/test_lost_node.py`` how the run ends."""
+    """By default ``test_launch_joined.py`` shows the message, and ``launchers/test_lost_node.py`` how the run ends."""
     status, _, err = finish(faulty(tmp_path, "raise 1 2"))
     assert status == 1
     assert err.count("Traceback (most recent call last)") == 1

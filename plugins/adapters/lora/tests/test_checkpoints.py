@@ -73,7 +73,7 @@ def run(tmp_path, fresh_run):
 
     def trained(name: str, *overrides: str) -> Path:
         directory = tmp_path / name
-        if directory.exists() or any("/" in each for each in overrides):  # it goes on, or names other files
+        if directory.exists() or any("/" in each for each in overrides):  # it resumes, or names other files
             train(load(RUN, [f"name={name}", f"exp_manager.exp_dir={tmp_path}", *overrides]))
         else:
             shutil.copytree(fresh_run(*overrides), directory, symlinks=True)

@@ -59,7 +59,7 @@ def test_a_payload_in_any_file_of_nxd_is_refused_and_named(
     import_all(nxd, builder)
 
 
-@pytest.mark.parametrize("dress", slow_except([*DRESSES], ("torch",)))  # no file is opened, whatever is in it
+@pytest.mark.parametrize("dress", slow_except([*DRESSES], ("torch",)))  # no file is opened
 def test_markers_of_nxd_are_names_and_not_read(nxd: Path, builder: ModelBuilder, marker: Path, dress: str) -> None:
     for name in ("checkpoint", "done", "scheduler.pt", "newest"):
         (nxd / name).write_bytes(dressed(dress, marker))

@@ -150,8 +150,8 @@ def base_of(key: str) -> tuple[Any, list[str]]:
 
 
 def checked(key: str, kernel: Kernel) -> tuple[list[str], list[str]]:
-    """The codes of what is said of the key itself, and of what it selects; and the notes that it has no effect,
-    whatever else is set, which only a configuration without problems has."""
+    """The codes of what is said of the key itself, and of what it selects; and the notes that it has no effect
+    with any other settings, which only a configuration without problems has."""
     source, beside = base_of(key)
     try:
         notes = config.load(source, [*beside, f"{key}={json.dumps(value_of(key))}"], kernel=kernel).notes
