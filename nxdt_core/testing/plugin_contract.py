@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.testing.unread_keys import NamesRead, names_read, unread_keys
 
 __all__ = ["PluginContract"]
 
@@ -151,6 +153,25 @@ class PluginContract:
             missing = [name for name in keys_of(cls) if not documented.get(name)]
             assert not missing, f"these keys of {cls.__name__} have no docstring below them: {', '.join(missing)}"
 
+    def test_every_key_is_read(self, components: Sequence[RegisteredComponent]) -> None:
+        """Code of the package or of the core reads each key, so that none is accepted and then ignored.
+
+        A key that is deliberately ignored says so: ``Annotated[bool, NoEffect("reason")]``. A package that takes all
+        keys at once, for example with ``dataclasses.asdict``, is not checked.
+        """
+        for each in components:
+            cls = each.load_config()
+            if cls is None:
+                continue
+            package = cls.__module__.partition(".")[0]
+            names = _names_read(package)
+            own = {name for name, key in keys_of(cls).items() if key.owner.__module__.partition(".")[0] == package}
+            unread = [name for name in unread_keys(cls, names) if name in own and not _core_reads(name)]
+            assert names.take_all or not unread, (
+                f"no code reads these keys of {cls.__name__}: {', '.join(unread)}; use them, remove them, or annotate "
+                "them with NoEffect and a reason"
+            )
+
     def test_every_section_comes_back_from_a_file(self, components: Sequence[RegisteredComponent]) -> None:
         """Its defaults, written as YAML and read again, are the same; one with required keys has no defaults."""
         for each in components:
@@ -212,6 +233,28 @@ def _started(*path: str) -> Kernel:
     """The plugins of ``sys.path``: the tests of several share what this process finds."""
     del path
     return Kernel.start()
+
+
+@cache
+def _names_read(package: str) -> NamesRead:
+    """Return what the Python files of a package or module read."""
+    return names_read(_sources(package))
+
+
+@cache
+def _core_reads(name: str) -> bool:
+    """Return whether code of the core reads an attribute of this name, such as ``lr`` of any optimizer."""
+    word = re.compile(rb"\.%s\b|[\"']%s[\"']" % (2 * (re.escape(name.encode()),)))
+    return any(word.search(path.read_bytes()) for path in _sources("nxdt_core"))
+
+
+def _sources(package: str) -> list[Path]:
+    """Return the Python files of a package, or the file of a module."""
+    spec = find_spec(package)
+    assert spec is not None, f"the package {package!r} cannot be found"
+    if spec.submodule_search_locations is None:
+        return [Path(str(spec.origin))]
+    return [path for place in spec.submodule_search_locations for path in sorted(Path(place).rglob("*.py"))]
 
 
 def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:

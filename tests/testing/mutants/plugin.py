@@ -30,10 +30,12 @@ class Section:
 
     lr: float = 0.1
     """Peak learning rate."""
+    decay_of_means: float = 0.9
+    """Decay of the running means."""
 
 
 def build(groups, config):
-    return None
+    return config.decay_of_means
 '''
 RECIPE = "# Trains nothing.\nbase: recipe:llama-tiny\ntrainer: {max_steps: 3}\n"
 README = "Install it: pip install NAME\n"
@@ -55,6 +57,8 @@ MUTANTS = {
     },
     "NamesAMissingTarget": {"entry": ENTRY.replace("build:build", "build:make")},
     "LeavesAKeyWithoutText": {"build": BUILD.replace('    """Peak learning rate."""\n', "")},
+    "ReadsEveryKeyAtOnce": {"build": BUILD.replace("config.decay_of_means", "vars(config)")},
+    "ReadsNoKey": {"build": BUILD.replace("config.decay_of_means", "None")},
     "SaysNothingOfItsComponent": {"entry": ENTRY.replace("a test's", "")},
     "HasAWrongRecipe": {"recipe": RECIPE.replace("max_steps", "max_stepz")},
     "IsNotTyped": {"typed": False},

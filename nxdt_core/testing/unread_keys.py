@@ -1,0 +1,98 @@
+"""Keys of a configuration section that no code reads: a user who sets one would notice no effect.
+
+This is a check of source code, not of a run. A name that code reads anywhere counts as read, so a key with a common
+name, such as ``name``, is never reported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxdt_core.config.annotations import AliasOf, Deprecated, NoEffect, XlaOnly
+from nxdt_core.config.fields.keys import keys_of
+from nxdt_core.config.fields.types import Choice, Nothing, OneOf, Shape
+
+_ANNOUNCED = (AliasOf, Deprecated, NoEffect, XlaOnly)
+"""Annotations that say where a value goes instead, or that it goes nowhere."""
+_TAKE_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "vars"})
+"""Names by which code reads all keys of a section at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamesRead:
+    """Names that source files read."""
+
+    attributes: frozenset[str]
+    """Attributes that are read, such as ``rank`` of ``config.rank``, and the names of functions and variables."""
+    strings: frozenset[str]
+    """Parts of strings that are dotted names, such as ``"model"`` and ``"rank"`` of ``"model.rank"``."""
+    patterns: tuple[re.Pattern[str], ...]
+    """Formatted strings that compose a name, such as ``f"create_{name}_logger"``."""
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the files read an attribute of this name, or have it in a string."""
+        named = name in self.attributes or name in self.strings
+        return named or any(pattern.fullmatch(name) for pattern in self.patterns)
+
+    @property
+    def take_all(self) -> bool:
+        """Whether some code reads all fields of a dataclass at once, as :func:`dataclasses.asdict` does."""
+        return not _TAKE_ALL.isdisjoint(self.attributes)
+
+
+def names_read(sources: Iterable[Path], *, declarations: Collection[Path] = ()) -> NamesRead:
+    """Return the names that Python source files read.
+
+    Args:
+        sources: files to parse.
+        declarations: those of ``sources`` whose strings do not count, because they document keys.
+
+    Raises:
+        SyntaxError: a file is not valid Python.
+    """
+    attributes: set[str] = set()
+    strings: set[str] = set()
+    patterns: set[str] = set()
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                attributes.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                attributes.add(node.id)
+            elif path in declarations:
+                continue
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if re.fullmatch(r"[\w.]+", node.value):
+                    strings.update(node.value.split("."))
+            elif isinstance(node, ast.JoinedStr):
+                patterns.update(_patterns(node))
+    return NamesRead(frozenset(attributes), frozenset(strings), tuple(re.compile(each) for each in sorted(patterns)))
+
+
+def unread_keys(cls: type, names: NamesRead) -> list[str]:
+    """Return the keys of the section ``cls`` that are not among ``names``, in their order.
+
+    Left out are keys whose annotation says that they have no effect, and keys with one possible value.
+    """
+    return [
+        name
+        for name, key in keys_of(cls).items()
+        if name not in names and not any(key.mark(kind) for kind in _ANNOUNCED) and not _has_one_value(key.shape)
+    ]
+
+
+def _patterns(node: ast.JoinedStr) -> list[str]:
+    """Return a regular expression for each dotted part of a formatted string that has a gap and some letters."""
+    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+    parts = [part for part in text.split(".") if "*" in part and re.fullmatch(r"[\w*]*\w{3,}[\w*]*", part)]
+    return [part.replace("*", r"\w+") for part in parts]
+
+
+def _has_one_value(shape: Shape) -> bool:
+    """Return whether a key allows one value other than null, so that there is nothing to read."""
+    members = shape.members if isinstance(shape, OneOf) else (shape,)
+    return all(isinstance(each, Nothing) or (isinstance(each, Choice) and len(each.values) == 1) for each in members)

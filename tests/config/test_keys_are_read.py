@@ -1,0 +1,54 @@
+"""Every key of the core and of its plugins is read somewhere, or says that it has no effect."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nxdt_core.api import KINDS
+from nxdt_core.config.fields.keys import keys_of
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.kernel import Kernel
+from nxdt_core.testing.unread_keys import names_read, unread_keys
+
+ROOT = Path(__file__).parents[2]
+PASSED_ON = "nxdt_core.config.schema.alignment"
+"""Its keys are passed on to adapters and objectives, under the names of their own keys."""
+
+
+@cache
+def product():
+    sources = [*ROOT.glob("nxdt_core/**/*.py"), *ROOT.glob("plugins/*/*/src/**/*.py")]
+    return names_read(sources, declarations=[*ROOT.glob("nxdt_core/config/schema/*.py")])
+
+
+def sections():
+    """Return the class of every section, by its name."""
+    registry = Kernel.start().registry
+    targets = [component.record.config for kind in KINDS for component in registry.all(kind.name)]
+    waiting = [RunConfig]
+    for target in targets:
+        if target and target.startswith("nxdt_"):
+            module, _, attribute = target.partition(":")
+            waiting.append(getattr(importlib.import_module(module), attribute))
+    found = {}
+    while waiting:
+        cls = waiting.pop(0)
+        if cls.__module__ != PASSED_ON:
+            found[f"{cls.__module__}.{cls.__name__}"] = cls
+        waiting += [key.section for key in keys_of(cls).values() if key.section is not None]
+    return found
+
+
+@pytest.mark.parametrize("cls", sections().values(), ids=lambda cls: cls.__name__)
+def test_every_key_is_read_or_says_that_it_has_no_effect(cls):
+    assert unread_keys(cls, product()) == []
+
+
+def test_a_name_that_no_code_reads_is_not_read():
+    assert "a_key_of_no_code" not in product()
+    assert "tensor_model_parallel_size" in product()
+    assert "create_wandb_logger" in product(), "its name is composed"
