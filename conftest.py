@@ -22,6 +22,15 @@ sys.dont_write_bytecode = False
 os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/terminal/test_encodings.py tries others
 locale.setlocale(locale.LC_ALL, "")
 
+_RANK_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+} - os.environ.keys()
+"""By which a process knows that it is a rank; tests that a rank runs keep its own."""
 pytest_plugins = ["nxdt_plugin_s3.testing.server"]
 
 
@@ -90,13 +99,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Fail a test that leaves a process group behind, and end the group: later tests would fail in its place."""
-    distributed = sys.modules.get("torch.distributed")
-    same_module = nextitem is not None and nextitem.path == item.path  # a fixture of the module may hold the group
-    if distributed is None or same_module or not distributed.is_available() or not distributed.is_initialized():
+    """Fail a test that leaves a process group or the variables of a rank behind, and remove them: later tests would
+    fail in its place."""
+    if nextitem is not None and nextitem.path == item.path:  # a fixture of the module may hold them
         return
-    distributed.destroy_process_group()
-    pytest.fail(f"{item.path.name} leaves a torch process group behind: close the engine or end the group")
+    left = _RANK_VARIABLES & os.environ.keys()
+    for name in left:
+        del os.environ[name]
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        left.add("a torch process group")
+    if left:
+        pytest.fail(f"{item.path.name} leaves {', '.join(sorted(left))} behind: close the engine or use monkeypatch")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import yaml
@@ -53,6 +54,12 @@ class LauncherContract:
     """Name of the record, which the files of a job must give to ``NXDT_LAUNCHER`` if the launcher joins, too."""
     capabilities: ClassVar[frozenset[str]] = frozenset({"join", "submit"})
     """Of the record."""
+
+    @pytest.fixture(autouse=True)
+    def environment_restored(self) -> Iterator[None]:
+        """Undo what a launcher writes into the environment: later tests would take this process for a rank."""
+        with mock.patch.dict(os.environ):
+            yield
 
     @pytest.fixture
     def factory(self) -> Callable[[], Launcher]:
@@ -168,15 +175,11 @@ class LauncherContract:
         """It reads the mapping that it gets, writes no variables, and says the same again."""
         before = dict(os.environ)
         launcher = factory()
-        try:
-            for variables in environments:
-                first, again = launcher.join(variables), launcher.join(MappingProxyType(dict(variables)))
-                assert first == again, f"join returned {first}, and {again} when it was asked again"
-            changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
-            assert not changed, f"join must not write variables, nxdt does; it changed {', '.join(sorted(changed))}"
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        for variables in environments:
+            first, again = launcher.join(variables), launcher.join(MappingProxyType(dict(variables)))
+            assert first == again, f"join returned {first}, and {again} when it was asked again"
+        changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+        assert not changed, f"join must not write variables, nxdt does; it changed {', '.join(sorted(changed))}"
 
     def test_a_launcher_that_submits_nothing_says_so(
         self, factory: Callable[[], Launcher], job: Job, options: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,13 @@ def test_every_requirement_is_met_by_a_right_one_and_broken_by_a_mutant(outcomes
     requirements = {name for name in dir(LauncherContract) if name.startswith("test_")}
     assert {test for name, test in outcomes.passed if name in RIGHT} == requirements
     assert set().union(*CAUGHT_BY.values()) == requirements
+
+
+def test_a_launcher_that_writes_variables_leaves_none_to_later_tests() -> None:
+    before = os.environ.keys() - {"PYTEST_CURRENT_TEST"}
+    ended = run_contract(FILE, [], [("WritesVariables", RANK)])
+    assert (ended.passed, ended.failed) == ({("WritesVariables", RANK)}, set())
+    assert os.environ.keys() - {"PYTEST_CURRENT_TEST"} == before
 
 
 def test_every_mutant_is_expected() -> None:
