@@ -84,7 +84,7 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """What the kernel knows of a component without importing its implementation.
+    """What the kernel knows about a component without importing its implementation.
 
     Raises:
         BadComponentRecord: a name, an alias, a reference or a set of capabilities is malformed.
@@ -93,7 +93,7 @@ class Component:
     name: str
     """Short name, as written in the YAML: ``mixtral``. Letters, digits, ``_ . + -``; no colon."""
     target: str
-    """Where the implementation lies, ``package.module:attribute``; imported when a run asks for it."""
+    """Location of the implementation, ``package.module:attribute``; imported when a run uses it."""
     config: str | None = None
     """``package.module:Dataclass`` of the component's own section; its module must not import torch."""
     summary: str = ""
@@ -101,11 +101,11 @@ class Component:
     aliases: tuple[str, ...] = ()
     """Other short names, such as those of an older schema."""
     capabilities: frozenset[str] = frozenset()
-    """What the implementation does, in the words of :data:`CAPABILITIES` for its kind. What an engine, a model or an
-    optimizer does not declare, no configuration may ask of it."""
+    """Names from :data:`CAPABILITIES` for the component's kind that say what the implementation does. A configuration
+    may not require a capability that its engine, model or optimizer does not declare."""
     requires: frozenset[str] = frozenset()
-    """Capabilities that the run's engine must always declare for this component. What depends on the values of the
-    section is answered by its dataclass (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
+    """Capabilities that the run's engine must always declare for this component. The section's dataclass reports
+    those that depend on its values (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
@@ -345,7 +345,7 @@ KINDS: tuple[Kind, ...] = (
         StorageComponent,
         "checkpoint_storage:CheckpointStorage",
         "checkpoint.uri",
-        "where checkpoint bytes lie",
+        "stores of checkpoint files",
     ),
     _kind(
         "checkpoint_format",

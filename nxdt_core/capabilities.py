@@ -63,11 +63,11 @@ _MODEL = {
 }
 
 _OPTIMIZER = {
-    "sharded": "updates parameters of which a rank holds a shard: element by element, or by ParameterShard",
+    "sharded": "updates parameters that are sharded over ranks: element by element, or by ParameterShard",
 }
 
 _LAUNCHER = {
-    "join": "tells a process that something started its place in the run",
+    "join": "determines the place in the run of a process that another program started",
     "submit": "writes the files of a job and submits them: nxdt launch NAME",
 }
 

@@ -81,7 +81,7 @@ class DeviceOperations:
 
 
 class HostOperations(DeviceOperations):
-    """Operations of the host's own memory, of which there are no numbered devices and no second generator."""
+    """Operations on host memory, which has no numbered devices and no second random-number generator."""
 
     def is_available(self, device_type: str) -> bool:
         """Return True."""

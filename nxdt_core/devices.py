@@ -53,11 +53,11 @@ class DeviceProfile:
     """``torch.device.type``."""
     process_group_backend: str
     lightning_accelerator: str | None = None
-    """Name under which Lightning knows the device type; None where it does not, and is given an accelerator of ours."""
+    """Name under which Lightning knows the device type; None if it does not, and is given an accelerator of nxdt."""
     operations: DeviceOperations = field(default_factory=DeviceOperations)
-    """What processes ask of it at run time."""
+    """Operations that processes call at run time."""
     host: bool = False
-    """Whether its tensors are in host memory: then it has no memory and no random-number generator of its own."""
+    """Whether its tensors are in host memory; it then has no separate memory or random number generator."""
     cache_bound_kernels: bool = False
     """Whether kernels are paced by a core's cache rather than by launches: few passes and small chunks win."""
     fused_optimizers: bool = False

@@ -26,11 +26,11 @@ _KINDS = {
 
 
 class NotRegularFile(OSError):
-    """Something else than a regular file stands under a name; ``strerror`` says what."""
+    """A name belongs to something other than a regular file; ``strerror`` says what it is."""
 
 
 def kind_of(mode: int) -> str:
-    """Return what a mode of ``os.stat`` is of, with its article: ``a symbolic link``; empty for a regular file."""
+    """Return the kind of file of an ``os.stat`` mode, such as ``a symbolic link``; empty for a regular file."""
     return _KINDS.get(stat.S_IFMT(mode), "" if stat.S_ISREG(mode) else "a special file")
 
 
@@ -38,20 +38,20 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, fol
     """Open a regular file and return its descriptor; never blocks on a pipe or a device.
 
     Args:
-        path: the file. The directories that lead to it are followed as always.
-        flags: of ``os.open``; ``O_TRUNC`` empties the file once it is known to be a regular one.
-        mode: of a file that ``O_CREAT`` makes.
+        path: the file. Symbolic links among its parent directories are followed as usual.
+        flags: flags for ``os.open``; ``O_TRUNC`` empties the file once it is known to be a regular one.
+        mode: mode of a file that ``O_CREAT`` creates.
         follow: whether ``path`` itself may be a symbolic link.
 
     Raises:
         NotRegularFile: a link, pipe, device, socket or, for writing, a file with further names (hard links).
-        OSError: as ``os.open``; a directory is an ``IsADirectoryError``.
+        OSError: as for ``os.open``; a directory is an ``IsADirectoryError``.
     """
     blocking = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | blocking | (0 if follow else os.O_NOFOLLOW), mode)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link; a pipe or socket that nobody reads
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link; a pipe or socket that no process reads
             require_regular(path, follow=follow)
         raise
     try:

@@ -2,8 +2,8 @@
 
 Usage: python scripts/prose.py [PATH ...]    without paths: every tracked file that a reader sees
 
-Checked are Markdown outside code, and in Python docstrings and string literals: help texts, errors, descriptions of
-configuration keys. Tests and comments are not, nor is the notebook of decisions, whose entries are not rewritten.
+Checked are Markdown outside code, and in Python docstrings, comments and string literals: help texts, errors,
+descriptions of configuration keys. Tests are not, nor is the notebook of decisions, whose entries are not rewritten.
 In the README, the guide for contributors and ``docs/``, a sentence of prose has at most 25 words.
 A line with ``prose: allow`` in a comment is skipped.
 
@@ -14,9 +14,11 @@ without a network, and proselint has no rules of a project's own.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +32,8 @@ WORDS = {
     r"thereby|thereof|therein|whence": "by this, of it, so",
     r"shall": "must, is to",
     r"mend(?:s|ed|ing)?": "fix",
-    r"(?:is|are|was|were|be|been|being) told": "receives, is reported",
-    r"tells? of|told of": "describe, report, name",
+    r"told": "receives, is reported",
+    r"tells?(?! (?:\w+ )?apart)": "report, show, describe, name",
     r"go(?:es|ing)? on(?! to)|went on": "continue, resume",
     r"in silence|without a word": "silently",
     r"to the bit": "bitwise identical",
@@ -39,11 +41,13 @@ WORDS = {
     r"to be had": "available",
     rf"(?<!there\s)(?:is|are|was|were) no(?! (?:{_COMPARED})\b) [`\w]+": "is not a",
     r"learning-rate curves?": "learning-rate schedule",
-    r"(?:lies|lie|lay|lain) (?:at|in|on|beside|between|within|outside|inside|there|below|above)": "is",
+    r"lies|lie|lay(?! out)|lain": "is, is stored",
     r"beside": "next to, with, compared with",
     r"others? than that": "another",
     r"as it were": "nothing: leave it out",
-    r"(?:stands?|stood) (?:in|at|beside|below|above|there|here|for itself|alone)": "is",
+    r"(?:stands?|stood)(?! (?:in )?for\b)": "is",
+    r"of (?:its|their|one's|your) own": "its own, a separate",
+    r"thrice|hence|thus|whilst|amongst|lest": "three times, so, while, among, so that not",
     r"what there is": "the name of the thing",
     r"ha(?:s|ve) become of": "happened to",
     r"which are there|that is there": "existing",
@@ -173,8 +177,11 @@ def paragraphs(markdown: str) -> Iterator[tuple[int, str]]:
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and source text of every literal with a space, without the expressions in braces."""
+    """Yield line and source text of every comment, and of every literal with a space without expressions in braces."""
     lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
     within: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):

@@ -1,8 +1,8 @@
 """Copying a committed checkpoint from any store to any other, byte for byte. Torch-free.
 
-Every block is compared with its digest on its way, so that a damaged source ends the copy and is never spread. Data
-files go first and the manifest last, in one atomic write: until then the destination holds an unfinished step, and
-the same copy, done again, takes up what is there. A file counts as there once its size is right and the file of its
+Every block is compared with its digest during the copy, so that a damaged source ends the copy and never spreads.
+Data files are written first and the manifest last, in one atomic write. Until then the destination holds an unfinished
+step, and a repeated copy keeps the files that are complete. A file is complete if its size is right and the file of its
 digests, which is written after it, is the one that the manifest names.
 """
 
@@ -64,7 +64,7 @@ def copy_checkpoint(
         threads: files that are copied at the same time; each takes a block of memory, and what the stores need.
         deep: read the files that are there already and compare them with their digests, too.
         progress: called from any thread with the number of bytes that are newly known to be there.
-        trusted: keys of which one must have signed the checkpoint; None requires no signature.
+        trusted: keys, one of which must have signed the checkpoint; None requires no signature.
 
     Raises:
         CheckpointNotFound: nothing is committed under ``step`` at the source.
@@ -169,7 +169,7 @@ class _Copy:
         self._progress = progress
 
     def file(self, name: str) -> str | None:
-        """Copy the file ``name`` unless it is there; returns its name where it was copied."""
+        """Copy the file ``name`` unless the destination has it; return its name if it was copied."""
         if self._is_kept(name):
             self._progress(self._manifest.files[name].size_bytes)
             return None

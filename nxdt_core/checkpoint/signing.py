@@ -108,13 +108,13 @@ class TrustedKeys:
         """Return the signature of a checkpoint that one of the keys has signed, and refuse any other.
 
         Args:
-            storage: where the checkpoint lies.
-            manifest: of the checkpoint.
+            storage: the store that holds the checkpoint.
+            manifest: the manifest of the checkpoint.
             data: the bytes that ``manifest`` was decoded from.
 
         Raises:
             CheckpointNotTrusted: a subclass that says why.
-            CheckpointDamaged: the file of the signature is something else.
+            CheckpointDamaged: the signature file does not hold a signature.
         """
         known, where = self.fingerprints, f"{storage.uri}/{step_name(manifest.step)}"
         signature = read_signature(storage, manifest)
@@ -187,7 +187,7 @@ def _read_key(path: Path, kind: str, load: Callable[[bytes], Any]) -> Any:
         return load(data)
     except TypeError as error:
         raise _unusable(path, kind, "it is encrypted with a passphrase") from error
-    except Exception as error:  # the library raises ValueError and errors of its own
+    except Exception as error:  # the library raises ValueError and its own errors
         raise _unusable(path, kind, f"it does not hold a {kind} key in PEM") from error
 
 

@@ -31,11 +31,11 @@ class TorchFileRefused(Exception):
 
 
 def read_torch_file(path: Path, allowed: list[Any]) -> Any:
-    """Return what ``path`` holds; its tensors are mapped, and cost no memory until they are used.
+    """Return what ``path`` holds; its tensors are memory-mapped and use no memory until they are accessed.
 
     Args:
-        path: of the file.
-        allowed: as of ``torch.serialization.safe_globals``.
+        path: the file.
+        allowed: as for ``torch.serialization.safe_globals``.
 
     Raises:
         TorchFileRefused: it names a class or function that is not allowed; none was called.
@@ -47,14 +47,14 @@ def read_torch_file(path: Path, allowed: list[Any]) -> Any:
             refused = sorted(get_unsafe_globals_in_checkpoint(str(path)))
             if not refused:
                 return torch.load(path, map_location=HOST, weights_only=True, mmap=True)
-        except Exception as error:  # whatever a forged or torn file makes the loader stumble over
+        except Exception as error:  # any error that a forged or incomplete file causes in the loader
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise TorchFileDamaged(reason.rstrip(".")) from error
     raise TorchFileRefused(refused)
 
 
 def _check_archive(path: Path) -> None:
-    """See that the file holds its bytes as they are: a compressed archive could unfold to any size."""
+    """Check that the file stores its bytes uncompressed: a compressed archive could expand to any size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()

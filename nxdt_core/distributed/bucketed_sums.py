@@ -35,7 +35,7 @@ def copy_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
-    """A function of its own, so that the flat copy is gone before that of the next bucket is made."""
+    """Sum one bucket in a separate function, which frees its flat copy before the next bucket's copy is made."""
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.all_reduce(flat, group=group)
     copy_out(flat, bucket)

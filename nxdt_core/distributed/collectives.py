@@ -118,20 +118,20 @@ def exchanged_while(
     splits: Sequence[tuple[Sequence[int], Sequence[int]]],
     group: dist.ProcessGroup,
 ) -> list[torch.Tensor]:
-    """Send the rows of each part to ranks, compute with what arrives, and send the results back.
+    """Send the rows of each part to ranks, compute with the rows that arrive, and send the results back.
 
     While one part is computed, the next one is on its way to the ranks, and the results of the preceding one are on
-    their way back. Backward does the same from the last part to the first one: autograd runs what was called last
-    first, and each of the two halves of an exchange is a call of its own.
+    their way back. Backward does the same from the last part to the first one: autograd runs the last call first, and
+    each of the two halves of an exchange is a separate call.
 
     Args:
-        compute: called with the number of a part and the rows that have arrived; it returns as many rows.
-        parts: [rows of the part, ...]; all ranks have equally many parts.
+        compute: called with the number of a part and the rows that have arrived; it returns the same number of rows.
+        parts: [rows of the part, ...]; all ranks have the same number of parts.
         splits: for each part, the rows that go to each rank and those that come from each.
-        group: of a device with an all-to-all.
+        group: a process group of a device that has an all-to-all.
 
     Returns:
-        The results of each part, in the place of its rows.
+        The results of each part, in the order of its rows.
     """
     returning, following = [], _Exchange(parts[0], *splits[0], group)
     for number, (outgoing, incoming) in enumerate(splits):
@@ -172,7 +172,7 @@ class PendingGather:
         self._work = all_gather_single(self._whole, self._part, group=group, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """Return what :func:`gather_along` returns, as soon as it is there."""
+        """Return what :func:`gather_along` returns, as soon as it has arrived."""
         self._work.wait()
         return _along(self._whole, self._part.shape, self._dim, self._group)
 

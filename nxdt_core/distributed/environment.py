@@ -1,8 +1,9 @@
-"""What a launcher tells a process about its place, in environment variables. No torch, and nothing is started here.
+"""The place that a launcher assigns to a process, in environment variables. No torch, and nothing is started here.
 
-Three ways are known: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, which torchrun, the
-elastic agent and most others set; those of MPI (:mod:`nxdt_core.distributed.mpi`); and those that ``srun`` sets for
-each task (:mod:`nxdt_core.distributed.slurm`). Launchers of plugins are asked by :mod:`nxdt_core.launch.joining`.
+Three sets of variables are supported. torchrun, the elastic agent and most other launchers set ``RANK``,
+``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. ``mpirun`` sets those of MPI
+(:mod:`nxdt_core.distributed.mpi`), and ``srun`` sets its own for each task (:mod:`nxdt_core.distributed.slurm`).
+:mod:`nxdt_core.launch.joining` calls launchers of plugins.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nxdt_core.protocols.launcher import Place
 __all__ = ["LAUNCHER_VARIABLE", "OWN_LAUNCHERS", "join_usual", "place_from_environment"]
 
 LAUNCHER_VARIABLE = "NXDT_LAUNCHER"
-"""Names the launcher whose variables count, where those of several are set."""
+"""Names the launcher whose variables are used if those of several launchers are set."""
 
 _USUAL = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -29,7 +30,7 @@ _Join = Callable[[Mapping[str, str], str], Place | None]
 
 
 def place_from_environment(environment: Mapping[str, str] | None = None) -> Place:
-    """Read the place of this process; a world of one where nothing says otherwise.
+    """Read the place of this process; without any variables it is alone in a world of one process.
 
     The usual variables come first, then MPI's (whose ``mpirun`` may itself be started by ``srun``), then Slurm's.
     ``NXDT_LAUNCHER`` names one of them.
@@ -106,7 +107,7 @@ _ALWAYS: Mapping[str, tuple[str, ...]] = {
     "slurm": ("SLURM_PROCID",),
     "local": (),
 }
-"""Variables of which each sets one, also where it starts a single process."""
+"""Variables by launcher: it sets at least one of them, even for a single process."""
 OWN_LAUNCHERS = frozenset(_JOINS)
 """Names of launchers that are read here, without plugins."""
 

@@ -1,7 +1,7 @@
-"""What torch's flight recorder knows of this process's collectives: how many began and ended, and which was the last.
+"""Collectives of this process in torch's flight recorder: how many began and ended, and which was the last.
 
-Backends keep a ring of their newest collectives. Gloo's and NCCL's rings are read here; a backend or a version of
-torch without one gives zeros.
+Backends keep a ring of their newest collectives. Gloo's and NCCL's rings are read here; the figures are zero for a
+backend or a version of torch without one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``mpirun`` tells each process about its place: variables of Open MPI, MVAPICH, and of PMI (MPICH, Intel MPI)."""
+"""The place that ``mpirun`` assigns to each process: variables of Open MPI, MVAPICH, and of PMI (MPICH, Intel MPI)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _IMPLEMENTATIONS = (
 )
 
 MPI_SIZES = tuple(names.size for names in _IMPLEMENTATIONS)
-"""Variables with the number of processes, of which every ``mpirun`` sets one."""
+"""Variables with the number of processes; every ``mpirun`` sets one of them."""
 
 
 def join_mpi(variables: Mapping[str, str], host: str) -> Place | None:

@@ -22,8 +22,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``local`` as this rank's elements of a tensor that is distributed as ``tensor``; as it is where that is
-    plain."""
+    """Return ``local`` as this rank's elements of a tensor that is distributed like ``tensor``; unchanged if ``tensor``
+    is plain."""
     if not isinstance(tensor, DTensor):
         return local
     placed: torch.Tensor = DTensor.from_local(
@@ -33,11 +33,11 @@ def placed_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def piece_of(tensor: torch.Tensor | Piece, name: str = "a tensor") -> Piece:
-    """This rank's elements of ``tensor`` and their box in the whole; a piece is returned as it is.
+    """Return this rank's elements of ``tensor`` and their box in the whole; a piece is returned unchanged.
 
     Args:
         tensor: plain tensors are whole.
-        name: of the tensor, for messages.
+        name: name of the tensor, for messages.
 
     Raises:
         TensorStateUnsupported: the tensor is distributed as partial sums, or torch gives another place than the one

@@ -1,8 +1,8 @@
 """This process among all: joining and leaving the process group, and agreement between hosts.
 
-Tensors on devices are communicated by the parts of ``parallel`` over the groups of the mesh; here is what
-surrounds the steps: flags, names, decisions. All of it goes over a group of its own on the hosts, so that it waits for
-no device and never mixes with the collectives of training.
+``parallel`` communicates tensors on devices over the groups of the mesh. This module communicates what surrounds the
+steps: flags, names, decisions. It uses a separate group on the hosts, so that it waits for no device and never mixes
+with the collectives of training.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Ranks:
         self._group = _host_group(timeout)
 
     def start_alone(self, device: torch.device) -> None:
-        """Give a world of one process a group of its own, for what cannot do without one."""
+        """Give a world of one process its own group, for code that requires one."""
         if dist.is_initialized():
             return
         backend = profile_of(device).process_group_backend
@@ -114,13 +114,13 @@ class Ranks:
         self._group, self._owns_default = dist.group.WORLD, True
 
     def sibling(self, *, timeout_s: float) -> Ranks:
-        """Return the same processes over a group of its own, for a thread that communicates in parallel with this one.
+        """Return the same processes over a separate group, for a thread that communicates in parallel with this one.
         Collective.
 
-        It ends with this one.
+        The group ends when this one stops.
 
         Args:
-            timeout_s: longest wait within one collective.
+            timeout_s: the longest wait within one collective.
         """
         other = Ranks(self.place)
         if self.world_size > 1 and self._group is not None:

@@ -1,4 +1,4 @@
-"""What ``srun`` tells each task about its place, in ``SLURM_…`` variables."""
+"""The place that ``srun`` assigns to each task, in ``SLURM_…`` variables."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Caches of compiled graphs: the folder that ``compiler_cache_url`` names, and which graphs came from torch's cache.
 
-Which variable names the folder is the engine's to say. Importing this imports no torch, parts of which make a folder
-for compiled graphs when they are imported.
+The engine decides which variable names the folder. Importing this module does not import torch, parts of which create a
+folder for compiled graphs when they are imported.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def check_folder_writable(folder: Path, *, setting: str) -> None:
 
 
 def check_torch_folder() -> None:
-    """See that torch can make its folder for compiled graphs. Lightning imports what makes it, in any run.
+    """Check that torch can create its folder for compiled graphs. Lightning imports code that creates it, in any run.
 
     Raises:
-        CompileCacheNotWritable: it cannot.
+        CompileCacheNotWritable: the folder cannot be created or written.
     """
     if named := os.environ.get(TORCH_FOLDER):
         check_folder_writable(Path(named), setting=TORCH_FOLDER)

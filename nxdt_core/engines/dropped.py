@@ -198,7 +198,7 @@ def _source(value: Any, dropped: DroppedTensors) -> Any:
 
 
 class _OfGraph(Dropped):
-    """The result of :class:`_Again`, whose backward then needs no computation of its own."""
+    """The result of :class:`_Again`; making it also builds the graph that the backward of that function needs."""
 
     def __init__(self, node: Any) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class _Again(torch.autograd.Function):
 
 
 def _graph(ctx: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Inputs and output of the function, computed once more under autograd."""
+    """Return inputs and output of the function, recomputed under autograd."""
     if ctx.graph is None:
         needed = [ctx.needs_input_grad[1 + place] for place in ctx.places]
         tensors = zip(ctx.saved_tensors, needed, strict=True)

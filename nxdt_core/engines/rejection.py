@@ -18,11 +18,11 @@ class DeviceRejection:
     """Restores weights and optimizer state after a step whose rejection only the device knows.
 
     The step runs in any case, on gradients of zeros where it is rejected. ``torch.where`` then takes the old values or
-    the new ones. This needs a second copy of weights and state during the step; devices that compile whole steps make
-    it without memory of its own.
+    the new ones. This needs a second copy of weights and state during the step; devices that compile whole steps
+    need no additional memory for it.
 
-    Counters that the optimizer keeps on the host, such as the step of Adam, cannot know. They count rejected steps,
-    too, until :meth:`settle` takes these off.
+    Counters that the optimizer keeps on the host, such as the step of Adam, do not depend on the rejection. They also
+    count rejected steps until :meth:`settle` subtracts them.
     """
 
     def __init__(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 from nxdt_core.visible_text import visible
 
-__all__ = ["NxdtError", "listing"]
+__all__ = ["NxdtError", "either", "listing", "one_of"]
 
 
 @dataclass_transform(kw_only_default=True)
@@ -68,6 +69,17 @@ class NxdtError(Exception):
 
 def _rebuild(cls: type[NxdtError], data: dict[str, Any]) -> NxdtError:
     return cls(**data)
+
+
+def either(words: Sequence[str]) -> str:
+    """Join alternatives for a sentence: ``a, b or c``."""
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def one_of(names: Sequence[str], limit: int = 8) -> str:
+    """Join names that a user can choose from, for a sentence: ``'a', 'b' or 3 more``."""
+    more = len(names) - limit
+    return either([*map(repr, names[:limit]), *([f"{more} more"] if more > 0 else [])])
 
 
 def listing(names: tuple[str, ...] | list[str], limit: int = 8) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import NxdtError, listing, one_of
 
 __all__ = [
     "BadMessage",
@@ -93,7 +93,7 @@ class RolesOutOfOrder(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         position = f"follows {self.before!r}" if self.before else "speaks first"
-        return {**super()._view(), "position": position, "wanted": " or ".join(map(repr, self.allowed))}
+        return {**super()._view(), "position": position, "wanted": one_of(self.allowed)}
 
 
 class EmptyTurn(NxdtError):
@@ -172,11 +172,11 @@ class TemplateNeedsToken(NxdtError):
 
 
 class NotAChatTokenizer(NxdtError):
-    """A tokenizer that cannot tell where in a text its tokens lie."""
+    """A tokenizer that does not return the positions of its tokens in a text."""
 
     code = "NXDT-D320"
-    happened = "The tokenizer ({tokenizer}) cannot tell where in a text its tokens lie; chat data need that."
-    remedy = "Take data.tokenizer.library: huggingface, with the tokenizer.json of the same model."
+    happened = "The tokenizer ({tokenizer}) does not return the positions of tokens in a text, and chat data need them."
+    remedy = "Set data.tokenizer.library: huggingface, and use the tokenizer.json of the same model."
     tokenizer: str
 
 

@@ -100,7 +100,7 @@ class CheckpointDamaged(StorageError):
 
 
 class CheckpointIsNoFile(CheckpointDamaged):
-    """A symbolic link, a pipe or a device stands where a file or directory of a checkpoint should be."""
+    """A symbolic link, a pipe or a device is in the place of a file or directory of a checkpoint."""
 
     code = "NXDT-S019"
     happened = "nxdt does not open {where}: {reason}."
@@ -153,7 +153,7 @@ class CheckpointConflict(StorageError):
 
     code = "NXDT-S014"
     happened = "{where} was committed by another process meanwhile: {reason}."
-    remedy = "See that no second job writes to this checkpoint.uri, then run the same command again."
+    remedy = "Make sure that no second job writes to this checkpoint.uri, then run the same command again."
 
 
 class TensorNotInCheckpoint(StorageError):
@@ -172,7 +172,7 @@ class TensorStateUnsupported(UnsavableState):
 
 
 class CheckpointRankFailed(StorageError):
-    """Another rank met a bug while all of them saved or loaded; that rank tells its traceback."""
+    """Another rank failed with a bug while all ranks saved or loaded; that rank prints its traceback."""
 
     code = "NXDT-S017"
     happened = "Rank {rank} failed at {where}: {reason}."
@@ -244,8 +244,8 @@ class StoreInUse(StorageError):
     code = "NXDT-S040"
     happened = "{where} belongs to {owner}: {reason}."
     remedy = (
-        "Two runs in one place would delete each other's checkpoints: give this one a place of its own (name, or "
-        "checkpoint.uri), or stop the other and run the same command again."
+        "Two runs that share a store would delete each other's checkpoints: give this run its own store (name, or "
+        "checkpoint.uri), or stop the other run, then run the same command again."
     )
     owner: str
 
@@ -279,8 +279,8 @@ class SaveTookTooLong(StorageError):
     code = "NXDT-S051"
     happened = "The save {where} was not done in time: {reason}."
     remedy = (
-        "Checkpoints committed before are intact. See that the store answers on every node, then run the same command "
-        "again; checkpoint.deadline_s allows more time."
+        "Checkpoints committed before are intact. Make sure that the store answers on every node, then run the same "
+        "command again; checkpoint.deadline_s allows more time."
     )
 
 

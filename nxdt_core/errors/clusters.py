@@ -46,7 +46,7 @@ class NotStartedByLauncher(NxdtError):
 
 
 class CannotSubmit(NxdtError):
-    """``nxdt launch`` with a launcher that only tells processes their place."""
+    """``nxdt launch`` with a launcher that only joins processes and submits no jobs."""
 
     code = "NXDT-P112"
     happened = "The launcher {launcher!r} joins processes that something else has started, and submits no jobs."

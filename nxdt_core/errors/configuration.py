@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
 __all__ = [
     "BadComponentChoice",
@@ -101,7 +101,7 @@ class ConfigFileNotFound(ConfigProblem):
     candidates: tuple[str, ...] = ()
 
     def _view(self) -> dict[str, Any]:
-        near = f"Did you mean {listing(self.candidates, 3)}?" if self.candidates else "Check the path."
+        near = f"Did you mean {one_of(self.candidates, 3)}?" if self.candidates else "Check the path."
         return {**super()._view(), "near": near}
 
 
@@ -165,7 +165,7 @@ class UnknownRecipe(ConfigProblem):
     """What makes the plugin usable that has the recipe."""
 
     def _view(self) -> dict[str, Any]:
-        near = f"Did you mean {listing(self.candidates)}?" if self.candidates else "'nxdt recipes list' shows all."
+        near = f"Did you mean {one_of(self.candidates)}?" if self.candidates else "'nxdt recipes list' shows all."
         near = f"{self.advice[0].upper()}{self.advice[1:]}." if self.advice else near
         return {**super()._view(), "near": near}
 
@@ -188,7 +188,7 @@ class UnknownKey(ConfigProblem):
         if self.unneeded:
             near = f"It is a key of {self.program}: {self.unneeded}. Leave it out."
         elif self.candidates:
-            near = f"Did you mean {' or '.join(repr(name) for name in self.candidates)}?"
+            near = f"Did you mean {one_of(self.candidates)}?"
         else:
             near = f"Known here: {listing(self.known)}." if self.known else "The component takes no keys."
         return {**super()._view(), "near": near}
@@ -228,8 +228,8 @@ class BadInterpolation(ConfigProblem):
     candidates: tuple[str, ...] = ()
 
     def _view(self) -> dict[str, Any]:
-        meant = " or ".join(f"${{{name}}}" for name in self.candidates)
-        return {**super()._view(), "near": f"Did you mean {meant}?" if meant else self.advice}
+        meant = [f"${{{name}}}" for name in self.candidates]
+        return {**super()._view(), "near": f"Did you mean {either(meant)}?" if meant else self.advice}
 
 
 class ConflictingKeys(ConfigProblem):
@@ -380,7 +380,7 @@ class CapabilityMissing(ConfigProblem):
     """Components of the kind that declare it."""
 
     def _view(self) -> dict[str, Any]:
-        other = f", or set {self.selector} to {listing(self.others, 3)}" if self.others else ""
+        other = f", or set {self.selector} to {one_of(self.others, 3)}" if self.others else ""
         ways = (
             f"{self.instead}{other}. For its authors: add '{self.capability}' to the capabilities of the record once "
             "the component does this."

@@ -46,7 +46,7 @@ class DataFileNotFound(NxdtError):
     candidates: tuple[str, ...] = ()
 
     def _view(self) -> dict[str, Any]:
-        near = f"; nearby lies {listing(self.candidates)}" if self.candidates else ""
+        near = f"; found nearby: {listing(self.candidates)}" if self.candidates else ""
         return {**super()._view(), "near": near}
 
 
@@ -254,7 +254,7 @@ class TokenizerFileNotFound(NxdtError):
     candidates: tuple[str, ...] = ()
 
     def _view(self) -> dict[str, Any]:
-        near = f"; nearby lies {listing(self.candidates)}" if self.candidates else ""
+        near = f"; found nearby: {listing(self.candidates)}" if self.candidates else ""
         return {**super()._view(), "near": near}
 
 

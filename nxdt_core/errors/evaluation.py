@@ -44,7 +44,7 @@ class NothingToJudge(NxdtError):
 
 
 class QuestionTooLong(NxdtError):
-    """A question of which the model would see the end alone."""
+    """A question so long that the model would see only its end."""
 
     code = "NXDT-E009"
     happened = (

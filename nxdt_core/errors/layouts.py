@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import NxdtError, listing, one_of
 
 __all__ = [
     "LAYOUT_KEYS",
@@ -234,7 +234,7 @@ class UnknownPipelineCut(NxdtError):
     last: str
 
     def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "meant": f"Did you mean {listing(self.close)}? " if self.close else ""}
+        return {**super()._view(), "meant": f"Did you mean {one_of(self.close)}? " if self.close else ""}
 
 
 class PipelineCutsDoNotFit(NxdtError):

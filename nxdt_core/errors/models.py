@@ -131,9 +131,9 @@ class WeightsDoNotFit(NxdtError):
     extra: list[str]
     shapes: list[str]
     saved: list[str] | None = None
-    """Of a checkpoint of ours: keys of the model, with values, that its run had otherwise."""
+    """For an nxdt checkpoint: keys of the model that differed in its run, with the values of that run."""
     directory: str | None = None
-    """Of another program's weights: where they lie."""
+    """For another program's weights: their directory."""
     says_sizes: bool = False
     """Whether that directory has a ``config.json``."""
 

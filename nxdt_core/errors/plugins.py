@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
 __all__ = [
     "AmbiguousComponent",
@@ -77,7 +77,7 @@ class UnknownComponent(NxdtError):
         if self.install:
             ways.append(f"Install it: pip install {self.install}.")
         if self.close:
-            ways.append(f"Did you mean {' or '.join(map(repr, self.close))}?")
+            ways.append(f"Did you mean {one_of(self.close)}?")
         ways += _amends(self.unusable)
         if self.available:
             ways.append(f"Available: {listing(self.available)}.")
@@ -100,7 +100,7 @@ class AmbiguousComponent(NxdtError):
     """Distribution and version of each offer."""
 
     def _view(self) -> dict[str, Any]:
-        written = " or ".join(map(repr, self.offers))
+        written = one_of(self.offers)
         by = " and ".join(map(_offerer, self.dists, self.offers))
         return {**super()._view(), "by": by, "written": written}
 
@@ -116,7 +116,7 @@ class UnknownKind(NxdtError):
     available: tuple[str, ...]
 
     def _view(self) -> dict[str, Any]:
-        hint = f"Did you mean {' or '.join(map(repr, self.close))}? " if self.close else ""
+        hint = f"Did you mean {one_of(self.close)}? " if self.close else ""
         return {**super()._view(), "hint": hint, "kinds": listing(self.available, limit=20)}
 
 
@@ -133,7 +133,7 @@ class UnknownScheme(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         hint = f"Install the plugin: pip install {self.install}. " if self.install else ""
-        schemes = " or ".join(f"{name}://" for name in self.available) or "no scheme"
+        schemes = either([f"{name}://" for name in self.available]) if self.available else "no scheme"
         return {**super()._view(), "bad": _unusable(self.unusable), "hint": hint, "schemes": schemes}
 
 
@@ -282,7 +282,7 @@ def _amends(unusable: tuple[str, ...]) -> list[str]:
 
 
 def _offerer(dist: str, offer: str) -> str:
-    """Distribution and version; a plugin file has neither and goes by its name."""
+    """Distribution and version; a plugin file has neither and is called by its name."""
     if dist.strip() != _LOCAL:
         return dist
     plugin = offer.partition(":")[0]
@@ -317,7 +317,7 @@ class UnknownErrorCode(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         close = get_close_matches(self.wanted, self.known, n=3, cutoff=0.8)
-        return {**super()._view(), "near": f"Did you mean {' or '.join(map(repr, close))}? " if close else ""}
+        return {**super()._view(), "near": f"Did you mean {one_of(close)}? " if close else ""}
 
 
 class BadPluginName(NxdtError):

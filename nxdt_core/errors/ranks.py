@@ -67,7 +67,7 @@ class WorldSizeMismatch(NxdtError):
 
 
 class NodePlaceMissing(NxdtError):
-    """A run over several nodes that cannot tell which of them this one is."""
+    """A run over several nodes in which the number of this node is unknown."""
 
     code = "NXDT-P043"
     happened = "trainer.num_nodes is {num_nodes}, no launcher started this process, and {names} is not set."
@@ -218,7 +218,7 @@ class RankHung(NxdtError):
 
 
 class OutOfMemory(NxdtError):
-    """A device or a host without enough memory for what was asked."""
+    """A device or a host without enough memory for a request."""
 
     code = "NXDT-P049"
     happened = "Rank {rank} on {host} ran out of memory on {device}: {usage}.{part}"
@@ -230,6 +230,6 @@ class OutOfMemory(NxdtError):
     host: str
     device: str
     usage: str
-    """Bytes in use and in all, as far as the device tells."""
+    """Bytes in use and in total, as far as the device reports them."""
     part: str = ""
     """A sentence on the part of the estimate that was exceeded, with a space before it."""

@@ -91,7 +91,7 @@ class CheckpointSignatureWrong(CheckpointNotTrusted):
 
 
 class CheckpointDigestsWeak(CheckpointNotTrusted):
-    """A signed manifest whose digests anybody can match with other bytes."""
+    """A signed manifest whose digests are so weak that anyone can construct other bytes for them."""
 
     code = "NXDT-S137"
     happened = "{where} is refused although it is signed: {reason}."

@@ -95,7 +95,7 @@ class RunAlreadyHasCheckpoints(NxdtError):
 
 
 class NoCheckpointToResume(NxdtError):
-    """Told to resume, and there is nothing to resume from."""
+    """The run must resume, and there is no checkpoint to resume from."""
 
     code = "NXDT-T006"
     happened = "There is no good checkpoint at {uri} to resume from."
@@ -170,8 +170,8 @@ class NotOurModule(NxdtError):
     code = "NXDT-T040"
     happened = "NxdtStrategy drives an NxdtModule, and trainer.fit was given a {found}."
     remedy = (
-        "Pass NxdtModule(config) or a subclass of it. A loss of your own is an objective plugin, or the attribute "
-        "objective of a subclass; a model of your own is a model plugin."
+        "Pass NxdtModule(config) or a subclass of it. A custom loss is an objective plugin, or the attribute "
+        "objective of a subclass; a custom model is a model plugin."
     )
     found: str
 
@@ -192,7 +192,7 @@ class NotOurBatch(NxdtError):
     happened = "A training or validation step was given a {found} instead of the micro-batches of a global batch."
     remedy = (
         "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
-        "nxdt_core.training.data.StepInput. Data of your own are a dataloader plugin."
+        "nxdt_core.training.data.StepInput. Custom data come from a dataloader plugin."
     )
     found: str
 

@@ -1,4 +1,4 @@
-"""The ranks of one node as children of torch's elastic agent, which starts each in a session of its own."""
+"""The ranks of one node as children of torch's elastic agent, which starts each in a separate session."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from nxdt_core.torch_versions import run_agent
 __all__ = ["run_ranks"]
 
 _AGENT_SIGNALS = "SIGHUP,SIGQUIT"
-"""What the agent passes on by itself. SIGINT and SIGTERM are the launcher's: the agent would send them once more to
-ranks that a scheduler has signalled already, and a second one means to stop at once."""
+"""Signals that the agent itself forwards. The launcher handles SIGINT and SIGTERM: the agent would send them again to
+ranks that a scheduler has already signalled, and a second signal stops a rank immediately."""
 
 
 def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[str]) -> Mapping[int, int]:
     """Run the same command on each rank of this node until all have ended.
 
     Args:
-        config: what the command is about.
-        node: this one.
-        port: of the store at which nodes and ranks meet.
-        command: its verb and options.
+        config: the configuration of the command.
+        node: this node.
+        port: port of the store at which nodes and ranks meet.
+        command: verb and options of the command.
 
     Returns:
-        Exit code by rank, of those that failed or were stopped because others had; negative for signals.
+        Exit codes by rank, of ranks that failed or were stopped because others had failed; negative for signals.
     """
-    # Its accounts of failures, as warnings and errors in a format of its own, would come before ours.
+    # The agent would report failures before nxdt does, as warnings and errors in another format.
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
@@ -60,5 +60,5 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
 
 
 def _cores() -> int:
-    """Cores that this process may use. (Ranks that each start a thread a core are slower than one process.)"""
+    """Cores that this process may use. (Ranks that each start one thread per core are slower than one process.)"""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

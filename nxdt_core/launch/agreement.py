@@ -25,16 +25,16 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 __all__ = ["check_agreement", "check_world_size"]
 
 _MAY_DIFFER = frozenset({"data.num_workers", "plugins.local"})
-"""Keys that each host may set for itself: threads that read ahead, and where a plugin's file lies (the files are
+"""Keys that each host may set for itself: threads that read ahead, and the path of a plugin's file (the files are
 compared)."""
 _ABSENT = "absent"
 
 
 def check_world_size(config: ResolvedConfig, place: Place) -> None:
-    """Refuse another number of processes than the configuration speaks of.
+    """Refuse a number of processes that differs from the configuration.
 
     Raises:
-        WorldSizeMismatch: it is another one.
+        WorldSizeMismatch: the number differs.
     """
     trainer = config.run.trainer
     if place.world_size != trainer.devices * trainer.num_nodes:
@@ -62,8 +62,8 @@ def check_agreement(config: ResolvedConfig, ranks: RankAgreement) -> None:
 
 
 def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
-    """What must be equal: name of the fact → its value. Of a value that must not be shown, a digest with ``salt``,
-    which no message tells."""
+    """Return what must be equal: name of the fact → its value. For a value that must not be shown, it is a digest with
+    ``salt``, which appears in no message."""
     facts = {
         "version of nxdt": __version__,
         "version of torch": torch.__version__,

@@ -143,11 +143,11 @@ def write(job: Job, submission: Submission, *, force: bool = False) -> tuple[Pat
 
 
 def submit(job: Job, submission: Submission) -> str:
-    """Give a job whose files are written to its scheduler, and return what that says.
+    """Submit a job whose files are written to its scheduler, and return the scheduler's output.
 
     Raises:
         SubmitCommandMissing: the scheduler's program is not installed here.
-        SubmitFailed: it refuses the job.
+        SubmitFailed: the scheduler refuses the job.
     """
     program = submission.command[0]
     command = shlex.join(submission.command)

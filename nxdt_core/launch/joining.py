@@ -1,8 +1,8 @@
-"""The place of this process, asked of the launcher that ``NXDT_LAUNCHER`` names where a plugin brings it.
+"""The place of this process, from the launcher that ``NXDT_LAUNCHER`` names if a plugin provides it.
 
-The core's own launchers are read by :func:`nxdt_core.distributed.environment.place_from_environment`, without plugins.
-A plugin's is asked only where it is named: the variable is the operator's word that the plugin may be imported, before
-any configuration with ``plugins.allow`` has been read.
+:func:`nxdt_core.distributed.environment.place_from_environment` reads the core's own launchers, without plugins. A
+plugin's launcher is called only if the variable names it. By naming it, the operator permits the import of the plugin
+before any configuration with ``plugins.allow`` has been read.
 """
 
 from __future__ import annotations

@@ -105,6 +105,6 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         }
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Return one entry for each parameter; a tied head has none of its own."""
+        """Return one entry for each parameter; a tied head has no separate entry."""
         tied = self.config.share_embeddings_and_output_weights
         return tuple(key for key in self.config.hf_family.keys if not (tied and key.name == "lm_head.weight"))

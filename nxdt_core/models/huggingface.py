@@ -36,7 +36,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),
     "quantization_config": (None,),
 }
-"""Keys of theirs of which these values are implemented."""
+"""Keys of their configuration → the values of them that are implemented."""
 
 IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that a directory may contain and that no parameter takes: rotary tables of old exports, and the head next to
@@ -64,7 +64,7 @@ SWIGLU_MODULES: Mapping[str, str] = {
 
 
 def weight_keys(modules: Mapping[str, str]) -> tuple[KeyMap, ...]:
-    """Return one entry for the ``weight`` of each module, whose names are given ours → theirs."""
+    """Return one entry for the ``weight`` of each module; ``modules`` maps our names to theirs."""
     return tuple(KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",)) for ours, theirs in modules.items())
 
 

@@ -71,10 +71,10 @@ class _Repeated(AbstractContextManager[None]):
         _BLOCKS.remove(self)
 
     def next(self) -> list[int] | None:
-        """Return what the first computation read at this place; None where it read no more."""
+        """Return what the first computation read at this place; None if it read nothing more."""
         self._read += 1
         return self._values[self._read - 1] if self._read <= len(self._values) else None
 
 
 _BLOCKS: list[_Recorded | _Repeated] = []
-"""Those that are entered, of the process and not of a thread: autograd recomputes in threads of its own."""
+"""Entered contexts of the process, not of a thread: autograd recomputes in its own threads."""

@@ -10,7 +10,7 @@ __all__ = ["GatedSiLU", "SwiGLU"]
 
 
 class GatedSiLU(nn.Module):
-    """``silu(gate) * up``; a module of its own so that it can be recomputed alone."""
+    """``silu(gate) * up``, as a separate module so that it can be recomputed alone."""
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Return ``silu(gate) * up``; both are [..., ffn_hidden_size]."""

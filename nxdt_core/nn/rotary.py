@@ -106,7 +106,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of ``positions`` [..., seq]: float32 [..., seq, 1, head_dim / 2], to broadcast over heads."""
-        if self.frequency.dtype != torch.float32:  # somebody cast the whole model; bf16 frequencies are 0.4 % off
+        if self.frequency.dtype != torch.float32:  # the whole model was cast; bf16 frequencies are 0.4 % off
             self.reset_buffers()
         angle = positions[..., None, None].float() * self.frequency
         return angle.cos(), angle.sin()

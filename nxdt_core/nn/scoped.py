@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @final
 class Scoped(Generic[T]):
-    """A value of the process, not of a thread: autograd runs what is recomputed in threads of its own.
+    """A value of the process, not of a thread: autograd recomputes in its own threads.
 
     Example::
 
@@ -30,8 +30,8 @@ class Scoped(Generic[T]):
         self.value = default
 
     def set(self, value: T) -> AbstractContextManager[None]:
-        """Set :attr:`value` within a block. What is returned may be entered again: a backward that is taken
-        apart recomputes twice."""
+        """Set :attr:`value` within a block. The returned context may be entered again: a backward that is split
+        recomputes twice."""
         return _Block(self, value)
 
 

@@ -1,9 +1,9 @@
 """Which ranks drop the same elements: those that hold the same values, and no others.
 
-Tensor parallel ranks hold the same hidden states outside of the tensor blocks and must drop the same of them; inside,
-and everywhere under sequence parallelism, each has values of its own. Data and context parallel ranks never hold the
-same tokens, and two modules never drop the same elements. Masks of hidden states are by position: each rank takes its
-part of them.
+Tensor parallel ranks hold the same hidden states outside the tensor blocks and must drop the same elements of them.
+Inside the blocks, and everywhere under sequence parallelism, each rank has different values. Data and context parallel
+ranks never hold the same tokens, and two modules never drop the same elements. Masks of hidden states are drawn by
+position, and each rank takes its part of them.
 """
 
 from __future__ import annotations

@@ -173,14 +173,14 @@ class GlobalBatch:
     def _global_weights(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Return the weights of the objective's terms, then that of the tokens, the divisor of auxiliary losses.
 
-        Sums over all data parallel ranks, on the device; one rank of those that read the same samples tells them.
+        Sums over all data parallel ranks, on the device; of the ranks that read the same samples, only one contributes.
         """
-        # From the host's copy of the batch, so that no kernel is waited for.
+        # Computed from the host's copy of the batch, without waiting for a kernel.
         of_batches = [
             torch.cat([self._objective.weight(batch).reshape(-1), batch.weight().reshape(1)]) for batch in micro_batches
         ]
         numerics, on_host = self._numerics, torch.stack(of_batches).sum(0)
-        # Without pinned memory a device may still read the host's copy when it is gone.
+        # Without pinned memory, a device may still read the host's copy after it is freed.
         weights = numerics.pinned(on_host).to(numerics.device, non_blocking=numerics.pins)
         if self._mesh.group("world") is None:
             return weights

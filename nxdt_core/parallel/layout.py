@@ -113,20 +113,20 @@ class LayoutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """This rank's pipeline stages; one, the whole model, without a pipeline."""
+    """This rank's pipeline stages; without a pipeline, one stage that is the whole model."""
 
     modules: tuple[nn.Module, ...]
     numbers: tuple[int, ...]
     """Number of each stage in the whole pipeline."""
     plan: ParallelPlan
-    """With what adapters changed."""
+    """Includes the changes of adapters."""
     rules: tuple[InitRule, ...]
     added: frozenset[str]
     """Parameters of the whole model that adapters added."""
     tensor_partial: frozenset[str]
     """Parameters whose gradient is a partial sum on each tensor parallel rank."""
     replica_partial: frozenset[str]
-    """Parameters of heads that several tensor parallel ranks hold; each sees the gradient of its own queries."""
+    """Parameters of heads that several tensor parallel ranks hold; each rank has only the gradient from its queries."""
     padded: Mapping[str, PaddedDim]
     """Parameters with heads of zeros, which no checkpoint sees."""
     sharded: bool
@@ -138,7 +138,7 @@ class Stages:
     routers: Mapping[str, int]
     """Number of experts by router of the whole model, those of other stages included."""
     gathers: tuple[WeightGather, ...] = ()
-    """Those of FSDP2 in which weights travel in other forms than it gives them."""
+    """Gathers of FSDP2 that send weights in another form than FSDP2 passes to them."""
 
 
 def lay_out(
@@ -148,7 +148,7 @@ def lay_out(
     precision: PrecisionPolicy,
     adapters: Sequence[Adapter] = (),
 ) -> Stages:
-    """Build this rank's stages on the meta device; no process but this one is asked.
+    """Build this rank's stages on the meta device, without communication.
 
     Raises:
         NxdtError: the model's plan does not allow the layout.
@@ -192,7 +192,7 @@ def lay_out(
             module, plan, mesh, sequence_parallel=options.sequence_parallel, sliced=options.sliced_tokens
         )
         apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
-        if mesh.sizes.tp > 1:  # asked once experts are cut: what tensor parallelism shards is no partial sum
+        if mesh.sizes.tp > 1:  # after experts are cut: what tensor parallelism shards has no partial sums
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)

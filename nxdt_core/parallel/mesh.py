@@ -1,7 +1,7 @@
-"""One mesh a run: the process groups and device meshes of its parallel dimensions, by name.
+"""One mesh per run: the process groups and device meshes of its parallel dimensions, by name.
 
 All of them are cut out of one mesh over the world, so that DTensor and FSDP2 can join any of them. Neighbouring ranks
-are tensor parallel; then come context, expert and data parallelism, and pipeline stages lie farthest apart.
+are tensor parallel; context, expert and data parallelism follow, and pipeline stages are the farthest apart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SPARSE = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 
 
 class ParallelMesh:
-    """Where this process lies along each dimension, and with whom it communicates there."""
+    """The position of this process along each dimension, and the processes it communicates with there."""
 
     def __init__(
         self, sizes: MeshSizes, root: DeviceMesh | None, *, rank: int = 0, timeout_s: float | None = None

@@ -261,7 +261,7 @@ def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 def _leaf(
     name: str, value: torch.Tensor, parameter: nn.Parameter, counts_on_device: bool
 ) -> tuple[str, torch.Tensor | int | float | bool]:
-    """A state entry as the optimizer had it: a number where the name says so, else a tensor of its own."""
+    """Return a state entry as the optimizer had it: a number where the name says so, else a separate tensor."""
     plain, _, number = name.partition("#")
     if number:
         return plain, value.item()

@@ -21,11 +21,11 @@ Result = TypeVar("Result")
 def binds(
     **no_effect: str,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Return a decorator of functions that refuse arguments which they do not have, and miss none that they need.
+    """Return a decorator of functions that refuse unknown arguments and require those without a default.
 
     Args:
         no_effect: arguments that are accepted, each with the reason why it has no effect. The first call that gives
-            one another value than its default logs a warning.
+            such an argument a value other than its default logs a warning.
 
     Raises:
         CallDoesNotBind: when the function is called: arguments that are missing, unknown or too many.
@@ -67,10 +67,10 @@ class TakenArguments:
             self._signature = None
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See that the function takes these.
+        """Check that the function accepts these arguments.
 
         Raises:
-            CallDoesNotBind: it does not.
+            CallDoesNotBind: it does not accept them.
         """
         if self._signature is None:
             return

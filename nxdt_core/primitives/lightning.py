@@ -137,7 +137,7 @@ class NeuronLTModule(pl.LightningModule):
         self._resume: tuple[CheckpointStorage, Manifest] | None = None
 
     def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
-        """Build the model on this rank, unless it is there. Collective."""
+        """Build the model on this rank, unless it exists already. Collective."""
         if getattr(self, "model", None) is None:
             expect("NeuronLTModule", "model_fn", self.model_fn, "a function", when=callable(self.model_fn))
             assert self.model_fn is not None
@@ -337,15 +337,15 @@ class NeuronXLAStrategy(NxdtStrategy):
             raise TrainerArgumentsIgnored(arguments=found)
 
     def model_to_device(self) -> None:
-        """Tell the module its device: ``initialize_parallel_model`` has placed the model."""
+        """Set the device of the module: ``initialize_parallel_model`` has already placed the model."""
         module = self.lightning_module
         if module is not None:
             module._device = self.root_device
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the dataloader with this rank's share of the samples; one with a ``DistributedSampler`` as it is.
+        """Return the dataloader with this rank's share of the samples; one with a ``DistributedSampler`` unchanged.
 
-        As in NxD Core, ``Trainer(use_distributed_sampler=False)`` leaves every dataloader as it is.
+        As in NxD Core, ``Trainer(use_distributed_sampler=False)`` leaves every dataloader unchanged.
         """
         module = self.lightning_module
         assert module is not None
@@ -393,7 +393,7 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
 
 
 class NeuronTensorBoardLogger(TensorBoardLogger):
-    """Lightning's logger, on rank 0, which a module may tell the step to log at.
+    """Lightning's logger, on rank 0; a module may set the step that it logs at.
 
     Args:
         save_dir: the directory of the event files.

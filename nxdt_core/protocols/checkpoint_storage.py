@@ -108,25 +108,25 @@ class StorageLock(Protocol):
 
 @runtime_checkable
 class LockableStorage(CheckpointStorage, Protocol):
-    """A store on which the system's own locks work."""
+    """A store on which the operating system's locks work."""
 
     def try_lock(self, key: str, note: bytes) -> StorageLock | None:
-        """Take the lock ``key`` without waiting; it is not an object and no listing shows it.
+        """Take the lock ``key`` without waiting. The lock is not an object, and no listing shows it.
 
         Args:
-            key: its name, one part.
-            note: what :meth:`lock_note` tells those who do not get it.
+            key: name of the lock, one part.
+            note: what :meth:`lock_note` returns to processes that do not get the lock.
 
         Returns:
-            None where another holds it, in this process or in any other.
+            The lock; None if another owner holds it, in this process or in any other.
 
         Raises:
-            LocksUnsupported: there are no locks here that every process sees.
+            LocksUnsupported: the store has no locks that every process sees.
         """
         ...
 
     def lock_note(self, key: str) -> bytes:
-        """Return the note of the last owner; empty where there was none, or it has not written it yet."""
+        """Return the note of the last owner; empty if there was no owner, or if it has not written its note yet."""
         ...
 
 

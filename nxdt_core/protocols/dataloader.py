@@ -74,7 +74,7 @@ class MapDataset(Protocol):
 
 @runtime_checkable
 class PassingDataset(MapDataset, Protocol):
-    """Optional for a map-style dataset: one whose passes differ, as those of a mixture that repeats a part of it."""
+    """Optional for a map-style dataset whose passes differ, such as a mixture that repeats a part of its samples."""
 
     def at(self, index: int, epoch: int) -> Sample:
         """Return the sample at ``index`` in pass ``epoch`` (0, 1, …); in pass 0 that of ``self[index]``."""
@@ -83,7 +83,7 @@ class PassingDataset(MapDataset, Protocol):
 
 @runtime_checkable
 class IterableDataset(Protocol):
-    """Samples in an order of its own, endless or finite; the global order, of which each rank takes its part."""
+    """Samples in the dataset's own order, endless or finite. That order is global: each rank takes its part of it."""
 
     def __iter__(self) -> Iterator[Sample]: ...
 
@@ -127,7 +127,7 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What a dataset knows of all its records."""
+    """What a dataset reports about all its records."""
 
     records: int
     """Records that samples are made of."""
@@ -151,8 +151,8 @@ class DataReport:
 
 @runtime_checkable
 class ReportingDataset(Protocol):
-    """Optional for a dataset: tells ``nxdt data preview`` more than its samples show."""
+    """Optional for a dataset: gives ``nxdt data preview`` more information than its samples contain."""
 
     def report(self) -> DataReport:
-        """Return the counts of all records, also of those that a run does not take."""
+        """Return the counts of all records, including those that a run does not use."""
         ...

@@ -1,4 +1,4 @@
-"""Kind ``lr_scheduler``: the learning rate as a pure function of the step, hence nothing to save or to restore.
+"""Kind ``lr_scheduler``: the learning rate as a pure function of the step, with no state to save or restore.
 
 Example::
 
@@ -23,7 +23,7 @@ class ScheduleHorizon:
     """What a schedule may depend on in addition to its own section."""
 
     max_steps: int
-    """Steps after which the curve has ended: ``model.optim.sched.max_steps``, else ``trainer.max_steps``."""
+    """Steps after which the schedule has ended: ``model.optim.sched.max_steps``, else ``trainer.max_steps``."""
     lr: float
     """Peak learning rate ``model.optim.lr``; schedules with an absolute ``min_lr`` divide by it."""
 

@@ -26,7 +26,7 @@ TensorStyle = Literal[
     "vocab_head",
     "replicate",
 ]
-"""How a module's weight lies over the tensor-parallel ranks.
+"""How a module's weight is distributed over the tensor-parallel ranks.
 
 ``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``: an
 embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary, feeding a
@@ -36,7 +36,7 @@ are gathered, the other takes its part of whole inputs. ``column_whole``: as ``c
 tensor block: what follows is the same on each rank. ``row_partial``: as ``row`` without a bias and without the
 sum, which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter and buffer
 of the module has a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which),
-such as a norm with weights for each head or the slopes of ALiBi; each rank has those of its own heads. ``channels``:
+such as a norm with weights for each head or the slopes of ALiBi; each rank has the part for its heads. ``channels``:
 the same for the output features of a ``column`` that is not of heads, such as a scale between two matrices. Buffers
 of both are registered with ``persistent=False`` and computed in ``reset_buffers()``. ``replicate``: whole on each
 rank and fed with what is whole on each rank, also where its path is in a tensor block (there it comes after a

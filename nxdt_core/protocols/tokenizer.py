@@ -62,13 +62,13 @@ class LeadingTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedIds:
-    """Ids of a text and where in it each lies. Of [tokens] each; places count characters and never descend."""
+    """Ids of a text and their positions in it, each [tokens]. Positions count characters and never decrease."""
 
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
-    """Place of a token's first character."""
+    """Position of each token's first character."""
     ends: NDArray[np.int64]
-    """Place behind its last; tokens that share a character have both in common."""
+    """Position after its last character; tokens that share a character have equal starts and equal ends."""
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
-"""Training: a session for loops of your own, the Lightning classes over it, and the run that a YAML file describes.
+"""Training: a session for custom training loops, the Lightning classes over it, and the run that a YAML file describes.
 
-``session`` and ``primitives`` need no Lightning; the names below are imported when first used, so that it stays so.
+``session`` and ``primitives`` do not import Lightning; for this reason, the names below are imported on first use.
 """
 
 from __future__ import annotations

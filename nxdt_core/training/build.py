@@ -194,21 +194,21 @@ def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
 
 
 def schedule(config: ResolvedConfig) -> LRSchedule:
-    """Return the learning-rate schedule; one that depends on more than the step is a warning."""
+    """Return the learning-rate schedule; warn if it depends on more than the step."""
     horizon, component = schedule_horizon(config), config.selected("lr_scheduler").component
     check_schedule(_construct(config, "lr_scheduler", horizon), component, max_steps=horizon.max_steps)
     return cast(LRSchedule, _construct(config, "lr_scheduler", horizon))
 
 
 def storage(config: ResolvedConfig) -> CheckpointStorage:
-    """Return where the run's checkpoints lie."""
+    """Return the store that holds the run's checkpoints."""
     return locate(config, config.checkpoint_uri)[0]
 
 
 def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | None]:
     """Return the store behind ``uri`` and the step that it names, None where it names the root of a run's checkpoints.
 
-    The options of ``checkpoint.storage`` hold for URIs with the scheme of the run's own.
+    The options of ``checkpoint.storage`` apply to URIs with the same scheme as the run's URI.
     """
     own = scheme_of(uri) == scheme_of(config.checkpoint_uri)
     return checkpoint.locate(uri, config.kernel, config.selected("checkpoint_storage").config if own else None)
@@ -221,14 +221,14 @@ def signer(config: ResolvedConfig) -> Signer | None:
 
 
 def trusted_keys(config: ResolvedConfig) -> TrustedKeys | None:
-    """Return the keys of which one must have signed what the run loads; None where ``checkpoint.sign.trusted`` is
+    """Return the keys, one of which must have signed what the run loads; None where ``checkpoint.sign.trusted`` is
     empty."""
     paths = config.run.checkpoint.sign.trusted
     return TrustedKeys(paths) if paths else None
 
 
 def check_signing(config: ResolvedConfig) -> None:
-    """See that the keys of the run can be read, before it computes anything.
+    """Check that the keys of the run can be read, before it computes anything.
 
     Raises:
         SigningLibraryMissing: the library is not installed.

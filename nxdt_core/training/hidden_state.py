@@ -25,21 +25,21 @@ __all__ = ["check_schedule", "find_hidden_state", "watch_objective", "watch_opti
 _log = logging.getLogger(__name__)
 
 _LOOKS = 3
-"""Steps that a probe sees: what changes in the first alone may be made then and stay as it is."""
+"""Steps after which a probe looks: a value that only the first step changes may be created there and stay constant."""
 _DEPTH = 5
 _OF_TORCH = {"state", "defaults", "found_inf", "grad_scale", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 """Attributes of each ``torch.optim.Optimizer`` that are saved, constant or the loop's own."""
 _OF_THE_PROGRAM = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
-"""What has attributes of its own that say nothing of a run."""
+"""Types whose attributes contain no state of a run."""
 _OF_THE_CORE = {"params", "lr", "initial_lr"}
 """Keys of a parameter group that follow from the configuration and the schedule."""
 
 
 def check_schedule(schedule: LRSchedule, component: RegisteredComponent, *, max_steps: int) -> None:
-    """Warn of a learning-rate schedule whose factor depends on more than the step.
+    """Warn about a learning-rate schedule whose factor depends on more than the step.
 
     Args:
-        schedule: one that no run uses: those that count their calls are of no use afterwards.
+        schedule: one that no run uses, because a schedule that counts its calls is unusable afterwards.
         component: what built it.
         max_steps: steps that it is made for.
     """

@@ -2,8 +2,8 @@
 
 Candidates are all sizes of tensor, pipeline, context and expert parallelism that are powers of two, each with ZeRO-1
 and ZeRO-3 and with less and more recomputation, or inputs of tensor blocks that are gathered again. Each passes the
-checks and the estimate that ``nxdt plan`` makes of one layout, so the search knows no rule of its own about models
-and engines: what they refuse is left out.
+checks and the estimate that ``nxdt plan`` makes of one layout, so the search contains no rules about models
+and engines: it leaves out what they refuse.
 """
 
 from __future__ import annotations

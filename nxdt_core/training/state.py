@@ -1,4 +1,4 @@
-"""Where a run stands: counters, data position and random-number generators, as a checkpoint keeps them."""
+"""Progress of a run: counters, data position and random-number generators, as a checkpoint stores them."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_recipes_are_found_in_folders_and_two_of_one_name_are_an_error(packages,
     ("name", "words"),
     [
         ("on", "Did you mean 'recipe:one'?"),
-        ("both", "Did you mean 'recipe:alpha:both', 'recipe:beta:both'?"),
+        ("both", "Did you mean 'recipe:alpha:both' or 'recipe:beta:both'?"),
         ("gamma:one", "'recipe:one'"),
         ("zzz", "'nxdt recipes list' shows all."),
     ],

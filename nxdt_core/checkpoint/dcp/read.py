@@ -42,8 +42,8 @@ class NxdtReader(StorageReader):
     """Reads the tensors of one section of a committed checkpoint.
 
     Args:
-        storage: where the checkpoint lies; every rank reaches it.
-        manifest: of the checkpoint.
+        storage: the store that holds the checkpoint; every rank can reach it.
+        manifest: the manifest of the checkpoint.
         section: ``model``; or ``optim``, whose keys are ``<parameter name>/<state name>``; or ``state``.
     """
 

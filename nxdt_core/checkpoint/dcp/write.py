@@ -43,7 +43,7 @@ __all__ = ["NxdtWriter"]
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the coordinator tells one rank."""
+    """What the coordinator sends to one rank."""
 
     attempt: str
     rank: int
@@ -51,22 +51,22 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Where one item lies."""
+    """The location of one item."""
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     part: TensorPart
     file: FileEntry
 
 
 class NxdtWriter(StorageWriter):
-    """Writes a state dict of tensors as one section of a checkpoint. One save each.
+    """Writes a state dict of tensors as one section of a checkpoint. Each instance performs one save.
 
     Files of a save that failed are cleared by the next save of the step.
 
     Args:
-        storage: where to; every rank reaches it.
+        storage: the store to write to; every rank can reach it.
         step: the number of optimizer steps done. A step that is committed already is replaced.
         facts: further entries of the manifest; those of the coordinator count.
         section: ``model``, or ``optim``.

@@ -33,13 +33,14 @@ __all__ = [
 
 _FORMATS: Mapping[int, Algorithm] = {1: FAST, 2: STRONG}
 """Version of the layout and of this file → algorithm of its digests; a reader refuses another version. The digest of
-the manifest itself is the fast one in both, so that a reader that knows version 1 alone can tell a newer one."""
+the manifest itself is the fast one in both, so that a reader that knows only version 1 recognizes a newer one."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
 Keep = Literal["regular", "permanent", "ephemeral"]
-"""``regular``: as the policy says. ``permanent``: for good. ``ephemeral``: until a newer one is committed."""
+"""``regular``: kept as the policy says. ``permanent``: never deleted. ``ephemeral``: kept until a newer checkpoint is
+committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +96,13 @@ class Manifest:
     facts: CheckpointFacts
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, Mapping[str, TensorEntry]]
-    """Section (``model``, ``optim``, ``state``) → tensor name → where it lies."""
+    """Section (``model``, ``optim``, ``state``) → tensor name → location of the tensor."""
     digests: Algorithm = FAST
     """Algorithm of the digests of all files."""
 
     @property
     def prefix(self) -> str:
-        """What the keys of its files begin with."""
+        """Prefix of the keys of its files."""
         return file_names.attempt_prefix(self.step, self.attempt)
 
     @property

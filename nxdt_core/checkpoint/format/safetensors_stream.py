@@ -1,6 +1,7 @@
-"""The safetensors format, written as a stream: where each tensor lies is known before the first of them is.
+"""The safetensors format, written as a stream: the location of each tensor is known before any tensor is available.
 
-A file is 8 bytes of length, a JSON header, then the elements of each tensor, row-major and little-endian.
+A file consists of 8 bytes with the length of the header, a JSON header, and the elements of each tensor, row-major and
+little-endian.
 """
 
 from __future__ import annotations

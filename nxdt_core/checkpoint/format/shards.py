@@ -20,7 +20,7 @@ from nxdt_core.protocols.parallel.piece import Held, Piece
 __all__ = ["write_listed", "write_pieces"]
 
 SHARD_BYTES = 4 * 2**30
-"""A shard is closed when the next tensor would make it larger; many files can be moved at once, one cannot."""
+"""A shard is closed when the next tensor would make it larger. Several files can be transferred in parallel."""
 
 
 def write_pieces(
@@ -31,10 +31,10 @@ def write_pieces(
     rank: int,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, TensorPart]:
-    """Write what ``rank`` has to write of ``section`` as shards of its own.
+    """Write the pieces of ``section`` that ``rank`` writes, as shards of that rank.
 
     Returns:
-        Where each piece lies, for the manifest.
+        The location of each piece, for the manifest.
     """
     held = {
         name: Held(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box) for name, piece in pieces.items()

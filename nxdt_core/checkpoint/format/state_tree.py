@@ -31,12 +31,12 @@ def encode_tree(tree: object, *, at: str = "", put_tensor: Callable[[str, object
 
     Args:
         tree: the value to encode.
-        at: where it stands, for messages and for the names of tensors; each level adds ``/`` and its key or index.
+        at: place of the value, for messages and for names of tensors; each level adds ``/`` and its key or index.
         put_tensor: called with the place and value of a leaf that is not JSON; stores a tensor and returns the name
             to refer to it, or None where the value is not a tensor.
 
     Raises:
-        UnsavableState: a leaf is neither; its ``where`` is the place.
+        UnsavableState: a leaf is neither JSON nor a tensor; the ``where`` of the error is its place.
     """
     return _encode(tree, at, put_tensor, 0)
 

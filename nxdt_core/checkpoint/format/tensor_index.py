@@ -1,7 +1,7 @@
-"""Which tensor lies where: the part of a manifest that finds a tensor's bytes without opening a shard. Torch-free.
+"""The location of each tensor: the part of a manifest that finds a tensor's bytes without opening a shard. Torch-free.
 
 A tensor consists of parts, boxes that tile it; one part for a whole tensor, one per rank (or several) for a sharded
-one. A part's elements lie contiguously, row-major, in one file.
+one. A part's elements are contiguous and row-major in one file.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ DTYPES: Mapping[str, str] = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.
 """Name of the torch dtype by the format's name, for every dtype that a checkpoint can hold."""
 
 _MOST_CUT = 8
-"""Dimensions of one tensor that its boxes divide; what claims more is forged, and each one doubles the corners."""
+"""Dimensions of one tensor that its boxes divide. An index with more is forged, and each one doubles the corners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
-    """A box of a tensor, and where its bytes lie."""
+    """A box of a tensor, and the location of its bytes."""
 
     file: str
     """Relative to the attempt's directory."""
@@ -115,14 +115,14 @@ def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 
 def check_places(sections: Mapping[str, Mapping[str, TensorEntry]], sizes: Mapping[str, int]) -> None:
-    """Check that no two tensors have the same bytes, and that each is in a file of its own section.
+    """Check that no two tensors have the same bytes, and that each tensor is in a file of its section.
 
     Args:
         sections: the index of each section.
         sizes: bytes of each file of the checkpoint.
 
     Raises:
-        ValueError: they do not.
+        ValueError: two tensors share bytes, or a tensor is in another file.
     """
     ranges: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for section, index in sections.items():
@@ -170,10 +170,11 @@ def _decode_entry(name: str, row: Mapping[str, Any]) -> TensorEntry:
 
 
 def _tile(parts: tuple[TensorPart, ...], shape: tuple[int, ...]) -> bool:
-    """Whether boxes inside a box, which have as many elements as it, cover each of them once.
+    """Return whether boxes inside a box, with as many elements in total as that box, cover each element once.
 
-    Where they do, every corner of a box but those of the whole is shared by an even number of boxes; and where every
-    corner is, each element is covered an odd number of times, hence once. That takes time in proportion to the boxes.
+    If they do, an even number of boxes shares every corner except those of the whole. Conversely, if every such corner
+    is shared by an even number, each element is covered an odd number of times, and therefore once. The check takes
+    time proportional to the number of boxes.
     """
     boxes = [part for part in parts if math.prod(part.shape)]
     if len(boxes) < 2:

@@ -71,16 +71,16 @@ def save_hf(
     """Write ``config.json`` and the weights so that ``AutoModelForCausalLM.from_pretrained`` loads them.
 
     Args:
-        directory: is created; must be empty if it exists.
-        builder: gives configuration and names.
+        directory: created if it does not exist; otherwise it must be empty.
+        builder: provides the configuration and the names.
         state_dict: all parameters by global name, whole; copies of tied ones are left out.
         tokenizer: its special ids go into ``config.json``; without one they are null there.
-        max_shard_bytes: of one weights file; a larger tensor has a file of its own.
+        max_shard_bytes: limit of one weights file; a larger tensor gets a separate file.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
         HFNotWritable: the directory holds something already.
-        WeightsDoNotFit: ``state_dict`` is not that of the builder's model.
+        WeightsDoNotFit: ``state_dict`` does not match the builder's model.
     """
     held = {name: TensorSpec(dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state_dict.items()}
     plan = plan_hf(builder, held, tokenizer, max_shard_bytes=max_shard_bytes)

@@ -74,19 +74,19 @@ def plan_hf(
     """Plan the directory of a model.
 
     Args:
-        builder: gives configuration and names.
-        held: dtype and whole shape of each tensor that there is, by global name; copies of tied ones are left out.
+        builder: provides the configuration and the names.
+        held: dtype and whole shape of each existing tensor, by global name; copies of tied ones are left out.
         tokenizer: its special ids go into the configuration; without one they are those of ``source``, or null.
-        dtype: of floating-point tensors in the directory; None keeps what they have.
-        max_shard_bytes: of one weights file; a larger tensor has a file of its own.
+        dtype: dtype of floating-point tensors in the directory; None keeps their dtypes.
+        max_shard_bytes: limit of one weights file; a larger tensor gets a separate file.
         more: further files, such as the tokenizer's.
-        stop_ids: tokens that end what the model writes, where the tokenizer's end of text is not the only one.
+        stop_ids: tokens that end generation, where the tokenizer's end of text is not the only one.
         source: the directory that the weights came from, whose settings the new one keeps.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
         KeyMapIncomplete: its key map does not fit its model.
-        WeightsDoNotFit: ``held`` is not of the builder's model.
+        WeightsDoNotFit: ``held`` does not match the builder's model.
     """
     found = sources(builder)
     _check(held, {source.name: source.shape for source in found}, {user for _, user in builder.plan().tied})

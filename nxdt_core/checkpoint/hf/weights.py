@@ -27,10 +27,10 @@ _PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*
 
 
 class HFWeights:
-    """The weights in a directory; a context, which keeps the files open.
+    """The weights in a directory; a context manager, which keeps the files open.
 
-    A directory of a base model alone, such as the released GPT-2, leaves out of its names the first word of those of
-    the whole model: ``h.0.ln_1.weight`` there is ``transformer.h.0.ln_1.weight`` here.
+    A directory with only a base model, such as the released GPT-2, omits the first part of the whole model's names:
+    ``h.0.ln_1.weight`` there is ``transformer.h.0.ln_1.weight`` here.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -93,7 +93,7 @@ class HFWeights:
                 raise HFFileDamaged(
                     path=str(self._directory / INDEX), reason="it has no 'weight_map' of names to files"
                 )
-            self._index = {name: Path(file).name for name, file in index.items()}  # files beside it, never elsewhere
+            self._index = {name: Path(file).name for name, file in index.items()}  # files next to the index only
             return sorted(set(self._index.values()))
         pickles = sorted(path.name for pattern in _PICKLES for path in self._directory.glob(pattern))
         if pickles and not (self._directory / WEIGHTS).exists():
@@ -117,10 +117,10 @@ class HFWeights:
                 self._located[name] = (path, handle)
 
     def _check_index(self) -> None:
-        """See that each tensor is where the index says: one that is elsewhere may be of other weights.
+        """Check that each tensor is where the index says: one that is elsewhere may belong to other weights.
 
         Raises:
-            HFFileDamaged: one is in another file alone.
+            HFFileDamaged: a tensor is only in another file.
         """
         for name, file in self._index.items():
             found = self._located.get(name)

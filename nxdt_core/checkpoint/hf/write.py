@@ -94,9 +94,9 @@ def write_shards(
 def read_from(
     storage: CheckpointStorage, manifest: Manifest, index: Mapping[str, TensorEntry] | None = None
 ) -> ReadShard:
-    """Read from a checkpoint of ours, verified: of each parameter the part that a file needs.
+    """Return a function that reads and verifies the parts of parameters that a file needs, from an nxdt checkpoint.
 
-    ``index``: where the tensors lie, by name; None takes those of the model.
+    ``index``: locations of the tensors by name; None uses those of the model.
     """
     places = manifest.tensors.get("model", {}) if index is None else index
 

@@ -41,11 +41,11 @@ _BEATS = 6
 
 @dataclass(frozen=True, slots=True)
 class _CurrentLease:
-    """The owner with the greatest number, as its objects tell."""
+    """The owner with the greatest number, as recorded in its objects."""
 
     number: int
     owner: Owner | None
-    """None where the object is not readable as one."""
+    """None where the object cannot be decoded."""
     beat: bytes
 
     @property
@@ -141,10 +141,10 @@ def _in_use(storage: CheckpointStorage, found: _CurrentLease, reason: str) -> St
 
 
 def _claim(storage: CheckpointStorage, me: Owner, *, above: int, expiry_s: float) -> Lease | None:
-    """Make the next number ``me``'s; None where another one has it, or a greater one.
+    """Claim the next number for ``me``; return None if another owner has it or a greater one.
 
-    A number that is greater than that of every manifest lets a commit tell a later owner's from an earlier one's,
-    also where checkpoints were copied from another store.
+    The number is greater than that of every manifest, so that a commit distinguishes a later owner from an earlier one,
+    even where checkpoints were copied from another store.
     """
     number = max(above, greatest_fencing(storage)) + 1
     if not _put_mine(storage, number, me):

@@ -32,7 +32,7 @@ _NO_JOBS = frozenset({"", "none", "nxdt"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """One process that saves, as others read of it."""
+    """One process that saves, as recorded for other processes."""
 
     run: str
     """Its name, for people."""
@@ -41,13 +41,13 @@ class Owner:
     since: str
     """UTC, ISO 8601."""
     machine: str = ""
-    """Boot and namespace of processes within which ``pid`` means something; empty where the system does not tell."""
+    """Boot and process namespace within which ``pid`` is valid; empty where the system does not report them."""
     started: str = ""
-    """Start of the process in the system's ticks: another process may have its number later."""
+    """Start of the process in the system's ticks: a later process may get the same ``pid``."""
     job: tuple[str, ...] = ()
-    """Under which schedulers it runs, each ``name=number``."""
+    """Scheduler jobs in which it runs, each ``name=number``."""
     restarts: tuple[int, ...] = ()
-    """How often each of these has started it again."""
+    """How often each of these schedulers has restarted it."""
     token: str
     """Differs between any two owners."""
 
@@ -59,11 +59,11 @@ class Owner:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     def fate_of(self, other: Owner) -> Fate:
-        """Return what this process, which must be alive, can tell at once of another one."""
+        """Return the fate of another process, as far as this one, which must be alive, knows it without waiting."""
         if self.machine and self.machine == other.machine:
             return "running" if _runs(other.pid, other.started) else "gone"
-        # A scheduler ends every process of a job before it starts the job again. The number of the job alone says
-        # less: two steps of one job may run at once.
+        # A scheduler ends every process of a job before it starts the job again. The job number alone is
+        # not enough: two steps of one job may run at the same time.
         restarted = bool(self.job) and self.job == other.job and self.restarts > other.restarts
         return "gone" if restarted else "unknown"
 

@@ -51,11 +51,11 @@ def own(
     """Own ``storage`` until :meth:`Ownership.release` or the death of this process.
 
     Args:
-        storage: where checkpoints will be saved.
+        storage: the store in which checkpoints will be saved.
         run: description of the owner, shown to others.
-        say: prints a line; told why it takes long.
-        expiry_s: silence, in seconds, after which an owner elsewhere counts as dead; equal for all.
-        me: this process; None finds that out.
+        say: prints a line; called with the reason for a long wait.
+        expiry_s: silence, in seconds, after which an owner elsewhere counts as dead; equal for all processes.
+        me: this process; None determines it.
 
     Raises:
         StoreInUse: a living run owns it.

@@ -1,7 +1,7 @@
 """Reading boxes of tensors out of a checkpoint, independent of the boxes in which it was written.
 
-What is read goes straight into the tensor that it fills where that is on the host, in the checkpoint's dtype, and row
-after row as in the file; elsewhere it passes through buffers, of which few exist at a time.
+Data is read directly into a tensor that is on the host, in the checkpoint's dtype, and row after row as in the file.
+For any other tensor it passes through buffers, of which few exist at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUFFER_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Rows of a part, and where the part of them that is wanted goes."""
+    """Rows of a part, and the destination of those elements of them that are wanted."""
 
     file: str
     start: int
@@ -41,7 +41,7 @@ class _Read:
     rows_box: tuple[slice, ...] = ()
 
     def finish(self) -> None:
-        """Bring what was read to where it belongs."""
+        """Copy what was read to its destination."""
         if self.copy_to is not None:
             self.copy_to.copy_(self.buffer[self.rows_box])
 
@@ -50,13 +50,13 @@ class _Read:
 def fill(
     storage: CheckpointStorage, manifest: Manifest, wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]
 ) -> None:
-    """Fill the pieces ``wanted`` in place; only blocks that hold something of them are read.
+    """Fill the pieces ``wanted`` in place; only blocks that hold elements of them are read.
 
     Args:
-        storage: where the checkpoint lies.
-        manifest: of the checkpoint.
-        wanted: by name; their dtype and device may be others than the checkpoint's, their whole shape may not.
-        entries: where the tensor of each name lies; no two of them the same bytes.
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint.
+        wanted: pieces by name; their dtype and device may differ from the checkpoint's, their whole shape may not.
+        entries: the location of each tensor by name; no two tensors share bytes.
 
     Raises:
         CheckpointDamaged: a file is not what was written.

@@ -19,9 +19,9 @@ def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys
     """Return the manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
 
     Args:
-        storage: where it lies.
-        step: which one.
-        trusted: keys of which one must have signed it; None requires no signature.
+        storage: the store that holds the checkpoint.
+        step: the step of the checkpoint.
+        trusted: keys, one of which must have signed the checkpoint; None requires no signature.
 
     Raises:
         CheckpointNotTrusted: it lacks a valid signature of one of the keys.

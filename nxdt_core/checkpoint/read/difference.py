@@ -159,7 +159,7 @@ def _compare_section(
 
 
 def _entry(side: Side, section: str, name: str) -> TensorEntry:
-    """Where the tensor lies; of one that shares another's memory, that of the other."""
+    """Return the location of the tensor, or of the tensor whose memory it shares."""
     entry = side.manifest.tensors[section][name]
     return side.manifest.tensors[section][entry.same_as] if entry.same_as else entry
 
@@ -169,7 +169,7 @@ _Key = tuple[str, int]
 
 
 def _batches(pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]) -> Iterator[dict[_Key, Box]]:
-    """Runs of rows of the tensors, as many at a time as a batch holds."""
+    """Yield runs of rows of the tensors, as many at a time as fit in a batch."""
     batch: dict[_Key, Box] = {}
     filled = 0
     for name, (mine, other) in pairs.items():

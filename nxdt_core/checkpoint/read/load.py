@@ -70,24 +70,24 @@ def load_model_into(
     replicas: Replicas | None = None,
     strict: bool = True,
 ) -> Unmatched:
-    """Fill parameters and buffers in place, each rank what it holds of them; the layout of the save does not matter.
+    """Fill in place the parameters and buffers that each rank holds; the layout of the save does not matter.
 
     Collective: it succeeds on all ranks or fails on all.
 
     Args:
-        storage: where the checkpoint lies.
-        manifest: of the checkpoint.
-        tensors: of this rank by global name, DTensors or pieces where they are sharded.
-        ranks: of the run; None for a process that is alone.
-        replicas: ranks that share one reading; None where each reads what it holds.
-        strict: refuse where names differ; otherwise what the checkpoint lacks stays as it is.
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint.
+        tensors: tensors of this rank by global name; DTensors or pieces where they are sharded.
+        ranks: the ranks of the run; None for a single process.
+        replicas: ranks that read the data once for all of them; None where each reads what it holds.
+        strict: refuse where names differ; otherwise tensors that the checkpoint lacks stay unchanged.
 
     Returns:
         The names that differ, over all ranks.
 
     Raises:
-        WeightsDoNotFit: shapes, or under ``strict`` names, are others than the checkpoint's, over all ranks; nothing
-            was read.
+        WeightsDoNotFit: on some rank shapes, or under ``strict`` names, differ from the checkpoint's; nothing was
+            read.
         CheckpointDamaged: a file is not what was written; some tensors may be filled.
     """
     where = f"{storage.uri}/{manifest.prefix}model"
@@ -110,20 +110,21 @@ def load_optimizer_like(
     replicas: Replicas | None = None,
     strict: bool = True,
 ) -> dict[str, torch.Tensor | Piece]:
-    """This rank's optimizer state: what has its parameter's shape is laid out as that, the rest whole on the host.
+    """Return this rank's optimizer state. State with its parameter's shape has the parameter's layout; other state is
+    whole, on the host.
 
     Collective: it succeeds on all ranks or fails on all.
 
     Args:
-        storage: where the checkpoint lies.
-        manifest: of the checkpoint.
-        parameters: of this rank by global name, DTensors or pieces where they are sharded.
-        ranks: of the run; None for a process that is alone.
-        replicas: ranks that share one reading; None where each reads what it holds.
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint.
+        parameters: parameters of this rank by global name; DTensors or pieces where they are sharded.
+        ranks: the ranks of the run; None for a single process.
+        replicas: ranks that read the data once for all of them; None where each reads what it holds.
         strict: refuse state of parameters that no rank has; otherwise it is left out.
 
     Raises:
-        OptimizerStateDoesNotFit: there is such state.
+        OptimizerStateDoesNotFit: the checkpoint has such state, and ``strict`` is set.
         CheckpointDamaged: a file is not what was written.
     """
     where = f"{storage.uri}/{manifest.prefix}optim"

@@ -57,8 +57,8 @@ class CheckpointStatus:
 
     step: int
     state: State
-    """``unfinished``: it has no manifest. ``damaged``: its manifest is no longer one, or files are missing or have
-    another size; changed bytes in files show only in :func:`verify`."""
+    """``unfinished``: it has no manifest. ``damaged``: its manifest is not valid, or files are missing or have another
+    size; only :func:`verify` detects changed bytes in files."""
     uri: str
     """Address of the step."""
     size_bytes: int
@@ -66,12 +66,12 @@ class CheckpointStatus:
     problem: str = ""
     """What is wrong with it, naming the file."""
     is_link: bool = False
-    """Whether a symbolic link or a file stands where the step's directory should be. It counts as damaged, and
-    :func:`nxdt_core.checkpoint.prune` leaves it alone: the data lies elsewhere."""
+    """Whether a symbolic link or a file is in the place of the step's directory. It counts as damaged, and
+    :func:`nxdt_core.checkpoint.prune` does not delete it: the data is stored elsewhere."""
     created: str = ""
     """Time of the save in UTC, ISO 8601; empty where no manifest can be read."""
     facts: CheckpointFacts | None = None
-    """What the run said of itself, where a manifest can be read."""
+    """What the run recorded about itself, where a manifest can be read."""
     signed_by: str = ""
     """Fingerprint of the key that its signature names, unchecked; empty where there is none that can be read."""
     archive: str = ""
@@ -98,17 +98,16 @@ def with_archive_states(storage: CheckpointStorage, found: list[CheckpointStatus
 
 
 Depth = Literal["sizes", "digests", "bytes"]
-"""How closely to look. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of
+"""How thoroughly to check. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of
 digests. ``bytes``: also every byte of every file."""
 
 
 def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[str]:
-    """Return all that is wrong with the checkpoint of ``step``, a sentence each, naming the file; empty where it is
-    good.
+    """Return all problems of the checkpoint of ``step``, each a sentence that names the file; empty if it is intact.
 
     Args:
-        storage: where it lies.
-        step: which one.
+        storage: the store that holds the checkpoint.
+        step: the step of the checkpoint.
         deep: read every file and compare every block with its digest, instead of names and sizes only.
     """
     return find_problems(storage, step, "bytes" if deep else "sizes")
@@ -126,10 +125,10 @@ def find_problems(
     """Return the problems that :func:`verify` finds, to a chosen depth.
 
     Args:
-        storage: where it lies.
-        step: which one.
-        depth: how closely to look.
-        threads: files that are read at the same time; each takes a block of memory.
+        storage: the store that holds the checkpoint.
+        step: the step of the checkpoint.
+        depth: how thoroughly to check.
+        threads: number of files that are read in parallel; each needs a block of memory.
         progress: called from any thread with the number of bytes that were just compared.
         share: (k, n) opens only every n-th file from the k-th on, by size.
     """
@@ -169,7 +168,7 @@ def find_problems(
 def _check_content(
     file: VerifiedFile, stored: Collection[StoredTensor], storage: CheckpointStorage, manifest: Manifest, name: str
 ) -> None:
-    """Whether a file whose bytes are right holds what loading it takes for granted."""
+    """Check that a file with correct bytes holds what loading it relies on."""
     if stored:
         check_header(file, stored)
     if is_state_name(name):
@@ -190,10 +189,10 @@ def latest(
     the file.
 
     Args:
-        storage: where to look.
-        warn: told on rank 0.
-        ranks: share the reading, and all get one answer; None for a process that is alone.
-        trusted: keys of which one must have signed it; None requires no signature.
+        storage: the store to search.
+        warn: called on rank 0 with each message.
+        ranks: ranks that share the reading and all get the same answer; None for a single process.
+        trusted: keys, one of which must have signed the checkpoint; None requires no signature.
 
     Raises:
         CheckpointNotTrusted: the newest sound one lacks a valid signature of one of the keys. (No older

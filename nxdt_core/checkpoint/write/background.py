@@ -1,4 +1,4 @@
-"""One save on a thread of its own, with a deadline. Torch-free."""
+"""One save on a separate thread, with a deadline. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from nxdt_core.errors.checkpoints import SaveTookTooLong
 __all__ = ["BackgroundJob"]
 
 _NICENESS = 15
-"""Of the thread, and of those that it starts: on a host that computes, a save takes what cores training leaves it."""
+"""Niceness of the thread and of those that it starts: on a host that computes, a save uses the cores that training
+leaves free."""
 
 T = TypeVar("T")
 
@@ -28,9 +29,9 @@ class BackgroundJob(Generic[T]):
 
     Args:
         work: called with this job.
-        where: what is worked on, for messages.
+        where: what ``work`` is about, for messages.
         deadline_s: how long it may take.
-        yields: let other threads of this process have the cores first, for a caller that does not just wait.
+        yields: give other threads of this process the cores first, for a caller that computes meanwhile.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The commit of one step, and what goes before and after it: which manifest counts, whose files may go. Torch-free.
+"""The commit of one step and the work around it: which manifest counts, whose files may be deleted. Torch-free.
 
 A step that was committed before is replaced in one atomic, conditional write of its manifest, so that the older save
 counts until the newer one does, and a late writer replaces nothing. A step whose manifest is damaged loses it first.
@@ -88,7 +88,7 @@ def withdraw(storage: CheckpointStorage, step: int, attempt: str) -> None:
         if committed_attempt(storage, step) != attempt:
             storage.delete_many([info.key for info in storage.list(attempt_prefix(step, attempt))])
     except (OSError, StorageError) as error:
-        # Mostly the same trouble that stopped the save, which is told; the next save of the step clears them.
+        # Usually the failure that stopped the save, which is reported; the next save of the step clears the files.
         _log.info("files of the attempt %s of %s may be left: %s", attempt, storage.uri, error)
 
 

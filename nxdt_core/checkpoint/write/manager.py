@@ -196,16 +196,16 @@ class CheckpointManager:
             self._flight.running.wait(timeout_s)
 
     def _end(self, flight: _Flight, begun: float) -> None:
-        """Take the result of a save that has ended, or whose failure on some rank all of them know.
+        """Take the result of a save that has ended, or that all ranks know to have failed on some rank.
 
-        ``begun``: since when the loop waits for it.
+        ``begun``: when the loop began to wait for it.
         """
         self._flight = None
         if self._ranks is not None:
             self._ranks.last_answer(topic=_TOPIC)
         try:
             on_all_ranks(self._ranks, flight.running.raise_failure, where=self._where(flight.step))
-        except BaseException:  # on all ranks: to connect anew is collective
+        except BaseException:  # on all ranks: reconnecting is collective
             flight.running.give_up()
             self._background, self._staging = None, StagingBuffers()  # a thread that hangs keeps the old ones
             raise
@@ -225,11 +225,11 @@ class CheckpointManager:
             )
 
     def _stage(self, flight: _Flight) -> None:
-        """Put copies in the place of the pieces that this rank writes, and drop the others."""
+        """Replace the pieces that this rank writes with copies, and drop the others."""
         mine = {place: piece for place, piece in flight.share.pieces.items() if place in flight.plan.mine}
         try:
             flight.share = replace(flight.share, pieces=self._staging.stage(mine))
-        except Exception as error:  # told by the save itself, to all ranks
+        except Exception as error:  # the save itself reports it to all ranks
             flight.unstaged = error
 
     def _write(self, flight: _Flight, ranks: RankAgreement | None, job: BackgroundJob[Manifest]) -> Manifest:
@@ -267,7 +267,7 @@ class CheckpointManager:
         return manifest
 
     def _connect(self) -> None:
-        """Give the thread ways of its own to the other ranks. Collective."""
+        """Connect the thread to the other ranks over a separate group. Collective."""
         if self._ranks is not None and self._background is None:
             self._background = self._ranks.sibling(timeout_s=self._deadline_s)
 

@@ -25,13 +25,13 @@ class SavePlan:
 
 
 def agree_on_plan(ranks: RankAgreement | None, prepare: Callable[[], Listing], *, where: str) -> SavePlan:
-    """Gather what all ranks hold and share it out. Collective: what ``prepare`` raises on one is raised on all."""
+    """Gather what all ranks hold and share the writing. Collective: what ``prepare`` raises on one is raised on all."""
     listings = on_all_ranks(ranks, prepare, where=where)
     return SavePlan(listings, assign(listings)[rank_of(ranks)])
 
 
 class Planner:
-    """Plans save after save. While all ranks hold what they held before, they tell each other no more than that."""
+    """Plans consecutive saves. While the listings of all ranks are unchanged, the ranks exchange only that fact."""
 
     def __init__(self, ranks: RankAgreement | None) -> None:
         self._ranks = ranks

@@ -71,7 +71,7 @@ def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], ran
 
 
 def write_share(writer: AttemptWriter, share: Share, mine: AbstractSet[Place], *, rank: int) -> dict[Place, TensorPart]:
-    """Write this rank's state and those of its pieces that it was given to write; returns where each lies."""
+    """Write this rank's state and the pieces that were assigned to it, and return the location of each piece."""
     parts: dict[Place, TensorPart] = {}
     for section in SECTIONS:
         chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}

@@ -101,19 +101,19 @@ def prune(
     deep: bool = True,
     passed_over: Callable[[int], bool] = lambda step: False,
 ) -> list[int]:
-    """Delete committed checkpoints that need not be kept, and what is unfinished or damaged before a sound one.
+    """Delete committed checkpoints that need not be kept, and unfinished or damaged ones older than a sound one.
 
-    Unfinished and damaged steps count for nothing. Call it after a commit, never before. Nothing is deleted unless one
-    of those kept verifies; where none does, more are kept, the newest first, until one does.
+    Unfinished and damaged steps do not count towards ``keep``. Call this after a commit, never before. Nothing is
+    deleted unless one of the kept checkpoints verifies; until one does, more are kept, the newest first.
 
     Args:
-        storage: where they lie.
-        keep: which stay; a number, at least 1, keeps so many of the newest.
-        deep: verify by reading every byte of a kept checkpoint (mostly one). Without it, by names and sizes: for a
-            caller that has just committed the newest and wants no second reading of it.
-        passed_over: whether a step is known to be damaged although its names and sizes are right, as those are that a
-            run passed over when it resumed. Such steps count for nothing, like visibly damaged ones, whether they
-            are older or newer than the step that was just committed; permanent ones stay.
+        storage: the store that holds the checkpoints.
+        keep: which checkpoints stay; a number, at least 1, keeps that many of the newest.
+        deep: verify by reading every byte of a kept checkpoint (usually only one). False compares names and sizes, for
+            a caller that has just committed the newest checkpoint and does not want to read it again.
+        passed_over: whether a step is known to be damaged although its names and sizes are right, such as one that a
+            run passed over when it resumed. Such steps do not count, like visibly damaged ones, whether they are older
+            or newer than the step that was just committed; permanent ones stay.
 
     Returns:
         The steps that were deleted, ascending.

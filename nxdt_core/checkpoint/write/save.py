@@ -42,7 +42,7 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 __all__ = ["save_checkpoint", "save_listed", "save_planned"]
 
 Write = Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]]
-"""Writes the tensors that were given to this rank; returns where each lies."""
+"""Writes the tensors that were assigned to this rank; returns the location of each."""
 
 
 def save_checkpoint(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nxdt_core.config.annotations import Range
+from nxdt_core.errors.base import either
 
 __all__ = [
     "LARGEST_INTEGER",
@@ -119,7 +120,7 @@ class Choice:
 
     def describe(self) -> str:
         """Return the values for a message: ``'a', 'b' or 'c'``."""
-        return _either(self.words())
+        return either(self.words())
 
     def words(self) -> list[str]:
         """Return each value as YAML text."""
@@ -218,7 +219,7 @@ class OneOf:
         words: list[str] = []
         for member in self.members:
             words += member.words() if isinstance(member, Choice) else [member.describe()]
-        return _either(list(dict.fromkeys(words)))
+        return either(list(dict.fromkeys(words)))
 
     def json_schema(self) -> dict[str, Any]:
         """Return ``anyOf`` of the members."""
@@ -305,10 +306,6 @@ class Anything:
     def json_schema(self) -> dict[str, Any]:
         """No bound."""
         return {}
-
-
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def describe_value(value: Any) -> str:

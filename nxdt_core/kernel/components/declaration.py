@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from nxdt_core.api import CAPABILITIES, KINDS, AdapterComponent, CliCommand, Component, Kind
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.base import listing
+from nxdt_core.errors.base import listing, one_of
 from nxdt_core.errors.plugins import PluginHookFailed
 from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
@@ -147,7 +147,7 @@ def _refuse_unknown(verb: str, kind: Kind, record: Component, names: Iterable[st
     """Check the names of capabilities: one with a wrong name would have no effect."""
     for name in sorted(set(names) - known.keys()):
         close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {listing(sorted(known), 40)}"
+        hint = f"did you mean {one_of(close)}?" if close else f"known are {listing(sorted(known), 40)}"
         raise PluginDefect(
             f"the {kind.name} {record.name!r} {verb} the capability {name!r}, which does not exist; {hint}"
             if known

@@ -155,24 +155,23 @@ class Registry:
         return self._missing(dist), self._unusable(dist)
 
     def missing_dist(self, kind: str, name: str) -> str | None:
-        """Return the distribution that is known to offer a component and is not installed; None where there is none."""
+        """Return the distribution that is known to offer a component but is not installed; None if there is none."""
         return self._missing(offering_dist(kind, name))
 
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return where no component of ``kind`` is the one that is sought: ``pip install DIST (names)`` for each
-        distribution that is known to offer some and is not installed, and a sentence for each that is installed and
-        unusable."""
+        """Return advice for a missing component of ``kind``: ``pip install DIST (names)`` for each distribution that is
+        known to offer some but is not installed, and a sentence for each that is installed but unusable."""
         known = known_offers(kind)
         missing = (f"pip install {dist} ({', '.join(names)})" for dist, names in known.items() if self._missing(dist))
         unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known)
         return tuple(missing), tuple(unusable)
 
     def choose(self, kind: str, name: str, offers: Sequence[RegisteredComponent]) -> RegisteredComponent:
-        """Return the only one of ``offers``, or the one whose plugin stands first in ``plugins.prefer``.
+        """Return the only one of ``offers``, or the one whose plugin comes first in ``plugins.prefer``.
 
         Args:
-            kind: of the offers.
-            name: What they are offered for, in the error.
+            kind: Kind of the offers.
+            name: The requested name, for the error.
             offers: At least one.
 
         Raises:

@@ -75,10 +75,10 @@ def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distr
 
 
 def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[PluginInfo]:
-    """The plugins of one distribution, ``ok`` or ``corrupt``; none for one that does not concern us."""
+    """Yield the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
     try:
         text = read_metadata_file(dist, "entry_points.txt")
-    except Exception as error:  # not UTF-8, a failing disk, or whatever a finder of somebody else's raises
+    except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
         if stem.startswith("nxdt-plugin"):
             yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")
         return

@@ -94,11 +94,11 @@ def read_core_metadata(dist: Distribution) -> CoreMetadata:
     """Read name, version and the requirements on nxdt-core from ``METADATA`` or ``PKG-INFO``.
 
     Raises:
-        MalformedMetadata: no such file, not UTF-8, or no name or version in it.
+        MalformedMetadata: the file is missing, is not UTF-8, or lacks a name or version.
     """
     try:
         text = read_metadata_file(dist, "METADATA") or read_metadata_file(dist, "PKG-INFO")
-    except Exception as error:  # not UTF-8, a failing disk, or whatever a finder of somebody else's raises
+    except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
         raise MalformedMetadata(f"METADATA cannot be read: {error}") from error
     if not text:
         raise MalformedMetadata("METADATA is missing or empty")

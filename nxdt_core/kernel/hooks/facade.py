@@ -67,11 +67,11 @@ class Hooks:
     def nxdt_validate_config(
         self, context: contexts.ValidateConfigContext
     ) -> tuple[HookResult[Iterable[api.ConfigFinding]], ...]:
-        """Return what plugins find wrong."""
+        """Return the problems that plugins find."""
         return tuple(self._calls.collect("nxdt_validate_config", context))
 
     def nxdt_configure(self, context: contexts.ConfigureContext) -> None:
-        """Tell plugins that the configuration is final."""
+        """Notify plugins that the configuration is final."""
         tuple(self._calls.collect("nxdt_configure", context))
 
     # Resolution: the first answer; a failure stops with PluginHookFailed

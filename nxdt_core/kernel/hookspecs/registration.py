@@ -220,7 +220,7 @@ def nxdt_objectives() -> Iterable[ObjectiveComponent]:  # type: ignore[empty-bod
 
 @hookspec
 def nxdt_parallel_engines() -> Iterable[EngineComponent]:  # type: ignore[empty-body]
-    """Offer runtimes that lay a model out over processes, selected by ``parallel_engine.name``.
+    """Offer runtimes that distribute a model over processes, selected by ``parallel_engine.name``.
 
     Example::
 

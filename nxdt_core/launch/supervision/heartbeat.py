@@ -31,13 +31,13 @@ _COLLECTIVES = 16
 
 
 class Heartbeat:
-    """Sends the heartbeats of one rank from a thread of its own.
+    """Sends the heartbeats of one rank from a separate thread.
 
     Args:
-        place: of this rank.
+        place: the place of this rank.
         send: takes each heartbeat.
         limit_s: seconds without progress after which a run counts as hung.
-        on_silence: called once when the supervisor has answered nothing for ``limit_s``; None where it may be silent.
+        on_silence: called once when the supervisor has not answered for ``limit_s``; None if it may be silent.
     """
 
     def __init__(

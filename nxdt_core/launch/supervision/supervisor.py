@@ -41,10 +41,10 @@ __all__ = ["Supervisor", "keep_alive"]
 _WINDOW_S = 1.0
 """How long after a first failure others are collected: ranks that make the same mistake make it within this."""
 _SHUTDOWN_S = 3.0
-"""How long the supervisor waits for others to go before it lets go of its own process."""
+"""How long the supervisor waits for other processes to leave before it releases its own."""
 _PACE_S = 0.02
 _WATCH_S = 1.0
-"""Between two looks at the heartbeats."""
+"""Time between two checks of the heartbeats."""
 _DUMP_S = 5.0
 """How long ranks have to write their stacks."""
 _LONGEST_LINE = 1 << 23

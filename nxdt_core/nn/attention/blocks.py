@@ -75,15 +75,15 @@ def _compiled(backend: str) -> Callable[..., Any]:
 
 
 def document_blocks(document_ids: torch.Tensor, window: int | None = None) -> BlockMask:
-    """Return the blocks of keys that each block of queries sees, without a wait of the host.
+    """Return the blocks of keys that each block of queries sees, without making the host wait.
 
-    A block is on the list if it has a token of a document of the queries' that begins before its end. Of documents that
-    are in one piece, which packed ones are, no block is listed without a visible key. A block is *full* where each
-    query sees each key: the kernel applies no mask there.
+    A block of keys is listed if it is not after the queries and ends after the first token that they may see. Packed
+    documents are contiguous, so that each listed block has a visible key. A block is *full* if each query sees each
+    key: the kernel applies no mask there.
 
     Args:
-        document_ids: int64 [batch, seq], any numbers; padding (−1) is a document of its own.
-        window: how many tokens one sees, itself included; None for all before it.
+        document_ids: int64 [batch, seq], any numbers; padding (−1) is a separate document.
+        window: number of tokens that each token sees, itself included; None for all before it.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -36,8 +36,8 @@ class SeesDocuments(Protocol):
 def made_ahead(
     cores: Iterable[SeesDocuments], document_ids: torch.Tensor, dtype: torch.dtype
 ) -> AbstractContextManager[None]:
-    """Let ``cores`` be given, within the block, what they need of ``document_ids``, as an input of the graph in which
-    they are. A graph that makes it does so in each layer, and keeps it for backward."""
+    """Give ``cores``, within the block, what they need of ``document_ids`` as an input of their graph. A graph that
+    computes it would do so in each layer, and keep it for backward."""
     return _AHEAD.set(dict(core.made(document_ids, dtype) for core in cores))
 
 
@@ -45,7 +45,7 @@ def document_mask(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     """Return the additive mask [batch, 1, seq, seq] in ``dtype``: 0 where a token (row) may see another, −inf
     elsewhere.
 
-    Padding (−1) counts as a document of its own, so that no row is without a visible token.
+    Padding (−1) counts as a separate document, so that every row has a visible token.
     """
     seq = document_ids.shape[1]
     earlier = torch.ones(seq, seq, dtype=torch.bool, device=document_ids.device).tril_()
@@ -75,11 +75,11 @@ def window_mask(
 
 
 class DocumentMasks:
-    """Builds each batch's mask, or its lists of blocks, once, however many layers ask for it.
+    """Builds each batch's mask, or its lists of blocks, once for all layers.
 
-    The mask is remembered with the very tensor of ids (not with its values) and lives as long as that does; of windows
-    without documents, the last one is. Additive rather than boolean, since the kernel would turn a boolean one into
-    this in each layer.
+    The mask is cached under the identity of the tensor of ids, not under its values, and is freed with that tensor. For
+    windows without documents, only the last mask is cached. Masks are additive rather than boolean, because the kernel
+    would convert a boolean mask in each layer.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class DocumentMasks:
         if ahead is not None and name in ahead and (dtype is None or ahead[name].dtype == dtype):
             given: Made = ahead[name]
             return given
-        if torch.compiler.is_compiling() or document_ids.is_inference():  # neither tells us of changes in place
+        if torch.compiler.is_compiling() or document_ids.is_inference():  # neither tracks in-place changes
             return make()
         version, masks = self._masks.get(document_ids, (None, {}))
         if version != document_ids._version:

@@ -67,8 +67,8 @@ class CausalAttention(nn.Module):
             query: [batch, heads, seq, head_dim].
             key: [batch, kv_heads, seq, head_dim]; ``heads`` is a multiple of ``kv_heads``.
             value: as ``key``.
-            document_ids: int64 [batch, seq]; tokens see only those of their own document. None: one document a row,
-                which skips masked blocks altogether.
+            document_ids: int64 [batch, seq]; tokens see only tokens of the same document. None: one document per row,
+                which skips masked blocks entirely.
 
         Returns:
             [batch, heads, seq, head_dim]

@@ -12,7 +12,7 @@ __all__ = ["expert_capacity", "slots_within"]
 
 
 def expert_capacity(factor: float, *, tokens: int, top_k: int, experts: int) -> int:
-    """Assignments that an expert takes of a micro-batch of ``tokens``: ``factor`` times its equal share, rounded up."""
+    """Return how many assignments of a micro-batch an expert takes: ``factor`` times its equal share, rounded up."""
     share = factor * tokens * top_k / experts
     return math.ceil(share - 1e-9 * share)  # 1.1 · 10 is 11.000000000000002
 
@@ -20,8 +20,8 @@ def expert_capacity(factor: float, *, tokens: int, top_k: int, experts: int) -> 
 def slots_within(capacity: int, segments: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Number the assignments to each expert, and refuse those over capacity.
 
-    What is refused comes last in the micro-batch, so what this process keeps for an expert are the first ones of its
-    own: their numbers have no holes.
+    Refused assignments come last in the micro-batch. This process therefore keeps the first of its assignments to an
+    expert, and their numbers have no gaps.
 
     Args:
         capacity: of each expert, for the micro-batch.

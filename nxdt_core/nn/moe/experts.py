@@ -71,20 +71,20 @@ class SwiGLUExperts(nn.Module):
 
 
 def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups | None) -> torch.Tensor:
-    """``rows`` times the transposed matrix of the group that each belongs to.
+    """Return each row multiplied by the transposed matrix of its group.
 
     Args:
         rows: [rows, in], group after group; or [groups, rows per group, in].
         weights: [groups, out, in].
-        groups: of the rows, of which some may be empty; None for the second form.
+        groups: of the rows, some of which may be empty; None for the second form.
 
     Returns:
-        [rows, out] or [groups, rows per group, out]. Its gradient may not be an expanded scalar, as that of a plain
-        ``sum()`` is: the kernel refuses those.
+        [rows, out] or [groups, rows per group, out]. Its gradient may not be an expanded scalar, such as that of a
+        plain ``sum()``: the kernel rejects those.
     """
     if groups is None:
         return torch.bmm(rows, weights.transpose(1, 2))
-    if rows.is_meta:  # nobody knows whose rows they are; sizes, kept tensors and arithmetic are those of any matrix
+    if rows.is_meta:  # the groups of the rows are unknown; sizes, kept tensors and arithmetic equal those of any matrix
         return functional.linear(rows, weights[0])
     kind = rows.device.type
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:  # autocast does not know grouped_mm

@@ -22,13 +22,13 @@ class SequenceShards:
     """
 
     ranks: int = 1
-    """That share each sequence."""
+    """Number of ranks that share each sequence."""
     total: Callable[[torch.Tensor], torch.Tensor] = lambda partial: partial
-    """The sum of all ranks' tensors, equal on them; differentiable. Collective."""
+    """Returns the sum of all ranks' tensors, equal on all of them; differentiable. Collective."""
 
     @property
     def share(self) -> float:
-        """What a rank reports of a figure that all of them have."""
+        """The part that each rank reports of a figure that all ranks have."""
         return 1 / self.ranks
 
 
@@ -36,7 +36,7 @@ _SHARDS = Scoped(SequenceShards())
 
 
 def sequence_shards() -> SequenceShards:
-    """Return how the sequences of the batch at hand lie."""
+    """Return how the sequences of the current batch are distributed over ranks."""
     return _SHARDS.value
 
 

@@ -1,4 +1,4 @@
-"""How a micro-batch's tokens lie over processes, as far as a router must know: a slot that engines fill."""
+"""The distribution of a micro-batch's tokens over processes, as far as a router needs it: a slot that engines fill."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Dropout masks by position: which elements of a token's features are kept follows from the run's seed, the step, the
-module, the row of the global batch and the place in the sequence. No layout changes it.
+"""Dropout masks by position: which elements of a token's features are kept depends only on the run's seed, the step,
+the module, the row of the global batch and the position in the sequence. No layout changes it.
 
-The mask of a row is drawn whole, [sequence, features], and each process takes its part. That is more to draw where a
-process has a part of the row alone, and needs a byte per element; a function of each element, as for initial weights,
-would cost more than the layer that the dropout stands before.
+The mask of a row is drawn whole, [sequence, features], and each process takes its part. A process that holds only a
+part of the row draws more than it needs, and drawing needs a byte per element. A function of each element, as for
+initial weights, would cost more than the layer after the dropout.
 
-To ``torch.compile`` drawing is one operator. What it depends on are tensors on the host, so that neither a step nor a
-layer needs a graph of its own; see :mod:`nxdt_core.nn.scoped`.
+For ``torch.compile``, drawing is one operator. It depends on tensors on the host, so that neither a step nor a layer
+needs a separate graph; see :mod:`nxdt_core.nn.scoped`.
 """
 
 from __future__ import annotations

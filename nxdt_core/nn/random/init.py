@@ -1,9 +1,9 @@
-"""Initial weights as a function of (seed, global parameter name, global element) and of nothing else.
+"""Initial weights as a function of only the seed, the global parameter name and the global element.
 
-Any shard of any layout draws its own elements, bit-equal to the same elements of the whole: each tensor has a stream
-of random numbers of its own (:mod:`nxdt_core.nn.random.streams`), and element ``i`` takes the stream's number ``i``.
-Drawn on the host in float64, so that device types agree too and those without float64 need none, and rounded to the
-parameter's dtype at the end.
+Any shard of any layout draws its own elements, bit-equal to the same elements of the whole: each tensor has a separate
+stream of random numbers (:mod:`nxdt_core.nn.random.streams`), and element ``i`` takes number ``i`` of the stream. They
+are drawn on the host in float64 and finally rounded to the parameter's dtype. All device types therefore agree, also
+those without float64.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def draw(
         name: the parameter's global name.
         seed: the run's.
         dtype: of the result.
-        offsets: where the block starts, one number a dimension; None for the origin.
-        local_shape: size of the block; None for what lies beyond ``offsets``.
+        offsets: where the block starts, one number per dimension; None for the origin.
+        local_shape: size of the block; None for everything from ``offsets`` on.
 
     Returns:
         A tensor of ``local_shape`` on the CPU.

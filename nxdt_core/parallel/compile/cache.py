@@ -19,10 +19,10 @@ _INDUCTOR = "inductor"
 
 
 def use_cache(run: RunConfig, profile: DeviceProfile) -> Path | None:
-    """Let graphs that this process compiles be kept where ``compiler_cache_url`` says, else where torch keeps them.
+    """Cache the graphs that this process compiles in the folder of ``compiler_cache_url``, or in torch's default one.
 
     Returns:
-        The folder; None of a run that compiles nothing, and of a backend that has a cache of its own.
+        The folder; None for a run that compiles nothing, and for a backend that has its own cache.
 
     Raises:
         CompileCacheNotAFolder: the address is not a folder.

@@ -24,25 +24,25 @@ __all__ = ["compile_layers"]
 _log = logging.getLogger(__name__)
 
 _GRAPHS = 64
-"""Of one class of layers. Torch's own limit, 8, is soon reached by layers of several kinds in training, validation and
-as a reference, with a graph for one length of sequences and one for any."""
+"""Graphs per class of layers. Layers of several kinds soon reach torch's default limit, 8: in training, in validation
+and as a reference, each with a graph for one sequence length and one for any."""
 
 
 def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, static_shapes: bool = False) -> None:
-    """Let each layer's forward be compiled when it first runs.
+    """Compile each layer's forward when it first runs.
 
-    In place, without a change to the names of modules and parameters. Layers are compiled one by one: they share code
-    and hence graphs, where a whole model would be compiled for as long as it is deep. What runs between them (hooks of
-    fully_shard, sends of a pipeline) is left as it is.
+    Modules change in place; the names of modules and parameters stay the same. Layers are compiled one by one: they
+    share code and therefore graphs, whereas the time to compile a whole model grows with its depth. Code between the
+    layers (hooks of fully_shard, sends of a pipeline) is not compiled.
 
-    A layer is one graph. A class of layers of which torch cannot make one is compiled in pieces, and one that asks for
-    ever more graphs runs as it is written; either is logged once.
+    A layer is one graph. If torch cannot make one graph of a class of layers, the class is compiled in pieces. If a
+    class keeps requesting more graphs, it runs without compilation. Each case is logged once.
 
     Args:
-        module: one pipeline stage, sharded and with its recomputation already.
+        module: one pipeline stage, already sharded and with recomputation applied.
         plan: ``recompute_layer`` says what a layer is.
         backend: of ``torch.compile``; see :class:`nxdt_core.devices.DeviceProfile`.
-        static_shapes: compile again for each shape, where a second one would otherwise get a graph for any.
+        static_shapes: compile again for each shape; otherwise, a second shape gets a graph for any shape.
     """
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)

@@ -1,7 +1,7 @@
 """Which blocks of the attention matrix a context parallel rank computes, and in which order.
 
-Rows are the rank's own queries: its early chunk, then its late one. Blocks that causality hides are not made, nor those
-that lie wholly before the window, nor, of packed documents, those whose chunks have none in common.
+Rows are the rank's own queries: its early chunk, then its late one. Some blocks are left out: those that causality
+hides, those entirely before the window, and, with packed documents, those whose chunks share no document.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def ring_blocks(
     Args:
         rank: of the queries.
         source: of the keys.
-        ranks: of the group.
-        chunk: tokens in a chunk.
+        ranks: size of the group.
+        chunk: tokens per chunk.
         documents: None where each row of the batch is one document.
-        window: how many tokens one sees, itself included; None for all before it.
+        window: number of tokens that each token sees, itself included; None for all before it.
     """
     early, late, both = slice(0, chunk), slice(chunk, 2 * chunk), slice(0, 2 * chunk)
     if documents is None and window is None:
         if source == rank:
             return [Block(rows=both, keys=both, diagonal=True)]
-        # The early chunk of a lower rank lies before both of ours and its late one behind; those of a higher rank lie
-        # between ours. Either way half of the scores are computed, and no mask is needed.
+        # The early chunk of a lower rank precedes both of ours, and its late one follows them; both chunks of a higher
+        # rank are between ours. Either way half of the scores are computed, and no mask is needed.
         return [Block(rows=both, keys=early) if source < rank else Block(rows=late, keys=both)]
     blocks = [
         Block(
@@ -88,7 +88,7 @@ def prefix_blocks(
 ) -> list[Block]:
     """Return both chunks of ``rank`` with all keys before them; ``keys`` index the whole sequence in its own order.
 
-    Documents and the window cut the prefix off before the first chunk of which something is seen.
+    Documents and the window shorten the prefix: it begins with the first chunk of which a token is visible.
     """
     blocks = []
     for rows, number in _halves(rank, ranks, chunk):
@@ -101,12 +101,12 @@ def prefix_blocks(
 
 
 def _halves(rank: int, ranks: int, chunk: int) -> list[tuple[slice, int]]:
-    """Where the rank's chunks lie among its tokens, and their numbers."""
+    """Return the slice of each of the rank's chunks among its tokens, and the chunk's number."""
     return list(zip((slice(0, chunk), slice(chunk, 2 * chunk)), chunks_of(rank, ranks), strict=True))
 
 
 def _related(documents: DocumentChunks | None, window: int | None, chunk: int, row: int, key: int) -> bool:
-    """Whether something of chunk ``key`` is seen from chunk ``row``, which does not lie before it."""
+    """Return whether chunk ``row`` sees a token of chunk ``key``, which is the same chunk or an earlier one."""
     nearest = max(0, (row - key - 1) * chunk + 1)
     return (documents is None or documents.relations[row][key] != "apart") and (window is None or nearest < window)
 

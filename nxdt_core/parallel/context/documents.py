@@ -35,11 +35,10 @@ class DocumentChunks:
 
 
 class DocumentsOfBatches:
-    """Gathers each micro-batch's ids once, however many layers ask.
+    """Gathers each micro-batch's ids once for all layers.
 
-    They are remembered with the very tensor of local ids and live as long as that does. Eight bytes per token travel
-    and one answer is read on the host for a whole micro-batch; along with keys and values, every layer would pay for
-    both.
+    They are cached under the identity of the tensor of local ids and freed with it. A whole micro-batch sends eight
+    bytes per token and reads one result on the host; if ids were sent with keys and values, every layer would do so.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -47,8 +46,8 @@ class DocumentsOfBatches:
         self._known: MutableMapping[torch.Tensor, tuple[int, DocumentChunks]] = WeakTensorKeyDictionary()
 
     def __call__(self, document_ids: torch.Tensor) -> DocumentChunks:
-        """The chunks of a micro-batch from this rank's ids [batch, seq / ranks]. Collective where they are new."""
-        if document_ids.is_inference():  # which does not tell of changes in place
+        """Return the chunks of a micro-batch from this rank's ids [batch, seq / ranks]. Collective for new ids."""
+        if document_ids.is_inference():  # does not track in-place changes
             return self._gathered(document_ids)
         known = self._known.get(document_ids)
         if known is not None and known[0] == document_ids._version:
@@ -83,7 +82,7 @@ def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ..
     if ids.is_meta:  # an estimate, which knows no ids and must assume the most
         assumed: Relation = "mixed"
         return ((assumed,) * chunks,) * chunks
-    _, dense = torch.unique(ids, return_inverse=True)  # numbers 0 …, whatever the ids are
+    _, dense = torch.unique(ids, return_inverse=True)  # numbers from 0, independent of the ids' values
     by_chunk = torch.stack(dense.tensor_split(chunks, 1))  # [chunks, batch, tokens]
     present = torch.zeros(*by_chunk.shape[:2], int(dense.max()) + 1, device=ids.device)
     present.scatter_(2, by_chunk, 1.0)

@@ -1,7 +1,7 @@
-"""Masters without FSDP2: copies in the dtype that is computed in, of weights that no other rank holds.
+"""Masters without FSDP2: copies, in the compute dtype, of weights that no other rank holds.
 
-FSDP2 casts, gathers, reduces and frees through buffers of its own, also where there is one rank to do so with. Here a
-step casts each master once, and each gradient is added to the master's as soon as it is there.
+FSDP2 casts, gathers, reduces and frees through its own buffers, even with only one rank. Here a step casts each master
+once, and each gradient is added to the master's as soon as it is available.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Data parallelism: FSDP2 over a stage's layers, and how far each ZeRO stage lets it shard.
 
-All stages come of one mechanism. What differs is when gradients are reduced and when gathered weights are freed:
+All ZeRO stages use one mechanism. They differ in when gradients are reduced and when gathered weights are freed:
 
-=====  ===================================  =========================  =====================
-stage  gradients are reduce-scattered       weights between steps      optimizer state
-=====  ===================================  =========================  =====================
-0      not: one all-reduce a step           whole                      whole
-1      once a step, after accumulating      sharded, gathered a step   sharded
-2      each micro-batch                     sharded, gathered a step   sharded
-3      each micro-batch                     sharded, gathered a layer  sharded
-=====  ===================================  =========================  =====================
+=====  ===================================  ===========================  =====================
+stage  gradients are reduce-scattered       weights between steps        optimizer state
+=====  ===================================  ===========================  =====================
+0      not: one all-reduce per step         whole                        whole
+1      once per step, after accumulating    sharded, gathered per step   sharded
+2      each micro-batch                     sharded, gathered per step   sharded
+3      each micro-batch                     sharded, gathered per layer  sharded
+=====  ===================================  ===========================  =====================
 
-In a pipeline the stages tell FSDP2 the same (:mod:`nxdt_core.parallel.pipeline.stage`). (Rajbhandari et al. 2020,
-arXiv:1910.02054.)
+With a pipeline, its stages control FSDP2 in the same way (:mod:`nxdt_core.parallel.pipeline.stage`). (Rajbhandari et
+al. 2020, arXiv:1910.02054.)
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
 
 
 def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether each rank has experts of its own, which FSDP2 would gather from that rank alone, as a copy."""
+    """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed
 
@@ -238,7 +238,7 @@ def _sharded(module: nn.Module, name: str) -> FSDPModule:
 
 
 def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:
-    """Tell FSDP2 what the coming backward does with gradients and gathered weights."""
+    """Set what FSDP2 does with gradients and gathered weights in the next backward."""
     stage = mesh.sizes.zero_stage
     for module in modules:
         if isinstance(module, FSDPModule):

@@ -1,7 +1,7 @@
 """What compiled layers keep for backward, in terms of layers as they are written.
 
 Inductor cuts a layer's graph where the fewest bytes cross from forward to backward. It computes cheap operations again,
-unless their result is the input of a matrix product: backward would have to write that to memory once more. Measured on
+unless their result is the input of a matrix product: backward would have to write that to memory again. Measured on
 the graphs of the models here; ``tests/parallel/estimate/test_estimate_compiled.py`` repeats it.
 """
 

@@ -69,13 +69,13 @@ class AcceleratorKernels(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what flash attention keeps (Dao et al. 2022, arXiv:2205.14135): inputs, output, a log-sum-exp a row."""
+    """Keeps what flash attention keeps (Dao et al. 2022, arXiv:2205.14135): inputs, output, a log-sum-exp per row."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        # Heads lie side by side in memory, so that joining them again is no copy.
+        # Heads are adjacent in memory, so that joining them again needs no copy.
         *batch, heads, rows, _ = query.shape
         output = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-3, -2)
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)

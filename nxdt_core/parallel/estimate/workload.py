@@ -29,7 +29,7 @@ class Workload:
     state_bytes: float
     """Optimizer state in bytes for each trained element."""
     saved_state_bytes: float | None = None
-    """The same in checkpoints; None: as much."""
+    """The same in checkpoints; None: equal to ``state_bytes``."""
     stand_ins: bool = False
     """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
     sizes: MeshSizes
@@ -40,7 +40,7 @@ class Workload:
     saves_bfloat16: bool = False
     """Whether checkpoints have wider weights in bfloat16, too."""
     packed: bool = False
-    """Whether samples hold several documents that do not see each other: attention is then told where each ends."""
+    """Whether samples hold several documents that do not see each other: attention then receives their ids."""
 
     @property
     def micro_batches(self) -> int:

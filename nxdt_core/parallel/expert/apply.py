@@ -109,7 +109,7 @@ def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
 def _cuts(
     path: str, name: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
 ) -> Iterator[tuple[Dimension, int]]:
-    """Along which mesh dimensions a parameter is cut, and which of its own."""
+    """Yield each mesh dimension along which a parameter is cut, and the dimension of the parameter that is cut."""
     ep, tp, parameter = mesh.size("ep"), mesh.size("tp"), experts.get_parameter(name)
     if ep > 1:
         if len(parameter) % ep:

@@ -30,14 +30,14 @@ def routers_of(whole: nn.Module, plan: ParallelPlan) -> dict[str, int]:
 
 
 class RouterFigures:
-    """Adds up what the routers of this process say of their tokens, and makes figures of the sums of all processes.
+    """Adds up the statistics of this process's routers, and computes figures from the sums of all processes.
 
     Statistics are read when a stage's forward ends, which recomputation does not repeat. Nothing leaves the device.
 
     Args:
         routers: of the whole model, as :func:`routers_of` gives them.
         stages: the modules of this process.
-        device: where they lie.
+        device: of these modules and of the sums.
         dtype: of the sums.
     """
 

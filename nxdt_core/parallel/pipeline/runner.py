@@ -121,7 +121,7 @@ class PipelineRunner:
                 for stage in stages:
                     stage.finish_sends()
         except RuntimeError as error:
-            # Stock wraps what a stage raises; what a user can mend, and lack of memory, must stay recognisable.
+            # Stock wraps what a stage raises; errors that a user can fix, and lack of memory, must stay recognisable.
             if isinstance(error.__cause__, (NxdtError, torch.OutOfMemoryError)):
                 raise error.__cause__ from None
             raise
@@ -135,12 +135,13 @@ class PipelineRunner:
         forward_kwargs: ForwardArguments,
         consume: Callable[[torch.Tensor, Batch], T],
     ) -> list[T]:
-        """Forward without gradients through all stages: any number of micro-batches, each of a shape of its own.
+        """Forward without gradients through all stages: any number of micro-batches, each with its own shape.
 
         Args:
             batches: on the host.
             forward_kwargs: as for :meth:`train`.
-            consume: on the last stage, of logits and the micro-batch on the device; what it does not keep is freed.
+            consume: called on the last stage with logits and the micro-batch on the device; what it does not keep is
+                freed.
 
         Returns:
             What ``consume`` returned, in order; empty on ranks without the last stage.

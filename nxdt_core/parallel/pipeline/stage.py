@@ -1,11 +1,12 @@
-"""One stage under the stock schedules: stock ``PipelineStage``, with two things of its own.
+"""One stage under the stock schedules: stock ``PipelineStage`` with two changes.
 
-Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them for good, and its
-looped schedules keep all that they sent until the end of the step. Here what was received lives until its backward,
-and what was sent until it has gone, of which there are a few at a time, however many micro-batches a step has.
+Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them permanently, and its
+looped schedules keep all tensors that they sent until the end of the step. Here, a received tensor lives until its
+backward, and a sent one until its send has ended. There are a few of them at a time, independent of the number of
+micro-batches per step.
 
 FSDP2: stock accumulates unsharded gradients and reduces them once, after the last micro-batch. That is ZeRO-1; for
-ZeRO-2 and -3 gradients are reduced after each backward here.
+ZeRO-2 and ZeRO-3, gradients are reduced here after each backward.
 """
 
 from __future__ import annotations

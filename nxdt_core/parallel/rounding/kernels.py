@@ -56,10 +56,10 @@ class Numbers:
 
 
 def apart(table: torch.Tensor, backend: Backend) -> list[torch.Tensor]:
-    """Return the rows of a small table, which kernels of ``backend`` take.
+    """Return the rows of a small table in the form that kernels of ``backend`` take.
 
-    Rows for ``torch.compile`` have memory of their own, copied together: compiled code would depend on where a row
-    starts in its table, and on an equal size of a row and a parameter.
+    For ``torch.compile``, each row has separate memory, and all are copied together. Compiled code would otherwise
+    depend on where a row starts in its table, and on whether a row and a parameter have equal sizes.
     """
     if backend != "compile":
         return list(table.unbind())
@@ -142,7 +142,7 @@ def can_compile(device: torch.device) -> bool:
         return False
     try:
         _compiled(_probe, profile.compile_backend)(torch.zeros(2, device=device))
-    except Exception as error:  # whatever a missing or broken tool chain raises
+    except Exception as error:  # any error of a missing or broken toolchain
         _log.warning(
             "Stochastic rounding runs operation by operation on this machine's %s, which takes longer: torch.compile "
             "failed with %s: %s. Install a C++ compiler, and Triton for GPUs.",

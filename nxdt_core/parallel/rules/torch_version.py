@@ -29,7 +29,7 @@ def torch_runs_zbv(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 def torch_shards_copied_heads(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Yield layouts that torch 2.9 cannot run: a mesh cannot be split, and FSDP2 takes only parameters whose mesh has
-    the root of its own."""
+    the same root as FSDP2's mesh."""
     numbers = settings.numbers(_KV_HEADS, TP)
     if numbers is not None and numbers[0] < numbers[1] and (installed := _older()):
         heads, tp = numbers

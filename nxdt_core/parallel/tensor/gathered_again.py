@@ -30,7 +30,7 @@ def gather_dropped(hidden: torch.Tensor, dtype: torch.dtype, dim: int, group: di
     """Return all ranks' ``hidden`` concatenated along ``dim``, as :func:`gather_along` does, in ``dtype``; backward
     keeps only ``hidden`` in it."""
     part = hidden.to(dtype)
-    if torch.compiler.is_compiling():  # the graph has the gather once more
+    if torch.compiler.is_compiling():  # the graph contains the gather twice
         again: torch.Tensor = checkpoint(gather_along, part, dim, group, use_reentrant=False)
         return again
     whole, dropped = gather_along(part, dim, group), dropping_now()

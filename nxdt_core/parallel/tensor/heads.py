@@ -57,10 +57,10 @@ class HeadLayout:
         return self.padded_kv_heads * self.padded_group != self.query_heads
 
     def query(self, dim: int, head_dim: int) -> PaddedDim:
-        """Return how the dimension ``dim`` of query heads lies over the ranks."""
+        """Return how the dimension ``dim`` of query heads is divided over the ranks."""
         group = self.query_heads // self.kv_heads
         block = self.padded_kv_heads * self.padded_group // self.tp
-        # Groups side by side on a rank, or a group over several: in both cases what is real comes first on each rank.
+        # A rank holds whole groups, or several ranks share a group: in both cases, real heads come first on each rank.
         starts, counts = [], []
         for rank in range(self.tp):
             first_group, within = divmod(rank * block, self.padded_group)
@@ -71,7 +71,7 @@ class HeadLayout:
         return PaddedDim.of(dim, block=block, starts=starts, counts=counts, unit=head_dim)
 
     def key_value(self, dim: int, head_dim: int) -> PaddedDim:
-        """Return the same of key and value heads, over the groups of ranks that hold different ones."""
+        """Return the same for key and value heads, over the groups of ranks that hold different ones."""
         parts = min(self.tp, self.padded_kv_heads)
         block = self.padded_kv_heads // parts
         starts = [min(part * block, self.kv_heads) for part in range(parts)]

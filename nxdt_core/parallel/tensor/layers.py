@@ -56,7 +56,7 @@ class BlockEntry:
     ) -> None:
         """``routes``: whether a router of experts is in the block, whose scores are computed in float32. The matrices
         of other blocks are multiplied in autocast's dtype, so that nothing wider is sent to them. ``again``: gather
-        what backward needs once more."""
+        what backward needs a second time."""
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.routes = routes

@@ -1,6 +1,6 @@
 """Embedding table and output projection cut by vocabulary row over tensor-parallel ranks.
 
-Under the same paths and parameter names as the ``torch.nn`` modules whose place they take.
+Paths and parameter names are those of the ``torch.nn`` modules that they replace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SequenceEmbedding", "VocabularyEmbedding", "VocabularyHead", "rows_h
 
 
 class VocabularyEmbedding(nn.Module):
-    """Each rank looks up the ids of its own rows, zero for all others; the sum over the ranks is the embedding."""
+    """Each rank looks up the ids in its part of the table, zero for all others; the sum over ranks is the embedding."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SequenceEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """Each rank computes the logits of its own rows of the vocabulary, from whole hidden states."""
+    """Each rank computes the logits of its part of the vocabulary, from whole hidden states."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: DeviceMesh, *, update: nn.Module | None = None

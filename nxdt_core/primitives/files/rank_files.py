@@ -1,4 +1,4 @@
-"""``parallel_layers.save`` and ``load``: NxD Core's older checkpoints, in which each rank has a file of its own.
+"""``parallel_layers.save`` and ``load``: NxD Core's older checkpoints, in which each rank has its own file.
 
 ::
 
@@ -7,7 +7,7 @@
     DIR/tp_rank_TT_pp_rank_PP, ….tensors/tensor_<n>.pt     under save_xser, of NxD Core; read here, not written
 
 Files are ``torch.save`` of tensors, numbers, text, lists and dictionaries, which NxD Core reads too, and they are read
-without running anything that a pickle names. They fit the layout of their save alone.
+without running anything that a pickle names. They can be loaded only in the layout of their save.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FILE = "checkpoint.pt"
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
 
 
-@binds(save_serially="each rank writes a file of its own at once", save_xser="one file per rank holds its tensors")
+@binds(save_serially="all ranks write their files at the same time", save_xser="one file per rank holds its tensors")
 def save(
     state_dict: Mapping[str, Any],
     save_dir: str,
@@ -64,9 +64,9 @@ def save(
         state_dict: tensors, such as ``{"model": model.state_dict()}``, numbers, text, and lists and dictionaries of
             them.
         save_dir: a directory.
-        save_serially, save_xser: no effect: each rank writes one file, all of them at once.
+        save_serially, save_xser: no effect: each rank writes one file, all at the same time.
         down_cast_bf16: write float32 tensors as bfloat16.
-        master_dp_only: write one file for all data parallel ranks, which under ZeRO-1 put their shards together; False
+        master_dp_only: write one file for all data parallel ranks, which combine their shards under ZeRO-1; False
             writes one for each.
 
     Raises:
@@ -228,7 +228,7 @@ def _opened(path: Path) -> Any:
 
 
 class _Reference:
-    """A tensor in a file of its own: torch-xla's ``TensorReference``, of which the number alone is used."""
+    """A tensor in a separate file: torch-xla's ``TensorReference``, of which only the number is used."""
 
     tid: object = None
 
@@ -237,7 +237,7 @@ class _Reference:
 
 
 def _resolved(value: Any, path: Path) -> Any:
-    """``value`` with the tensors that references stand for."""
+    """Return ``value`` with references replaced by their tensors."""
     if isinstance(value, dict):
         return {key: _resolved(each, path) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """``save_checkpoint`` and ``load_checkpoint``: NxD Core's tags over checkpoints of the core.
 
-``PATH/TAG`` is a store of its own with one step, so that every command of ``nxdt checkpoint`` reads it. A checkpoint
+``PATH/TAG`` is a separate store with one step, so that every command of ``nxdt checkpoint`` reads it. A checkpoint
 can be loaded in any layout.
 """
 
@@ -63,7 +63,7 @@ def save_checkpoint(
         optimizer: what :func:`initialize_parallel_optimizer` returned; None saves weights alone.
         scheduler: its ``state_dict()`` is saved.
         user_content: numbers, text, tensors, and lists and dictionaries of them.
-        num_kept_ckpts: delete all but so many of the newest tags afterwards.
+        num_kept_ckpts: delete all but this number of the newest tags afterwards.
         async_save: return once the model may be changed; the next save, or the end of the process, waits.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: no effect.
         nxd_config: that of ``model``.
@@ -171,7 +171,7 @@ def finalize_checkpoint() -> None:
 
 
 class _Saves:
-    """The saves of a run: one at a time, each into a store of its own."""
+    """The saves of a run: one at a time, each into a separate store."""
 
     def __init__(self, config: NxDConfig) -> None:
         self.config = config
@@ -192,7 +192,7 @@ class _Saves:
 
 
 _runs: list[_Saves] = []
-"""That of the run whose save was the last."""
+"""The saves of the run that saved last; at most one element."""
 
 
 def _saves_of(config: NxDConfig) -> _Saves:

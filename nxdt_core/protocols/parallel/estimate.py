@@ -138,7 +138,7 @@ class MeasuresShards(Protocol):
 
     @staticmethod
     def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
-        """Lay the builder's model out on the meta device as rank 0 of ``sizes``, in a process without a process group.
+        """Lay out the builder's model on the meta device as rank 0 of ``sizes``, in a process without a process group.
 
         Returns:
             By global parameter name, the number of elements that rank 0 holds.

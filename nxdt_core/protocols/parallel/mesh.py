@@ -12,7 +12,7 @@ Schedule = Literal["1f1b", "interleaved", "zbv"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSizes:
-    """How many ranks lie along each dimension; tensor parallel ranks are neighbours, pipeline stages far apart."""
+    """Number of ranks along each dimension; tensor parallel ranks are neighbours, pipeline stages are far apart."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -21,7 +21,7 @@ class MeshSizes:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Ranks that share the experts; borrowed from ``dp_shard`` x ``cp``, so no factor of the world."""
+    """Ranks that share the experts; taken from ``dp_shard`` x ``cp``, so not a factor of the world size."""
     schedule: Schedule = "1f1b"
     vpp: int = 1
     """Pipeline stages on each rank; 2 under ``zbv``."""

@@ -113,8 +113,8 @@ class ParallelOptimizer(Protocol):
         ...
 
     def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Let the coming :meth:`step` leave the weights alone, and count it, unless both scalars are finite. They are
-        equal on all ranks, so all of them decide in the same way."""
+        """Make the next :meth:`step` leave the weights unchanged, and count it, unless both scalars are finite. They
+        are equal on all ranks, so that all ranks decide in the same way."""
         ...
 
     def step(self) -> None:
@@ -122,7 +122,7 @@ class ParallelOptimizer(Protocol):
         ...
 
     def begin_step(self, step: int) -> None:
-        """Tell the number of the coming :meth:`step` in the run, on which the random numbers that it draws depend."""
+        """Set the number of the next :meth:`step` in the run, which determines the random numbers that it draws."""
         ...
 
     def set_lr_factor(self, factor: float) -> None:

@@ -1,4 +1,4 @@
-"""Rules of pipeline schedules: where stages lie, and how many micro-batches a step must have. No torch.
+"""Rules of pipeline schedules: the rank of each stage, and the number of micro-batches that a step needs. No torch.
 
 ``1f1b``: one stage per rank, a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
 ``interleaved``: several stages per rank, dealt out like cards (the same, section 2.2.2).
@@ -24,8 +24,9 @@ __all__ = [
 def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
     """Return whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
 
-    The stock 1F1B takes one per stage at least; the interleaved one works in rounds of one size, of ``pp`` or more; ZBV
-    takes any number. With few, ranks mostly wait: :func:`~nxdt_core.parallel.pipeline.schedules.bubble_fraction` tells.
+    The stock 1F1B takes at least one per stage; the interleaved one works in rounds of equal size, of ``pp`` or more;
+    ZBV takes any number. With few micro-batches, ranks mostly wait;
+    :func:`~nxdt_core.parallel.pipeline.schedules.bubble_fraction` computes for how much of a step.
     """
     if pp == 1 or schedule == "zbv":
         return micro_batches >= 1

@@ -54,18 +54,18 @@ class RankAgreement(Protocol):
         ...
 
     def largest_before(self, value: int, *, topic: str = "") -> int:
-        """Give in this step's ``value`` and get the largest of the step before, without waiting for the others.
+        """Submit this step's ``value`` and return the largest of the step before, without waiting for the others.
 
-        Alone, the answer is ``value`` itself. Questions of different topics do not mix.
+        Alone, the answer is ``value`` itself. Different topics are independent of each other.
         """
         ...
 
     def last_answer(self, *, topic: str = "") -> int:
-        """Take the answer that :meth:`largest_before` still owes, so that nothing is left under way."""
+        """Take the answer that :meth:`largest_before` still owes, so that no communication stays pending."""
         ...
 
     def sibling(self, *, timeout_s: float) -> RankAgreement:
-        """Return the same processes over a connection of its own, for a thread that communicates in parallel with this
+        """Return the same processes over a separate connection, for a thread that communicates in parallel with this
         one.
 
         Args:

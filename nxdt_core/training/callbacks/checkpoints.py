@@ -34,11 +34,11 @@ _TIME_TOPIC = "checkpoint time"
 _NOT_OF_THE_RUN = ("step", "consumed_", "checkpoint_", "data_wait_s", "step_time_s", "tokens_per_s", "max_memory_bytes")
 """Prefixes of logged metrics that a manifest has anyway, or that describe the machine."""
 _BREAKING_S = 60.0
-"""How long a run that breaks waits for a save in flight."""
+"""How long a failing run waits for a save in flight."""
 
 
 class CheckpointSaver(pl.Callback):
-    """Saves at the intervals and at the end of a run, tells the plugins, deletes what need not be kept."""
+    """Saves at the intervals and at the end of a run, notifies plugins, deletes checkpoints that need not be kept."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class CheckpointSaver(pl.Callback):
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Learn of a save that has ended; begin one that is due."""
+        """Complete a save that has ended; begin one that is due."""
         self._figures.step_ended()
         self._manager_made.poll()
         due = self._due(pl_module)
@@ -142,11 +142,11 @@ class CheckpointSaver(pl.Callback):
         return self._manager
 
     def _due(self, module: NxdtModule) -> Keep | None:
-        """What kind of checkpoint this step is to have, the same on all ranks."""
+        """Return the kind of checkpoint that is due at this step, the same on all ranks."""
         kind = self._kind(module.train_state.step)
         if self._interval_s is None:
             return kind
-        # The first rank's clock decides; each rank learns at the next step what it decided, and a save may lie between.
+        # The first rank's clock decides; each rank learns the decision at the next step, and may save in between.
         ranks = module.engine.ranks
         over = ranks.rank == 0 and time.monotonic() - self._saved_at >= self._interval_s
         decided = ranks.largest_before(int(over), topic=_TIME_TOPIC) and self._saved != module.train_state.step - 1

@@ -98,7 +98,7 @@ class Console:
             self.say(f"  {name}: {_validation_text(figures, unit)}")
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar and leave its last state on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Tells plugins of the moments of a run: one call of a hook per event, at most one per step."""
+"""Notifies plugins of the events of a run: one hook call per event, at most one per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What saving costs a run: columns for the metrics, and a row a checkpoint in a file of its own."""
+"""What saving costs a run: columns for the metrics, and a row per checkpoint in a separate file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: stop at the next step boundary, with a checkpoint. A second one stops at once."""
+"""Ctrl-C and SIGTERM: stop at the next step boundary, with a checkpoint. A second signal stops at once."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Supervisor(Protocol):
 
 
 class StopSignals(pl.Callback):
-    """Turns signals into a clean stop; ``received`` tells the caller which one came.
+    """Turns signals into a clean stop; ``received`` is the signal that stopped the run.
 
-    A signal may reach each rank at another step, or one rank only. All ranks stop at the same step: each reports its
-    signal at the end of a step and learns at the end of the next whether any did.
+    A signal may reach ranks at different steps, or only one rank. All ranks stop at the same step: each reports its
+    signal at the end of a step and learns at the end of the next step whether any rank received one.
 
-    Lightning installs handlers of its own that would raise in the middle of a step: ours are set after its and
-    taken away after the fit.
+    Lightning installs its own handlers, which would raise in the middle of a step. Ours are set after them and removed
+    after the fit.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -72,7 +72,7 @@ class StopSignals(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ask the trainer to stop once a signal has come to any rank."""
+        """Ask the trainer to stop once a signal has reached any rank."""
         agreed = self._ranks.largest_before(self._wanted)
         if agreed and self.received is None:
             self.received = signal.Signals(agreed)
@@ -81,7 +81,7 @@ class StopSignals(pl.Callback):
             trainer.should_stop = True
 
     def request(self, number: signal.Signals, *, because: str) -> None:
-        """Stop as if the signal had come to this rank; ``because`` says to a person why. Later requests add nothing."""
+        """Stop as if the signal had reached this rank; ``because`` is the reason shown. Later requests are ignored."""
         if not self._wanted:
             self._because = because
             self._want(number)
@@ -94,7 +94,7 @@ class StopSignals(pl.Callback):
         self.request(signal.SIGTERM, because=f"{error.path} cannot be written ({error.reason})")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave nothing under way between the ranks, and agree on what failed."""
+        """Complete pending communication between the ranks, and agree on what failed."""
         self._ranks.last_answer()
         self.failure = self._ranks.broadcast_object(self.failure)
 
@@ -124,4 +124,4 @@ class StopSignals(pl.Callback):
         if self._because is not None:
             self._console.say(f"{self._because}: stopping after this step")
         else:
-            self._console.say(f"{number.name}: stopping after this step; once more stops at once, without saving")
+            self._console.say(f"{number.name}: stopping after this step; another signal stops at once, without saving")

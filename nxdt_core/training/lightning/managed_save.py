@@ -1,4 +1,4 @@
-"""How a callback asks for a checkpoint through Lightning, which adds the state of its own loops on the way."""
+"""How a callback asks for a checkpoint through Lightning, which adds the state of its loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the monitor how far a run is."""
+"""Reports the progress of a run to the monitor."""
 
 from __future__ import annotations
 

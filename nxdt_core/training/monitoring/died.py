@@ -18,14 +18,14 @@ _LIVING = ("starting", "running")
 
 
 def mark_failed(config: ResolvedConfig, text: str) -> None:
-    """Write that the run failed into those of its files that say that it runs.
+    """Mark the run as failed in those of its files that still describe it as running.
 
-    The first rank may have ended with an exception of its own because another rank had died. The code in the text then
+    The first rank may have ended with a different exception because another rank had died. The code in the text then
     replaces the name of that exception.
 
     Args:
-        config: of the run. With ``use_datetime_version`` files below its directory are not found, and stay.
-        text: what the launcher prints of the failure; the code in it becomes the error.
+        config: of the run. With ``use_datetime_version``, files below its directory are not found and stay unchanged.
+        text: what the launcher prints about the failure; the code in it becomes the error.
     """
     settings, code = config.run.exp_manager.monitoring, _CODE.search(text)
     with suppress(OSError, ValueError):

@@ -25,14 +25,14 @@ __all__ = ["cannot_write", "dated", "keep_inputs", "make_run_dir", "other_source
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
-"""The command line of each start of the run, a line each."""
+"""The command line of each start of the run, one per line."""
 
 
 def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
-    """With ``use_datetime_version`` the configuration of a run in a directory of its own: now, on the first rank.
+    """Return the configuration; with ``use_datetime_version``, its run directory is named after the first rank's time.
 
-    Collective. A run that resumes stays where it is, and so does one whose directory has a name. Where the directory
-    exists, since another run began in the same second or the clock was set back, the name gets a number.
+    Collective. A run that resumes keeps its directory, and so does a run whose directory has a name. If the directory
+    exists, because another run began in the same second or the clock was set back, the name gets a number.
     """
     manager = config.run.exp_manager
     named = manager.version is not None or manager.explicit_log_dir is not None
@@ -79,7 +79,7 @@ def other_source(config: ResolvedConfig) -> str | None:
 
 
 def _source_place(label: str, run_dir: Path) -> str | None:
-    """Return what tells a recipe or a file from others; None for what is neither, or is in the run's directory."""
+    """Return what identifies a recipe or a file; None for anything else, and for files in the run's directory."""
     if label.startswith(RECIPE_SCHEME):
         return f"{RECIPE_SCHEME}{label.rpartition(':')[2]}"
     path = expand_home(label).absolute()
@@ -91,7 +91,7 @@ def keep_inputs(config: ResolvedConfig) -> None:
 
     Raises:
         CannotWriteRunDirectory: the directory cannot be written.
-        CannotCopyFile: a file is not there, or two have one name.
+        CannotCopyFile: a file is missing, or two have the same name.
     """
     with run_dir_explained(config):
         replace_text(config.run_dir / _CONFIG, render_show(config))

@@ -92,9 +92,9 @@ def _held_bytes(module: NxdtModule) -> int:
 
 
 def _estimated(config: ResolvedConfig, pp_rank: int) -> MemoryUse | None:
-    """What ``nxdt plan`` expects of this rank, None where it does not say so in time.
+    """Return what ``nxdt plan`` expects of this rank; None if it fails or takes too long.
 
-    (From a process of its own: the estimate pretends to be in a process group, which this process may really be.)
+    (It runs in a separate process: the estimate simulates a process group, and this process may be in a real one.)
     """
     command = [sys.executable, "-m", "nxdt_core", "plan", "--json", "--", config.source, *config.overrides]
     try:

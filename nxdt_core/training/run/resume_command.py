@@ -15,8 +15,8 @@ _RESUME = ("exp_manager.resume_if_exists", "checkpoint.resume_if_exists")
 
 
 def resume_command(config: ResolvedConfig, step: int) -> str:
-    """Return the same command, told to resume, and with a later end where this one is reached; of a trial, the run
-    itself."""
+    """Return the command that resumes the run, with a later end if the run has reached its end; for a trial, the
+    command of the run itself."""
     overrides = {word.partition("=")[0]: word for word in config.overrides}
     manager, trainer = config.run.exp_manager, config.run.trainer
 

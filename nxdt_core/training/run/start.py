@@ -45,13 +45,13 @@ def decide_start(
 ) -> Start | ForeignStart | None:
     """Decide what to load; None starts at step 0.
 
-    Collective, with one answer: what one rank finds damaged or missing, no other may begin with.
+    Collective, with one answer: no rank may start from what another rank finds damaged or missing.
 
     Args:
         config: its section ``checkpoint`` says what is wanted.
         own: the run's store.
         say: prints a line about what is skipped.
-        ranks: of the run; None for a process that is alone.
+        ranks: of the run; None for a single process.
 
     Raises:
         RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
@@ -77,7 +77,8 @@ def decide_start(
 
 
 def check_adapter(config: ResolvedConfig, start: Start) -> None:
-    """See that the weights of ``start`` compute the same under the run's adapter as under that of its own run.
+    """Check that the weights of ``start`` compute the same under this run's adapter as under that of the run that saved
+    them.
 
     Raises:
         NxdtError: they do not.

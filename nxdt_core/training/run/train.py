@@ -222,7 +222,7 @@ def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
 def _prepare_start(
     module: NxdtModule, start: Start | ForeignStart | None, base: Start | ForeignStart | None, console: Console
 ) -> str | None:
-    """Tell the module what to begin with; returns the path to hand to Lightning."""
+    """Set what the module starts from; return the path to pass to Lightning."""
     if base is not None:
         _prepare_start(module, base, None, console)
     if start is None:

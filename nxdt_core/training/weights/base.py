@@ -40,10 +40,10 @@ class BaseWeights:
     """The parameter of a name."""
 
     def check(self, frozen: Iterable[str], digest: str, *, where: str) -> None:
-        """See that they are those of ``digest``; reads all of ``frozen``.
+        """Check that the parameters match ``digest``; reads all of ``frozen``.
 
         Raises:
-            AdapterOfAnotherBase: they are not.
+            AdapterOfAnotherBase: they do not.
         """
         found = digest_of(sample for name in frozen for sample in samples_of([(name, self.read(name))]))
         if found != digest:
@@ -58,19 +58,19 @@ def base_weights(
     base: str | None = None,
     trusted: TrustedKeys | None = None,
 ) -> BaseWeights:
-    """Find what ``manifest`` leaves out.
+    """Find the weights that ``manifest`` leaves out.
 
     Args:
-        config: of the run that wrote it, on one process.
-        storage: where it lies.
+        config: of the run that wrote the checkpoint, on one process.
+        storage: the store that holds the checkpoint.
         manifest: of the checkpoint.
-        base: address of the base instead: a checkpoint or a directory of another program. None takes the checkpoint
-            itself where it has all, else what its run began with: ``checkpoint.resume_from``, in which its run has
-            kept the step, or fresh weights.
-        trusted: keys of which one must have signed the base; None requires no signature.
+        base: address of a different base: a checkpoint or a directory of another program. None uses the checkpoint
+            itself if it is complete, else the weights that its run began with: ``checkpoint.resume_from``, where its
+            run recorded the step, or fresh weights.
+        trusted: keys, one of which must have signed the base; None requires no signature.
 
     Raises:
-        CheckpointNotFound, ForeignFormatUnknown: it is not there.
+        CheckpointNotFound, ForeignFormatUnknown: the base does not exist.
         CheckpointNotTrusted: it lacks a valid signature of one of the keys.
     """
     if base is None and not manifest.facts.without_base:

@@ -159,7 +159,7 @@ def _described(source: str, format: str, found: CheckpointReader, overrides: Seq
     longest = build.model_builder(described).max_sequence_length
     length = _LONGEST if longest is None else min(longest, _LONGEST)
     written = described.to_dict()
-    written["model"]["model_config"] = None  # its values stand there now; the file may go
+    written["model"]["model_config"] = None  # its values are in the configuration now; the file may be deleted
     lengths = (f"data.seq_length={length}", f"model.encoder_seq_length={length}")
     return load(written, [*lengths, *overrides], label=source)
 
@@ -168,7 +168,7 @@ def check_empty(storage: CheckpointStorage) -> None:
     """Refuse a store that holds a committed or damaged checkpoint.
 
     Raises:
-        ImportPlaceTaken: something is.
+        ImportPlaceTaken: it holds one.
     """
     for status in checkpoint.list_checkpoints(storage):
         if status.state != "unfinished":

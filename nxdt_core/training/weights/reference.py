@@ -1,6 +1,6 @@
 """Log-probabilities under the weights that a run begins with: computed before its first step, kept in its directory.
 
-They stand by the sample's number, so that no shuffling, packing or layout can give them to another one.
+They are stored by the sample's number, so that no shuffling, packing or layout can assign them to another sample.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_reference(
     model: ParallelModel,
     weights: str | None,
 ) -> Referenced:
-    """``dataset`` with what ``model`` says of its labels, from the run's directory where that has it already.
+    """Return ``dataset`` with the log-probabilities of its labels under ``model``, from the run's directory if stored.
 
     Collective; call it before the first step.
 
@@ -55,13 +55,13 @@ def with_reference(
         config: of the run.
         engine: of ``model``.
         model: with the weights that the run begins with.
-        weights: digest of where those come from; None in a resumed run, whose weights are others by now.
+        weights: digest of where those come from; None in a resumed run, whose weights have changed since.
 
     Raises:
         ReferenceLost: the run is resumed, and the file is missing or damaged.
         CannotWriteRunDirectory: the file cannot be written.
     """
-    weights = engine.ranks.broadcast_object(weights)  # files of several machines may differ in what they are told by
+    weights = engine.ranks.broadcast_object(weights)  # it may differ between machines, as file times do
     path = config.run_dir / _DIRECTORY / f"{dataset.fingerprint()}.npz"
 
     def read() -> tuple[str, LogProbs] | None:

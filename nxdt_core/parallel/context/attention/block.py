@@ -31,31 +31,31 @@ _ROWS_AT_A_TIME = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Rows see none but the tokens right before them."""
+    """Rows see only the tokens directly before them."""
 
     length: int
-    """How many a row sees, itself included."""
+    """Number of tokens that a row sees, itself included."""
     distance: int
-    """By how many tokens the block's first row lies behind its first key."""
+    """Number of tokens from the block's first key to its first row."""
 
     def first_key(self, row: int) -> int:
-        """Return the number of the first key that row number ``row`` sees; below 0 where that lies before the block."""
+        """Return the number of the first key that row number ``row`` sees; negative if it precedes the block."""
         return row + self.distance - self.length + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Which rows of the local queries meet which of the keys at hand."""
+    """Which rows of the local queries attend to which of the given keys."""
 
     rows: slice
     keys: slice
     diagonal: bool = False
-    """Row and key number ``i`` of the block are the same token, and later ones are hidden. The blocks of a row begin
-    with a diagonal one, in which the row sees itself at least."""
+    """Row and key number ``i`` of the block are the same token, and later keys are hidden. The first block of a row is
+    a diagonal one, in which the row sees at least itself."""
     documents: tuple[torch.Tensor, torch.Tensor] | None = None
     """Document ids [batch, rows] and [batch, keys]; None where all belong together."""
     window: Window | None = None
-    """None where the window, if there is one, holds all keys of the block for each row."""
+    """None without a window, and if each row's window contains all keys of the block."""
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
@@ -157,7 +157,7 @@ def _pieces(
     if block.window is not None:
         step = min(step, block_rows(block.window.length))
     starts = range(0, rows, step)
-    if query.is_meta:  # nobody reads numbers there, and the fullest piece needs the memory that all need
+    if query.is_meta:  # there are no values to compute, and the fullest piece needs the memory that all need
         starts = range(max(0, rows - step), rows, step) if block.diagonal else starts[:1]
     for first in starts:
         last = min(first + step, rows)

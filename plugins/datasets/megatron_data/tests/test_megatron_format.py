@@ -98,7 +98,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
 
 def test_a_missing_file_is_told_with_its_neighbours(by_hand, tmp_path):
     by_hand("corpus_text", [[1]])
-    with pytest.raises(IndexedFileMissing, match=r"no .*corpus_txt\.idx; nearby lies .*corpus_text'"):
+    with pytest.raises(IndexedFileMissing, match=r"no .*corpus_txt\.idx; found nearby: .*corpus_text'"):
         IndexedTokens(tmp_path / "corpus_txt")
     bin_path(tmp_path / "corpus_text").unlink()
     with pytest.raises(IndexedFileMissing, match=r"corpus_text\.bin"):

@@ -435,7 +435,7 @@ def test_files_without_text_are_refused(small, nxdt, tmp_path):
 
 
 def test_what_cannot_be_read_written_or_found_is_told(small, nxdt, tmp_path, bpe):
-    refused(nxdt(*small, "--input", "b.jsonl"), "NXDT-D001", "nearby lies")
+    refused(nxdt(*small, "--input", "b.jsonl"), "NXDT-D001", "found nearby")
     (tmp_path / "file").write_text("")
     words = [*small[:4], "file/out", *small[5:]]
     refused(nxdt(*words), "NXDT-D117", "cannot be written")

@@ -211,7 +211,7 @@ def test_dropped_records_are_counted_and_told(load, write, caplog):
         (
             [turn("a" * 400, "b")],
             {"truncation": "keep_start", "seq_length": 32},
-            "what is trained in them lies beyond a sequence",
+            "truncation removes all their trained tokens",
         ),
     ],
 )

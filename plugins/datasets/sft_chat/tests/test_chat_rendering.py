@@ -96,7 +96,7 @@ def test_a_template_that_drops_calls_of_functions_is_refused(name, render, call)
 
 
 def test_a_template_that_ends_no_turn_is_refused(render, talk):
-    with pytest.raises(EndOfTurnUntrained, match="nothing stands behind an answer"):
+    with pytest.raises(EndOfTurnUntrained, match="no text follows an answer"):
         render(pair("glm4moe")[0], talk)
 
 

@@ -206,7 +206,7 @@ def task(path, name, row, text):
     ("row", "text", "code", "words"),
     [
         ({"context": "x", "rest": LONG}, "output_type: loglikelihood", "NXDT-E007", "the model sees 32"),
-        ({"context": "a", "rest": "n"}, "output_type: loglikelihood", "NXDT-E007", "no token of its own"),
+        ({"context": "a", "rest": "n"}, "output_type: loglikelihood", "NXDT-E007", "adds no token to its question"),
         (
             {"context": "a", "rest": "b"},
             "output_type: generate_until\ngeneration_kwargs: {until: [], do_sample: true, top_p: 0.9}",

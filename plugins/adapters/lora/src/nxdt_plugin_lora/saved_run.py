@@ -57,10 +57,10 @@ class SavedLora:
         return checkpoint.load_model(self.storage, self.manifest, [name])[name]
 
     def check_base(self) -> None:
-        """See that the weights below are those that it was trained over.
+        """Check that the base weights are those that the adapter was trained on.
 
         Raises:
-            AdapterOfAnotherBase: they are not.
+            AdapterOfAnotherBase: the base weights differ.
         """
         frozen = [name for name in self.base.specs if name not in self.trained and base_of(name) is None]
         self.base.check(frozen, self.manifest.facts.base, where=self.uri)
@@ -72,14 +72,14 @@ def open_saved(
     """Return one checkpoint of a run.
 
     Args:
-        storage: where they lie.
-        step: of the one; None takes the newest good one.
-        base: address of the frozen weights, where they are not where its run took them.
-        trusted: keys of which one must have signed it and what is below; None requires no signature.
+        storage: the store that holds the run's checkpoints.
+        step: step of the checkpoint; None selects the newest valid one.
+        base: address of the frozen weights, if they are no longer where the run read them.
+        trusted: keys, one of which must have signed the checkpoint and its base; None requires no signature.
 
     Raises:
-        NoAdapterHere: its run trained without LoRA.
-        CheckpointNotFound, SavedConfigUnusable: it cannot be opened.
+        NoAdapterHere: the run trained without LoRA.
+        CheckpointNotFound, SavedConfigUnusable: the checkpoint cannot be opened.
     """
     manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
     uri = build.step_uri(storage, manifest.step)

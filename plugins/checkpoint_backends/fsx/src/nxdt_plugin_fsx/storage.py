@@ -76,7 +76,7 @@ class FsxStorage(LocalStorage):
         return "archived" if archived == len(states) else part + (f", {lost} lost" if lost else "")
 
     def _make_directory(self, path: Path) -> None:
-        """Lay a directory of shards out before any rank sees it: its first files would keep another layout."""
+        """Set the layout of a shard directory before any rank sees it: files written earlier keep another layout."""
         if not self._is_striped(path) or self._lfs is None:
             super()._make_directory(path)
             return
@@ -109,13 +109,13 @@ class FsxStorage(LocalStorage):
 
     @cached_property
     def _lfs(self) -> Lfs | None:
-        """The command, where it can do something."""
+        """The command ``lfs``; None on another file system or if it is not installed."""
         return find_lfs(self._config.lfs_timeout_s) if self._on_lustre else None
 
     def _report_missing(self) -> None:
         if not self._on_lustre:
             mount = mount_of(self._root)
-            reason = "the system does not tell" if mount is None else f"{mount.point} is {mount.filesystem}"
+            reason = "its mount point is unknown" if mount is None else f"{mount.point} is {mount.filesystem}"
             self._report(NotLustre(where=self.uri, reason=reason))
         elif self._lfs is None and (self._config.stripe or self._config.archive):
             self._report(LfsMissing(where=self.uri, reason="there is no command lfs on the PATH"))

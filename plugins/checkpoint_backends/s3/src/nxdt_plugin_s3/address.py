@@ -14,18 +14,18 @@ __all__ = ["Address"]
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _IP = re.compile(r"\d+\.\d+\.\d+\.\d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
-"""What XML, in which listings come and deletions go, cannot hold."""
+"""Characters that XML, the format of listings and deletions, cannot contain."""
 _NAME_BYTES = 1024
 """Longest name of an object, https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html"""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a store lies."""
+    """Address of a store."""
 
     bucket: str
     prefix: str
-    """Of the names of all its objects: empty, or with a ``/`` at its end."""
+    """Prefix of the names of all its objects: empty, or ends with ``/``."""
 
     @classmethod
     def parse(cls, uri: str) -> Self:

@@ -32,7 +32,7 @@ class S3StorageConfig:
     profile: str | None = None
     """Profile of the SDK's shared configuration files; null leaves it to the SDK."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    """Where the bucket stands: in the path, or before the host's name."""
+    """Position of the bucket's name in URLs: in the path, or before the host name."""
     server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
     """Encryption that is asked for with each object; null leaves it to the bucket."""
     kms_key_id: str | None = None

@@ -90,7 +90,7 @@ def _descriptions(paths: str | None) -> Loader:
 
 
 def sdk_session(profile: str | None = None) -> Any:
-    """Return a new session of the SDK with credentials and settings of its own."""
+    """Return a new session of the SDK with its own credentials and settings."""
     session = botocore.session.Session(profile=profile)
     session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
     return session

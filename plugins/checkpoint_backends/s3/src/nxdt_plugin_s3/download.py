@@ -45,13 +45,13 @@ class Download(io.RawIOBase):
         self._part_bytes = connection.config.part_bytes
         self._ahead: deque[Future[memoryview]] = deque()
         self._range = memoryview(b"")
-        """What is handed out at the moment."""
+        """The range that :meth:`readinto` currently copies from."""
         self._position = 0
         self._next = self._end = start
         """Where the next range to ask for begins, and where the last one ends."""
         self._first = start
         self._body: Any = None
-        """Of the first range, until it is read: its answer has told size and version of the object."""
+        """Body of the first range until it is read; its response gave the size and version of the object."""
         with connection.explained(where, "Reading"):
             self._open(length)
         while len(self._ahead) < connection.config.concurrency and self._next < self._end:

@@ -76,7 +76,7 @@ class S3WrongRegion(StorageError):
     remedy = "Set checkpoint.storage.region to {right}."
     asked: str
     right: str
-    """The region where it lies, in quotes, or words where the server does not tell."""
+    """The region of the bucket in quotes, or how to find it if the server does not report it."""
 
 
 class S3ClockSkewed(StorageError):

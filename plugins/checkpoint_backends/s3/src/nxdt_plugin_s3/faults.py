@@ -1,4 +1,4 @@
-"""From the SDK's exceptions to two answers: may another attempt succeed, and what is the user told."""
+"""Interpret the SDK's exceptions: whether another attempt may succeed, and which error the user sees."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from nxdt_plugin_s3.errors import (
 __all__ = ["FAILURES", "Place", "code_of", "is_transient", "no_such_key", "redacted", "status_of"]
 
 FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
-"""All that the SDK raises for what happens on the way to the server and there."""
+"""All exceptions that the SDK raises for failures on the network or on the server."""
 
 _USER = re.compile(r"//[^/@\s]*@")
 _RETRIES = re.compile(r" \(reached max retries: \d+\)")
-"""The SDK's count of its own attempts, of which it makes one: the plugin tries again."""
+"""The number of attempts that the SDK reports. It makes only one; the plugin retries."""
 _BROKEN = (sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, ResponseParserError)
 _NO_CREDENTIALS = (
     sdk.NoCredentialsError,
@@ -103,19 +103,19 @@ def is_transient(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where requests go, as errors tell it."""
+    """Destination of requests, as shown in errors."""
 
     address: Address
     endpoint: str
     region: str
 
     def explain(self, error: Exception, where: str, action: str) -> Exception:
-        """Return the error for a user that ``error`` means.
+        """Return the error that the user sees for ``error``.
 
         Args:
             error: one of :data:`FAILURES`.
             where: address of the object, or of the store.
-            action: what was tried: ``Writing``.
+            action: the attempted action, such as ``Writing``.
         """
         if isinstance(error, sdk.ClientError):
             return self._answer(error, where, action)
@@ -188,7 +188,7 @@ def _reason(error: Exception) -> str:
 def _right_region(response: Mapping[str, Any]) -> str:
     headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     found = response.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region")
-    return repr(found) if found else "that of the bucket ('aws s3api get-bucket-location --bucket …' tells)"
+    return repr(found) if found else "the bucket's region ('aws s3api get-bucket-location --bucket …' shows it)"
 
 
 def _skew(response: Mapping[str, Any]) -> str:

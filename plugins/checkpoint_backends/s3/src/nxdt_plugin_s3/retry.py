@@ -89,16 +89,16 @@ class Retrier:
     """Retries requests.
 
     Args:
-        max_attempts: of one request.
-        deadline_s: of one group of requests; a group is the objects below one directory of the root: one step, so one
-            save, or the reading of one checkpoint.
+        max_attempts: attempts per request.
+        deadline_s: deadline of one group of requests. A group is the objects below one directory of the root. Such a
+            directory is one step, so a group is one save, or the reading of one checkpoint.
     """
 
     def __init__(self, max_attempts: int, deadline_s: float) -> None:
         self._max_attempts = max_attempts
         self._deadline_s = deadline_s
         self._budget = RetryBudget(deadline_s)
-        self._random = random.Random()  # of its own: the global one is seeded alike on all ranks, and is training's
+        self._random = random.Random()  # separate: all ranks seed the global one identically, for training
         self._reached = False
 
     def run(

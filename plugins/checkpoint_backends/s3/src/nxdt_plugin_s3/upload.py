@@ -23,7 +23,7 @@ __all__ = ["TOKEN", "Upload", "is_ours"]
 _log = logging.getLogger(__name__)
 
 TOKEN = "nxdt-write"
-"""Metadata that tells a writer whose answer was lost whether the object that exists is its own."""
+"""Metadata that shows a writer that lost the response whether it wrote the existing object."""
 _MOST_PARTS = 10_000
 """https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
 _ABORT_ATTEMPTS = 3

@@ -97,8 +97,10 @@ class TokenColumns:
         return learnt
 
     def teach(self) -> bool:
-        """Return whether anything is learnt of the rows. The label of a row's first token does not count: nothing tells
-        it."""
+        """Return whether any token of the rows is trained on.
+
+        The label of a row's first token does not count, because no token precedes it.
+        """
         offsets = self.input_ids.offsets
         if self.labels is None and self.attention_mask is None:
             return bool(offsets[-1])

@@ -46,7 +46,7 @@ class HfDataConfig:
     test_dir: Path | None = None
     """What to test on."""
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)
-    """Several sources, by names of your own, instead of the three keys above."""
+    """Several sources by names that you choose, instead of the three keys above."""
     streaming: bool = False
     """Read files in order and keep nothing of them in memory, instead of drawing samples from all of the data."""
     shuffle_block: PositiveInt = 512

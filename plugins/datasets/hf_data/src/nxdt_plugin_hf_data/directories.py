@@ -39,12 +39,12 @@ def is_saved(path: Path) -> bool:
 
 
 def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
-    """Open the dataset at ``path``, of several splits the one called ``split``.
+    """Open the dataset at ``path``; if it has several splits, the one named ``split``.
 
     Raises:
         DataFileNotFound: the path does not exist.
         NoDataset: the path is something else.
-        SplitMissing: it has splits, none of that name.
+        SplitMissing: it has splits, but none with that name.
         EmptyData: it has no rows.
         DamagedDataset, DataFileUnreadable: its files cannot be read.
     """
@@ -55,7 +55,7 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
     directory = _of_split(path, key, split)
     if not saved_files(directory, key=key, split=split):  # the library fails on a dataset without rows
         raise EmptyData(key=key, path=str(path))
-    import datasets  # takes seconds; nobody else needs it
+    import datasets  # takes seconds, and only this function needs it
 
     try:
         found = datasets.load_from_disk(str(directory))

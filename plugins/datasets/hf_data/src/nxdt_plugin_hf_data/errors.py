@@ -31,7 +31,7 @@ __all__ = [
 
 
 class NoDataset(NxdtError):
-    """A path where no dataset of the datasets library lies."""
+    """A path that is not a dataset of the datasets library."""
 
     code = "NXDT-D200"
     happened = "{key}: {path} is not a dataset as datasets' save_to_disk writes it: {found}."

@@ -28,24 +28,24 @@ _BATCH = 256
 
 
 _LINE_BYTES = 256 << 20
-"""Of a line of JSON; a small compressed file can hold an endless one."""
+"""Limit for a line of JSON; a small compressed file can contain an extremely long one."""
 
 
 def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
     """Return the files that ``path`` names, in the order in which they are read.
 
     Args:
-        path: a directory that datasets has saved; one with files, whose names are sorted; a file; a pattern. Hidden
-            files and what datasets keeps of its own computations are left out of directories and patterns.
-        key: of the configuration, for errors.
-        split: which of several splits in one directory.
+        path: a directory saved by datasets, a directory of files (read in order of their names), a file, or a
+            pattern. Directories and patterns exclude hidden files and cache files of datasets.
+        key: key of the configuration, for errors.
+        split: the split to read if a directory has several.
 
     Raises:
         DataFileNotFound: the path does not exist, or no file matches.
         EmptyData: a directory has no files of a known format.
-        UnknownDataFormat: a file is of none.
-        SplitMissing: the directory has splits, none of that name.
-        SplitUnclear: it has files of several splits, and one that cannot be determined.
+        UnknownDataFormat: a file has no known format.
+        SplitMissing: the directory has splits, but none with that name.
+        SplitUnclear: it has files of several splits, and the split of one file cannot be determined.
     """
     if is_saved(path):
         return saved_files(path, key=key, split=split)
@@ -160,7 +160,7 @@ def _record_batch(path: Path, number: int, rows: list[Mapping[str, object]]) -> 
 
 
 def _from(start: int, first: int, batches: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
-    """Number the batches, the first of which begins at row ``first``, and leave out what lies before ``start``."""
+    """Number the batches, the first of which begins at row ``first``, and skip rows before ``start``."""
     for batch in batches:
         skipped = min(max(start - first, 0), batch.num_rows)
         if skipped < batch.num_rows:

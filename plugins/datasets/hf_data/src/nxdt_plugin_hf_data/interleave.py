@@ -37,7 +37,7 @@ class Interleave:
             yield sample
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples drawn of each stream, and where each stands."""
+        """Return the number of samples drawn from each stream, and the position of each."""
         return {"drawn": self._drawn.tolist(), "streams": [stream.state_dict() for stream in self._streams]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,8 +54,8 @@ class Interleave:
 class Blocks:
     """A stream read ahead by blocks, each of which is taken in a random order.
 
-    The position is that of the stream before the block, and how many of the block are behind: a resume reads the block
-    again, so that nothing of a sample need be kept.
+    The position is that of the stream before the block, and the number of samples taken from the block. A resume reads
+    the block again, so that the state contains no samples.
 
     Args:
         stream: the samples.
@@ -82,11 +82,11 @@ class Blocks:
             self._before, self._block, self._taken = after, self._block + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stood before the block, which block it is, and how many of it are behind."""
+        """Return the stream's position before the block, the block's number, and how many of its samples were taken."""
         return {"stream": self._before, "block": self._block, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after these."""
+        """Continue after the samples that were taken."""
         self._before, self._block, self._taken = state["stream"], state["block"], state["taken"]
 
     def fingerprint(self) -> str:

@@ -15,14 +15,15 @@ __all__ = ["Mixture"]
 
 
 class Mixture:
-    """Samples of several datasets by weight; a pass is long enough that each sample comes at least once.
+    """Samples of several datasets by weight; a pass is long enough to include each sample at least once.
 
-    The shares of a pass are exact to one sample. A dataset whose share is more than itself is repeated, over all passes
-    each sample as often as any other of it or once more. Those of a dataset stand together: the run's order mixes them.
+    The shares of a pass are exact to one sample. A dataset whose share exceeds its size is repeated. Over all passes,
+    each of its samples occurs as often as any other, or once more. The samples of a dataset are contiguous; the run's
+    order mixes them.
 
     Args:
         datasets: none of them empty.
-        weights: of each, above 0.
+        weights: weight of each dataset, above 0.
     """
 
     def __init__(self, datasets: Sequence[MapDataset], weights: Sequence[float]) -> None:

@@ -75,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row and where it stands."""
+    """One row and its location."""
 
     place: Place
     path: Path

@@ -63,10 +63,10 @@ _PROBES = 16
 
 
 def check_ids(ids: NDArray[np.integer], limit: int | None, place: Callable[[], str]) -> None:
-    """See that all of ``ids`` lie from 0 to ``limit`` - 1.
+    """Check that all ``ids`` are from 0 to ``limit`` - 1.
 
     Raises:
-        TokenOutOfVocabulary: one does not; ``place`` names where.
+        TokenOutOfVocabulary: one is not; ``place`` returns its location.
     """
     if limit is None or not len(ids):
         return

@@ -22,8 +22,8 @@ class MegatronDataConfig:
     and paths in turns, ``[0.3, /data/books, 0.7, /data/web]``; or any of these for each split, under the keys
     ``train``, ``validation`` and ``test``."""
     splits_string: str | None = None
-    """Shares of training, validation and test documents, such as ``"980,10,10"``, of every file; null takes all for
-    training. With splits of their own under ``data_prefix``, it does not apply."""
+    """Shares of training, validation and test documents in every file, such as ``"980,10,10"``; null uses all documents
+    for training. It has no effect if ``data_prefix`` lists files for each split."""
     index_mapping_dir: Path | None = None
     """Where indices are kept for the next start and for the other processes; null keeps them next to each file."""
     data_impl: Literal["mmap"] = "mmap"

@@ -74,7 +74,7 @@ def _list_faults(value: tuple[float | Path, ...]) -> Iterator[str]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, with as many parts before it as tell it from the others."""
+    """Return the last part of each path, with as many parts before it as make it unique."""
     return [_short_name(path, [other for other in paths if other != path]) for path in paths]
 
 

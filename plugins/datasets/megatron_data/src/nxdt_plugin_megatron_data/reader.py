@@ -142,7 +142,7 @@ class IndexedTokens:
         if not len(self):
             return 0
         ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
-        return int(ends.max())  # unsigned, since a damaged place may lie just below the end of what int64 holds
+        return int(ends.max())  # unsigned, because a damaged pointer may be close to the maximum of int64
 
 
 _TOKENS = 1 << 22

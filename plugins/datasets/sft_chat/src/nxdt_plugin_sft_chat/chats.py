@@ -22,7 +22,7 @@ __all__ = ["Chats", "gather"]
 _NAMES = (*ROLES, "template")
 _TOO_LONG = "longer than a sequence"
 _UNTRAINED = "nothing in them is trained"
-_CUT_AWAY = "what is trained in them lies beyond a sequence"
+_CUT_AWAY = "truncation removes all their trained tokens"
 _REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY)
 
 

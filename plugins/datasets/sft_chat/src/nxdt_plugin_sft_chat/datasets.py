@@ -24,10 +24,10 @@ class ChatDataset:
 
     Args:
         chats: the conversations.
-        samples: numbers of the conversations of each sample; None gives each a sample of its own.
+        samples: numbers of the conversations in each sample; None puts each conversation into its own sample.
         seq_length: tokens of a sample.
-        pad_id: token of places that hold none; they are a document of their own, and the loss is never on them.
-        source: digest of all that decides ``chats``.
+        pad_id: token for padding positions; they form a separate document and never have a loss.
+        source: digest of everything that determines ``chats``.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds
 
 
 def _spoken(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:
-    """Where each message's words lie: exactly for trained ones, else where they are found in order."""
+    """The position of each message's text: exact for trained messages, otherwise found by searching in order."""
     spans, place = [], 0
     for number, message in enumerate(conversation.messages):
         content = message.content.strip()

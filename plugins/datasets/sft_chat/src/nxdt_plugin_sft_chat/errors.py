@@ -70,10 +70,10 @@ class EverythingTrained(NxdtError):
 
 
 class TurnsInseparable(NxdtError):
-    """A conversation in whose rendering a trained message cannot be found."""
+    """A conversation whose rendered text does not show the position of a trained message."""
 
     code = "NXDT-D318"
-    happened = "{place}, message {number}: the chat template ({origin}) does not show where it lies: {reason}."
+    happened = "{place}, message {number}: the chat template ({origin}) does not show its position: {reason}."
     remedy = (
         "Mark what the assistant says with generation blocks in the template, set data.train_turns to last, or take "
         "another data.chat_template."

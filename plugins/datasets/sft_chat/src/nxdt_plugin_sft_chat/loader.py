@@ -38,8 +38,8 @@ class ChatDataloader:
 
     Raises:
         DataNeedsTokenizer: the run has no tokenizer.
-        NotAChatTokenizer: it cannot tell where its tokens lie.
-        TemplateMissing, TemplateUnknown, TemplateNeedsToken: of the chat template.
+        NotAChatTokenizer: the tokenizer does not report the positions of tokens in a text.
+        TemplateMissing, TemplateUnknown, TemplateNeedsToken: the chat template cannot be used.
     """
 
     def __init__(self, config: ChatConfig, context: DataContext) -> None:

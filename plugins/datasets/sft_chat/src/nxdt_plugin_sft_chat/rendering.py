@@ -1,7 +1,7 @@
-"""Conversations → text, and where in it the messages lie that the loss is on.
+"""Renders conversations as text and locates the messages in it that have a loss.
 
-Where a template has generation blocks, they say what the assistant writes. Where it has none, a message is between
-the rendering of what precedes it, with the prompt to generate, and the rendering up to it.
+If a template has generation blocks, they mark what the assistant writes. Otherwise, a message is the text between two
+renderings: that of the preceding messages with the generation prompt, and that of the messages up to and including it.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class Renderer:
         through, _ = self._run(conversation, number + 1)
         end = len(through) if text.startswith(through) else _end_as_last(through, start, message, text)
         if end is None or end <= start:
-            raise self._inseparable(conversation, number, "it renders earlier turns otherwise once later ones follow")
-        if message.role != "assistant":  # what opens such a turn is no prompt, but nobody's words either
+            raise self._inseparable(conversation, number, "it renders earlier turns differently when later ones follow")
+        if message.role != "assistant":  # the header of such a turn belongs neither to a prompt nor to the message
             start = max(start, self._words(conversation, number, text, start, end))
         return start, _without_trailing_space(text, start, end, message)
 
     def _answer_start(self, conversation: Conversation, number: int, text: str) -> int:
-        """Length of what precedes a message, its prompt included as far as the text goes along with it."""
+        """Length of the text before a message, including its prompt as far as the text matches it."""
         spoken = conversation.messages[number].role == "assistant"
         before, _ = self._run(conversation, number, prompt=spoken) if number or spoken else ("", [])
         if text.startswith(before):
@@ -118,11 +118,11 @@ class Renderer:
         shared = _shared(before, text)
         bare, _ = self._run(conversation, number)
         if not text.startswith(bare) or shared < len(bare):
-            raise self._inseparable(conversation, number, "what precedes it is rendered otherwise once it follows")
+            raise self._inseparable(conversation, number, "earlier messages are rendered differently when it follows")
         return shared
 
     def _words(self, conversation: Conversation, number: int, text: str, start: int, end: int) -> int:
-        """Where the words of a turn begin: what stands before them is the same with others."""
+        """The start of a turn's words: the text before them stays the same if other words follow."""
         words = conversation.messages[number].content.strip()
         others = replace(conversation.messages[number], content="B" if words.startswith("A") else "A")
         messages = [*conversation.messages[:number], others]
@@ -141,7 +141,7 @@ class Renderer:
                 raise EndOfTurnUntrained(origin=self._template.origin, reason=reason)
 
     def _check_span(self, conversation: Conversation, number: int, said: str) -> None:
-        """Let a turn of the assistant pass that says what the record says, and ends."""
+        """Check that a turn of the assistant contains the words of the record, and ends."""
         message = conversation.messages[number]
         if message.role != "assistant":
             return
@@ -149,7 +149,7 @@ class Renderer:
             reason = f"it leaves out what message {number + 1} says or calls"
             raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
         if _ends_with(said, message):
-            raise EndOfTurnUntrained(origin=self._template.origin, reason="nothing stands behind an answer")
+            raise EndOfTurnUntrained(origin=self._template.origin, reason="no text follows an answer")
 
     def _inseparable(self, conversation: Conversation, number: int, reason: str) -> TurnsInseparable:
         return TurnsInseparable(
@@ -165,15 +165,15 @@ def _without_trailing_space(text: str, start: int, end: int, message: Message) -
 
 
 def _end_as_last(through: str, start: int, message: Message, text: str) -> int | None:
-    """Return the end of a turn that is rendered differently where it is the last one; None where it is unclear.
+    """Return the end of a turn that is rendered differently if it is the last one; None if it cannot be determined.
 
     Args:
-        through: the conversation up to it, as if it were the last.
-        start: of the turn, in both.
-        message: what is said in it.
-        text: the whole conversation.
+        through: the conversation rendered up to the turn, as if it were the last.
+        start: start of the turn in both texts.
+        message: message of the turn.
+        text: the whole conversation, rendered.
     """
-    same = _shared(through, text)  # some templates end the conversation with a token of its own
+    same = _shared(through, text)  # some templates end the conversation with an additional token
     if message.is_contained_in(text[start:same]) and not _ends_with(text[start:same].rstrip(), message):
         return same
     words = start + len(text[start:]) - len(text[start:].lstrip())
@@ -184,8 +184,11 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
 
 
 def _ends_with(said: str, message: Message) -> bool:
-    """Whether nothing stands behind a message's words. Where the token that closes a turn ends like them, such as an
-    answer of ``>``, they stand before it too."""
+    """Whether a turn ends with the words of its message.
+
+    The token that closes a turn may end with the same characters, as with an answer of ``>``. The words then occur
+    before that token too.
+    """
     words = message.content.strip()
     return bool(words) and said.endswith(words) and words not in said.removesuffix(words)
 

@@ -25,7 +25,7 @@ class TextConfig:
     validation_files: tuple[Path, ...] = ()
     """Files to validate on."""
     validation_sets: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """Files by name, instead of ``validation_files``: each set has a loss and a perplexity of its own."""
+    """Named sets of files, instead of ``validation_files``; loss and perplexity are reported for each set."""
     test_files: tuple[Path, ...] = ()
     """Files to test on."""
     validation_fraction: Fraction = 0.0
@@ -33,7 +33,7 @@ class TextConfig:
     text_key: str = "text"
     """Key of the text in each object of a JSONL file."""
     document_separator: str | None = None
-    """What stands between documents of a plain text file, such as ``"\\n\\n"`` for blank lines; null makes each file
+    """Separator between documents of a plain text file, such as ``"\\n\\n"`` for blank lines; null makes each file
     one document."""
     add_bos: bool = False
     """Put the tokenizer's begin-of-text token before each document."""

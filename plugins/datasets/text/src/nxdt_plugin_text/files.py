@@ -17,13 +17,13 @@ def documents(path: Path, content: bytes, *, text_key: str, separator: str | Non
     """Documents of one file, none of them blank.
 
     Args:
-        path: names the file in errors; its suffix tells the format.
-        content: what :func:`nxdt_core.data.files.paths.read_bytes` gave.
+        path: names the file in errors; its suffix determines the format.
+        content: result of :func:`nxdt_core.data.files.paths.read_bytes`.
         text_key: key of the text in JSONL.
-        separator: between documents of plain text; None for one document.
+        separator: separates documents of plain text; None: the file is one document.
 
     Raises:
-        EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing: as they say.
+        EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing: the content is not usable.
     """
     empty = True
     text = decode(path, content)

@@ -81,7 +81,7 @@ class NxdEngine:
         if self._running:
             return
         if self.ranks.world_size > 1 and not computes_on_host() and not dist.is_initialized():
-            join_processes()  # the ranks then agree over a group of hosts beside it
+            join_processes()  # the ranks then use an additional group of hosts to agree
         self.ranks.start(HOST, timeout_s=self._run.distributed_strategy.timeout_s)
         if not dist.is_initialized():  # the library asks for a group in a single process, too
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ class NxdEngine:
         )
         sequence_parallel = self._run.distributed_strategy.sequence_parallel
         model = NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
-        end_of_step(self.device)  # what fills the weights is no part of the first step's graph
+        end_of_step(self.device)  # keeps weight initialization out of the first step's graph
         return model
 
     def initialize_optimizer(

@@ -63,11 +63,11 @@ class LibraryBroken(NxdtError):
 
 
 class VersionsDoNotFit(NxdtError):
-    """Versions of torch and of a package for one torch that do not belong together."""
+    """An installed package was built for another version of torch."""
 
     code = "NXDT-N004"
     happened = (
-        "torch {torch} and {package} {version} are installed, and {package} works with the torch of its own version."
+        "torch {torch} and {package} {version} are installed, but {package} requires the matching version of torch."
     )
     remedy = f"Install versions that fit. {_PAIRS}"
     torch: str

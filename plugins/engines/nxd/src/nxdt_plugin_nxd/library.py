@@ -59,7 +59,7 @@ def load_library() -> ModuleType:
 def _imported(package: str) -> ModuleType:
     try:
         return import_module(package)
-    except Exception as error:  # a placeholder raises whatever its author chose
+    except Exception as error:  # a placeholder may raise any exception
         if _PLACEHOLDER in str(error):
             raise LibraryPlaceholder(package=_blamed(error) or package.replace("_", "-")) from error
         if isinstance(error, ModuleNotFoundError) and error.name in {*_PACKAGES, "torch_neuronx", "libneuronxla"}:

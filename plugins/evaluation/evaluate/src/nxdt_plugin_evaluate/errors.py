@@ -57,7 +57,7 @@ class TaskUnknown(NxdtError):
 
     code = "NXDT-E006"
     happened = "The harness has no task {task!r}{near}."
-    remedy = "Look at its list (lm-eval ls tasks), or name the directory of your own tasks with --task-path."
+    remedy = "List its tasks with 'lm-eval ls tasks', or pass the directory of your custom tasks with --task-path."
     task: str
     candidates: tuple[str, ...] = ()
 

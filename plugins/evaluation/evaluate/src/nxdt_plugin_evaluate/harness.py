@@ -47,12 +47,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text that nothing precedes."""
+        """The token that precedes a text without context."""
         tokenizer = self._loaded.tokenizer
         return next(id_ for id_ in (tokenizer.bos_id, tokenizer.eos_id, 0) if id_ is not None)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a text, behind what the tokenizer's files put before one, unless it begins so already."""
+        """Return the ids of a text, preceded by the tokenizer's prefix unless the text begins with it already."""
         tokenizer = self._loaded.tokenizer
         return tokenizer.encode(string) if add_special_tokens is False else text_ids(string, tokenizer)
 
@@ -80,13 +80,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         return [self._scored(context, rest) for _, context, rest in tqdm(requests, disable=disable_tqdm)]
 
     def _scored(self, context: Sequence[int], rest: Sequence[int]) -> tuple[float, bool]:
-        """Log-probability of ``rest`` behind ``context``, and whether it is what the model would have written.
+        """The log-probability of ``rest`` after ``context``, and whether greedy decoding would produce ``rest``.
 
-        Of a long context the last tokens are taken. All rows of the model count, as they do in training.
+        A long context is cut to its last tokens. All rows of the model count, as in training.
         """
         window = self._loaded.window
         if not rest:
-            raise TaskRecordUnscorable(reason="it has no token of its own behind its question")
+            raise TaskRecordUnscorable(reason="its answer adds no token to its question")
         if len(rest) > window:
             raise TaskRecordUnscorable(
                 reason=f"it has {len(rest)} tokens, and the model sees {window} (data.seq_length)"

@@ -14,9 +14,9 @@ __all__ = ["GPTAttention"]
 class GPTAttention(nn.Module):
     """Projections, rotary embedding and core.
 
-    ``qkv_proj`` has the query, key and value rows of one head side by side, so that a shard of it is whole heads (the
-    order of Megatron and GPT-NeoX). Where heads share keys, ``q_proj``, ``k_proj`` and ``v_proj`` stand apart, and
-    keys can be copied to more ranks than there are.
+    In ``qkv_proj``, the query, key and value rows of one head are adjacent, so that a shard contains whole heads (the
+    order of Megatron and GPT-NeoX). If heads share keys, ``q_proj``, ``k_proj`` and ``v_proj`` are separate, so that
+    key heads can be copied to more ranks than there are key heads.
     """
 
     def __init__(self, config: GPTConfig, core: nn.Module) -> None:

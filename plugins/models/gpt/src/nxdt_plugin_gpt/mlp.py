@@ -26,7 +26,7 @@ _FUNCTIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class _Activation(nn.Module):
-    """A module of its own so that it can be recomputed alone."""
+    """A separate module, so that it can be recomputed alone."""
 
     def __init__(self, name: Activation) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class GPT(nn.Module):
         self.embedding = GPTEmbedding(config)
         self.rotary = _rotary(config)
         self.layers = nn.ModuleDict({str(n): GPTLayer(config, masks) for n in range(config.num_layers)})
-        # The last layer of a post-LN model ends with a norm of its own.
+        # The last layer of a post-LN model already ends with a norm.
         self.norm = None if config.transformer_block_type == "post_ln" else norm_of(config, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_rows, bias=False)
         if config.share_embeddings_and_output_weights:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxdt_core.config.huggingface.floats import read_floats
 from nxdt_core.config.huggingface.values import architectures_of
+from nxdt_core.errors.base import one_of
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register
 from nxdt_plugin_hf.buffers import as_frozen_parameters
 from nxdt_plugin_hf.errors import (
@@ -95,7 +96,7 @@ def _unknown(
         classes = ", ".join(map(str, own_code.values() if isinstance(own_code, Mapping) else [own_code]))
         return OwnCodeRefused(model_type=model_type, classes=classes)
     near = difflib.get_close_matches(model_type, known, n=2)
-    close = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    close = f" Did you mean {one_of(near)}?" if near else ""
     return ArchitectureUnknown(model_type=model_type, version=version, close=close)
 
 
@@ -110,7 +111,7 @@ def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     except ImportError as error:
         wanted = f"transformers' {model_type}"
         raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
-    except Exception as error:  # whatever a model's own checks raise
+    except Exception as error:  # checks in a model's code may raise any exception
         reason = " ".join(str(error).split())
         raise ConfigurationRefused(model_type=model_type, reason=reason.rstrip(".")) from error
 

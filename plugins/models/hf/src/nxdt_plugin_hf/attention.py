@@ -58,7 +58,7 @@ tracing: Scoped[dict[nn.Module, AttentionCall] | None] = Scoped(None)
 
 
 def register() -> None:
-    """Tell transformers of :data:`IMPLEMENTATION`."""
+    """Register :data:`IMPLEMENTATION` with transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attend)
@@ -116,7 +116,7 @@ def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
 
 
 class ScaledAttention(CausalAttention):
-    """The plain core with a scale of its own."""
+    """The plain core with a custom scale."""
 
     def __init__(self, scale: float, masks: DocumentMasks, *, window: int | None = None) -> None:
         super().__init__(masks, window=window)

@@ -27,7 +27,7 @@ class HFModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of this section from a ``config.json``: each as it stands."""
+        """Return the keys of this section from a ``config.json``, each unchanged."""
         return {f"hf_config.{key}": value for key, value in hf.items()}
 
     @property

@@ -38,10 +38,10 @@ class ArchitectureUnknown(NxdtError):
 
 
 class OwnCodeRefused(NxdtError):
-    """The configuration asks for Python code that is next to it."""
+    """The configuration requires Python code from its own directory."""
 
     code = "NXDT-M082"
-    happened = "config.json brings code of its own (auto_map: {classes}), and transformers has none for {model_type!r}."
+    happened = "config.json requires custom code (auto_map: {classes}); transformers does not implement {model_type!r}."
     remedy = "Code from model directories is never run. Install a plugin that has this model, or write one."
     model_type: str
     classes: str

@@ -67,7 +67,7 @@ class ModelFacts:
         tensor = tensor_plan(model, calls, layers)
         hidden_size = model.get_parameter(f"{model.embedding_path}.weight").shape[1]
         _check_mixtures(architecture, model, layers, hidden_size)
-        with HOST:  # whatever the caller's default is
+        with HOST:  # independent of the caller's default device
             rules = init_rules(model)
             pipeline, no_pipeline = pipeline_plan(model, layers, hidden_size)
         reasons = {"tp": tensor.refusal, "pp": no_pipeline}

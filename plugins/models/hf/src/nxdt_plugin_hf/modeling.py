@@ -26,7 +26,7 @@ __all__ = ["CausalLM", "NumberedLayers", "build_model", "hand_over_by_position"]
 
 
 class CausalLM(nn.Module):
-    """Stands before a class of transformers in the order of bases, and calls it.
+    """Precedes a class of transformers in the order of base classes, and calls it.
 
     A pipeline stage is this module with layers taken out of their :class:`NumberedLayers` and ``torch.nn.Identity`` in
     place of modules on other stages; its first argument is then the hidden states.
@@ -54,7 +54,7 @@ class CausalLM(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         hidden = self._embedded(input_ids)  # [batch, seq, hidden]
         given = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
-        if isinstance(self.get_submodule(self.head_path), nn.Identity):  # what follows the head is no business of ours
+        if isinstance(self.get_submodule(self.head_path), nn.Identity):  # without a head, the result is hidden states
             return cast(torch.Tensor, cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0])
         return cast(torch.Tensor, super().forward(**given, use_cache=False).logits)
 

@@ -42,8 +42,7 @@ class PreferenceConfig(ChatKeys):
     """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
 
     Files are JSONL, JSON with a list, Arrow or Parquet, or directories of Arrow files; JSON ones may be compressed
-    (``.gz``, ``.zst``). A path may be a pattern. Texts are taken as they
-    stand; messages go through a chat template.
+    (``.gz``, ``.zst``). A path may be a pattern. Texts are used unchanged; a chat template renders messages.
     """
 
     packing: bool = False

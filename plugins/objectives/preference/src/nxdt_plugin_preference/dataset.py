@@ -27,13 +27,13 @@ class PairDataset:
 
     Args:
         pairs: prompts that have at most ``seq_length`` tokens with either answer.
-        packs: numbers of the pairs of each sample, which fit into its rows; None gives each a sample of its own,
-            without document numbers: nothing sees the padding behind it.
+        packs: numbers of the pairs in each sample, which fit into its rows. None puts each pair into its own sample,
+            without document numbers: no token attends to the padding after it.
         seq_length: tokens of a row.
-        pad_id: of the tokens behind the last pair.
-        source: digest of what the pairs were made of.
-        left_out: reason → records of which there is no pair.
-        unused: field of records that nothing uses → records that have it.
+        pad_id: token after the last pair.
+        source: digest of the data that the pairs were made from.
+        left_out: reason → number of records without a pair.
+        unused: unused field of records → number of records that have it.
     """
 
     def __init__(

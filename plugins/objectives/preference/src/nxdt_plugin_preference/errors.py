@@ -142,15 +142,15 @@ class PairsCutAlike(NxdtError):
 
 
 class ReferenceMissing(NxdtError):
-    """DPO was given batches without what it compares with."""
+    """DPO received a batch without log-probabilities of the reference."""
 
     code = "NXDT-A020"
     happened = "The objective 'dpo' got a batch without log-probabilities of the reference."
-    remedy = "In a loop of your own, wrap the dataset with nxdt_core.training.weights.reference before the first step."
+    remedy = "In a custom loop, wrap the dataset with nxdt_core.training.weights.reference before the first step."
 
 
 class RowsNotPaired(NxdtError):
-    """A preference loss was given samples that are not pairs."""
+    """A preference loss received samples that are not pairs."""
 
     code = "NXDT-A021"
     happened = "The objective {objective!r} compares two answers, and the samples of the data have {rows} row(s)."

@@ -27,7 +27,7 @@ __all__ = ["Preference", "Text", "Turns", "read_preference"]
 Turns = tuple[Message, ...]
 
 Text = str | Turns
-"""A text as it stands, or messages for a chat template."""
+"""A text to use unchanged, or messages for a chat template."""
 
 _KEYS = ("prompt", "chosen", "rejected")
 
@@ -48,7 +48,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part(Place):
-    """Where messages of a record stand."""
+    """Location of messages in a record."""
 
     part: str
 

@@ -58,13 +58,14 @@ def write_peft(
 def read_peft(
     directory: Path, tensors: Mapping[str, PeftTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the trained parameters by our names, whole and on the host, and the base's digest (empty where peft wrote
-    it).
+    """Return the trained parameters by our names, whole and on the host, and the digest of the base weights.
+
+    The digest is empty if peft wrote the file.
 
     Raises:
         AdapterFileDamaged: a file is missing or broken.
-        AdapterDiffers: embedding and head are one matrix here, and two there.
-        WeightsDoNotFit: it holds other tensors than ``tensors`` stand for.
+        AdapterDiffers: embedding and head are one matrix here, but two in the file.
+        WeightsDoNotFit: the tensors in the file differ from those that ``tensors`` describes.
     """
     path = directory / WEIGHTS
     try:
@@ -73,7 +74,7 @@ def read_peft(
     except (SafetensorError, OSError) as error:
         raise AdapterFileDamaged(path=str(path), reason=str(error)) from error
     wanted = {part for tensor in tensors.values() for part in tensor.source.hf_names}
-    base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # beside embeddings; they are frozen
+    base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # peft saves them with embeddings
     for each in tensors.values():
         _check_shared(each, held, path)
     wanted |= {each.twin for each in tensors.values() if each.twin is not None}

@@ -19,11 +19,11 @@ __all__ = ["Leaf", "PeftTensor", "base_of", "peft_tensors"]
 
 _PREFIX = "base_model.model."
 _HEAD = "lm_head.weight"
-"""Of a head that shares the embedding's weight, which has no tensor of its own."""
+"""Name of a head that shares the embedding's weight and therefore has no separate tensor."""
 _RENAMED = ".block_sparse_moe."
-"""Part of names in Mixtral's files, which is ``.mlp.`` in memory: peft looks for modules that train whole there."""
+"""Part of names in Mixtral's files. It is ``.mlp.`` in memory, where peft looks for modules that train whole."""
 _ROWS = {"transpose": "none", "interleave_transpose": "interleave"}
-"""What a transform does to rows alone, where that is another one."""
+"""Transform → its effect on rows alone, where the two differ."""
 _IN_PEFT = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 _EMBEDDING_IN_PEFT = {**_IN_PEFT, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 
@@ -107,7 +107,7 @@ def peft_tensors(
 
 
 def _named_for(leaf: Leaf, source: Source, tied: Mapping[str, str]) -> Source:
-    """A head that shares the embedding's weight has a module of its own, which no tensor of the base is named for."""
+    """Name a head that shares the embedding's weight after its own module, which has no tensor in the base."""
     if leaf.base == tied.get(source.name):
         return replace(source, hf_names=(_HEAD,))
     return source

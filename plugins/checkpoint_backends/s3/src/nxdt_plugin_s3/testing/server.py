@@ -204,7 +204,7 @@ def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def s3_uri(s3_server: S3Server, s3_credentials: None) -> str:
-    """Return an address below which nothing lies yet; for each test another."""
+    """Return an address without objects; each test gets a different one."""
     return f"s3://{BUCKET}/{secrets.token_hex(4)}"
 
 

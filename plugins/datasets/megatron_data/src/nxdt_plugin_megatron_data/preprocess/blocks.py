@@ -26,9 +26,9 @@ class Place:
     file: int = 0
     """Number of the file among the inputs."""
     offset: int = 0
-    """Bytes of it, decompressed, that lie before."""
+    """Number of decompressed bytes of the file before the border."""
     line: int = 1
-    """Number of the line that begins there."""
+    """Number of the line that begins at the border."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def read_blocks(files: Sequence[Path], start: Place, separator: bytes | None) ->
     Args:
         files: the inputs.
         start: the end of a block, or the very beginning.
-        separator: what stands between documents of text; None: each text file is one.
+        separator: separates documents in a text file; None: each text file is one document.
 
     Raises:
         DataFileUnreadable: no permission, an error of the disk, or damaged compressed data.

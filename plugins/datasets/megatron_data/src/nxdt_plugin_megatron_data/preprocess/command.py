@@ -54,7 +54,7 @@ __all__ = ["preprocess"]
 @click.option("--workers", type=click.IntRange(min=1), help="Tokenising processes. Default: one per core.")
 @click.option("--text-key", default="text", show_default=True, help="Key of the text in each JSON object.")
 @click.option(
-    "--separator", help="What stands between documents of text files, such as '\\n\\n'. Default: a file is a document."
+    "--separator", help="Separator between documents of text files, such as '\\n\\n'. Default: a file is a document."
 )
 @click.option(
     "--append-eod/--no-append-eod", default=True, show_default=True, help="Put the end-of-text token behind documents."

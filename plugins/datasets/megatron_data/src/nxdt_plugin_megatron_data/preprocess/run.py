@@ -45,13 +45,13 @@ _AHEAD_PER_WORKER = 3
 _CHECKED_FROM = 1000
 """Records after which their bad ones may stop a run before its end."""
 _HEAD_BYTES = 4096
-"""Bytes that tell whether a file is UTF-16 or UTF-32, whose records are not found at all."""
+"""Bytes read to detect UTF-16 and UTF-32, in which records cannot be found."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be made of what."""
+    """Inputs and outputs of one run."""
 
     files: tuple[Path, ...]
     prefix: Path

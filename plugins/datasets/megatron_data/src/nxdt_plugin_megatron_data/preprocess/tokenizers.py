@@ -56,9 +56,9 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
 
 
 def _library_of(path: Path) -> str:
-    """What reads the tokenizer at ``path``, or on the hub.
+    """The library that reads the tokenizer at ``path``, or on the hub.
 
-    Of ranks, only those of Llama 3 are known to be cut into words as the library does it unless told otherwise.
+    Only Llama 3's rank file is known to match the library's default pattern for splitting text into words.
     """
     if path.suffix != ".model" or not path.is_file():
         return "huggingface"

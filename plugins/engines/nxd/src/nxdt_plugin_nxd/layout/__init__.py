@@ -1,1 +1,1 @@
-"""From a builder's plain module to this rank's pipeline stages, with the library's layers in the place of its own."""
+"""Turns a builder's plain module into this rank's pipeline stages, with layers of the library instead of plain ones."""

@@ -66,7 +66,7 @@ def _cut_others(module: nn.Module, translation: Translation) -> None:
 
 
 def _update_of(part: nn.Module, shard_dim: int) -> nn.Module | None:
-    """Return what an adapter added to a layer, told which part of the layer's weight is here."""
+    """Return an adapter's update of a layer, adapted to the part of the layer's weight on this rank."""
     update = getattr(part, "update", None)
     if not isinstance(update, Update):
         return None

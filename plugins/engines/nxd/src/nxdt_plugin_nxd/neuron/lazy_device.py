@@ -20,7 +20,7 @@ class LazyDeviceOperations(UnknownDeviceOperations):
         return True
 
     def count(self) -> int:
-        """Return 1: each process has a device of its own."""
+        """Return 1: each process has its own device."""
         return 1
 
     def name(self, device: torch.device) -> str | None:  # type: ignore[override]

@@ -61,7 +61,7 @@ class NxdModel:
         )
         """What the optimizer updates, by global name."""
         self._masters = precision.master_weights
-        # On a device the Neuron runtime rounds: engine variables tell it.
+        # On a device, the Neuron runtime rounds; environment variables enable it.
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
             round_to(stage, getattr(torch, precision.parameters))

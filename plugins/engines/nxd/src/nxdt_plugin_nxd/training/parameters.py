@@ -69,11 +69,11 @@ class TrainedTensor:
 
     @property
     def separate(self) -> bool:
-        """Whether it is a tensor of its own."""
+        """Whether the part is a separate tensor."""
         return self.tensor is not self.held.parameter
 
     def lend_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Give it its part of the parameter's gradient."""
+        """Assign this part of the parameter's gradient to the tensor."""
         if self.separate:
             self.tensor.grad = None if gradient is None else self._own(gradient).to(self.tensor.dtype)
         else:

@@ -1,13 +1,15 @@
-"""Attention heads as NxD lays them over tensor-parallel ranks, and the way back to one model's order.
+"""Converts the order in which NxD distributes attention heads over tensor-parallel ranks back to the model's order.
 
-Where there are more ranks than key and value heads, NxD holds each of these heads ``copies`` times
-(``distributed_strategy.kv_replicator``). The copies are slots, in the order of the ranks; on trn1 the heads follow each
-other and begin again (0 1 0 1), on trn2 copies stand together (0 0 1 1). Query heads are dealt to the slots of the head
-that they attend to, so their order depends on it. Nothing in the files names the hardware: the order is found by
-comparing the copies. Taking the query heads of a head slot by slot undoes what NxD's converter does on trn1, and is
-right however they were dealt: heads that share a key head may change places, with their columns of the output
-projection. (NxD 0.18's converter writes for trn2 what its own layer does not compute, keys in trn1's order and
-queries in natural order; such files do not show it, and are read as the layer would run them.)
+If there are more ranks than key and value heads, NxD stores each of these heads ``copies`` times
+(``distributed_strategy.kv_replicator``). The copies occupy slots in the order of the ranks. On trn1, the sequence of
+heads repeats (0 1 0 1); on trn2, copies are adjacent (0 0 1 1). Query heads are assigned to the slots of the head that
+they attend to, so their order depends on the order of the slots. The files do not name the hardware, so the order is
+determined by comparing the copies.
+
+Reading the query heads of a key head slot by slot reverses what NxD's converter does on trn1. It is correct for any
+assignment, because heads that share a key head may be swapped together with their columns of the output projection.
+NxD 0.18's converter writes an order for trn2 that NxD's own layer does not use: keys in trn1's order and queries in
+natural order. Such files cannot be recognised, and are read as the layer would run them.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ class Slots:
     query_heads: int
     kv_heads: int
     copies: int
-    """Slots that hold one and the same head."""
+    """Slots that hold the same head."""
     adjacent: bool
-    """Whether copies stand together."""
+    """Whether copies are adjacent."""
 
     @property
     def count(self) -> int:
@@ -42,7 +44,7 @@ class Slots:
         return list(range(head, self.count, self.kv_heads))
 
     def queries(self) -> list[int]:
-        """Return where each query head of the whole model stands among those of all ranks."""
+        """Return the position of each query head of the whole model among those of all ranks."""
         each = self.query_heads // self.count
         return [slot * each + at for head in range(self.kv_heads) for slot in self.of(head) for at in range(each)]
 
@@ -56,7 +58,7 @@ class Slots:
 
 
 def order_of(heads: torch.Tensor, *, query_heads: int, kv_heads: int, copies: int) -> Slots | None:
-    """Return the slots in whose order the copies of ``heads`` [slot, …] are equal; None where they are in neither."""
+    """Return the slots whose order makes the copies of ``heads`` [slot, …] equal; None if neither order does."""
     for adjacent in (False, True):
         slots = Slots(query_heads=query_heads, kv_heads=kv_heads, copies=copies, adjacent=adjacent)
         if slots.same(heads):

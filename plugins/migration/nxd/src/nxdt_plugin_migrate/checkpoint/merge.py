@@ -150,7 +150,7 @@ class Merger:
         return tensor.reshape(-1, size, tensor.shape[1])[self._slots(copies).queries()].reshape(tensor.shape)
 
     def _slots(self, copies: int) -> Slots:
-        """Found on the first layer whose heads tell the two orders apart; all layers have the same."""
+        """The order of the first layer whose heads distinguish the two orders; all layers have the same."""
         shape = {"query_heads": self._heads.query_heads, "kv_heads": self._heads.kv_heads, "copies": copies}
         if self._adjacent is None:
             for leaf, size, _ in self._keys:

@@ -1,9 +1,9 @@
 """Files of ``torch.save``, read without executing anything.
 
-torch's own restricted loader (``weights_only=True``) builds tensors and plain containers and refuses the rest. Measured
-on files that NxD Core 0.18 and torch-xla 2.9 wrote: of models, ``.info.pt`` and ZeRO-1 states it refuses nothing but
-``TensorReference``, which stands for a tensor in a file of its own. That class, and containers of hyperparameters that
-callers of NxD put into ``user_content.pt``, are read as :class:`Record`: attributes, and no behaviour.
+torch's own restricted loader (``weights_only=True``) builds tensors and plain containers and refuses the rest. With
+files written by NxD Core 0.18 and torch-xla 2.9 (models, ``.info.pt`` and ZeRO-1 states), it refuses only
+``TensorReference``, which represents a tensor in a separate file. That class, and containers of hyperparameters that
+callers of NxD put into ``user_content.pt``, are read as :class:`Record`: attributes without behaviour.
 """
 
 from __future__ import annotations

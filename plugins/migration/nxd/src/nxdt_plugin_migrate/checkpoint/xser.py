@@ -1,7 +1,7 @@
-"""One rank's file, its tensors as leaves: in the file itself, or in files of their own where ``save_xser`` was on.
+"""Reads one rank's file with its tensors as leaves: in the file itself, or in separate files if ``save_xser`` was on.
 
-In the second form a tensor's place is taken by a reference with a number ``n``; it is in
-``<file>.tensors/tensor_<n>.pt``, and ``<file>.info.pt`` (from NxD 0.7 on) tells dtypes and shapes without opening it.
+In the second form, a reference with a number ``n`` replaces each tensor, which is in ``<file>.tensors/tensor_<n>.pt``.
+Since NxD 0.7, ``<file>.info.pt`` contains dtypes and shapes, so that they are known without opening the tensor's file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What PyYAML drops when it reads a file: comments, and how each value was written."""
+"""Reads what PyYAML drops from a file: comments, and the original text of each value."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Comments", "read_comments"]
 
 @dataclass(frozen=True, slots=True)
 class Comments:
-    """The looks of a YAML text. Lines are counted from 1."""
+    """Comments and value texts of a YAML file. Lines are counted from 1."""
 
     beside: dict[int, str] = field(default_factory=dict)
-    """Line → the comment behind what stands on it."""
+    """Line → the comment at its end."""
     above: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Line → the lines of comments directly above it."""
     values: dict[str, str] = field(default_factory=dict)
-    """Key path → the value's own text, where that is on one line and means the same anywhere."""
+    """Key path → the value's original text, if it is on one line and has the same meaning anywhere in the file."""
 
 
 def read_comments(text: str) -> Comments:
-    """Comments and texts of a document that has been parsed before, so that it is known to be sound."""
+    """Return comments and value texts of a document that has been parsed before and is known to be valid."""
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     values: dict[str, str] = {}
     _collect(root, "", text, values)
@@ -52,7 +52,7 @@ def _comments(text: str) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
         elif rest.startswith("#"):
             pending.append(rest)
         elif not rest:
-            pending = []  # a paragraph of its own belongs to no key
+            pending = []  # comments before a blank line belong to no key
     return beside, above
 
 
@@ -67,7 +67,7 @@ def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
 
 
 def _stands_alone(node: Any, own: str) -> bool:
-    """Whether the text of the node means the same at another place: no block, and no anchor or name of one."""
+    """Whether the node's text means the same at another place: it is not a block and contains no anchor or alias."""
     if isinstance(node, yaml.SequenceNode):
         return bool(node.flow_style) and not set("&*\n") & set(own)
     return node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")

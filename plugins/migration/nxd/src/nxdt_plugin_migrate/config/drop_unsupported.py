@@ -32,20 +32,20 @@ _PATHS = (
     "data.tokenizer.merge_file",
     "checkpoint.resume_from",
 )
-"""Keys of things that must be there before a run starts."""
+"""Keys whose files must exist before a run starts."""
 
 
 def drop_unsupported(document: Document, framework: str, kernel: Kernel, directory: Path) -> tuple[ConfigProblem, ...]:
-    """Leave out what cannot be kept, and give the problems that then remain.
+    """Drop keys that cannot be kept, and return the remaining problems.
 
-    Keys of an architecture are kept even where the model does not read them: without one it is another model.
-    ``directory`` is where the file will lie, and where its relative paths start.
+    Keys of an architecture are kept even if the model does not read them: without one, it would be another model.
+    ``directory`` is the directory of the new file; its relative paths start there.
     """
     given = document.value(_MODEL_CONFIG)
-    beside = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
+    extra = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
     while True:
         tree, _ = parse_yaml(render(document, (), ()), "")
-        problems = check(to_plain(tree), beside, kernel=kernel)
+        problems = check(to_plain(tree), extra, kernel=kernel)
         refused = [problem for problem in problems if _can_go(problem) and document.has(problem.key)]
         if not refused:
             return problems
@@ -72,9 +72,9 @@ def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
 
 
 def unset_paths(document: Document, directory: Path) -> Iterator[tuple[str, str]]:
-    """(key, why) of what must be set before the file can be trained: values to fill in, and paths to nothing.
+    """Yield (key, reason) for what must be set before training: missing values, and paths that do not exist.
 
-    ``directory`` is where the file will lie, and where its relative paths start.
+    ``directory`` is the directory of the new file; its relative paths start there.
     """
     for path, setting in document.settings.items():
         if setting.value == TO_SET:

@@ -67,7 +67,7 @@ def take_nxdt_keys(document: Document, kernel: Kernel) -> None:
 
 
 def _find_searched(document: Document) -> None:
-    """Keys that stand where only NxD Training's search through the whole file finds them."""
+    """Move keys that only NxD Training's search through the whole file finds."""
     for path in list(document.settings):
         parts = path.split(".")
         at = next((place for place, part in enumerate(parts[:-1]) if part in _PARTS), None)

@@ -69,7 +69,7 @@ _MODEL = "models here have both ends, and the pipeline takes what a stage needs"
 _RECOMPUTE = "whole layers or named modules are recomputed, on every stage"
 _FP8 = "nothing computes in 8 bits here"
 _ONE = "models here have no such variant"
-_FINE_TUNING = "only its fine-tuning read it, and fine-tuning has data of its own here: data.name: sft-chat"
+_FINE_TUNING = "only that framework's fine-tuning reads it; for fine-tuning here, set data.name: sft-chat"
 _NONE: tuple[Any, ...] = (None, False, 0)
 
 LOSES_NOTHING: Mapping[str, str] = {

@@ -15,6 +15,7 @@ from nxdt_core.config.resolve.select import usable_class
 from nxdt_core.config.sources.node import join
 from nxdt_core.config.validate.unsupported import RULES
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import either
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_plugin_migrate.config.aliases import core_keys, legacy_keys
 from nxdt_plugin_migrate.config.nxdt_keys import (
@@ -50,13 +51,13 @@ class KeyStatus:
     key: str
     status: Status
     target: str = ""
-    """The key that says it here, of an alias or a renamed one."""
+    """The equivalent key here, for an alias or a renamed key."""
     reason: str = ""
     """Explanation; empty where the status is enough."""
 
 
 def schema_table(kernel: Kernel) -> tuple[KeyStatus, ...]:
-    """Return a row for every key of NxD Training 1.6, as it stands with the plugins of ``kernel``."""
+    """Return a row with the status of every key of NxD Training 1.6 under the plugins of ``kernel``."""
     declared = _declared_keys(kernel)
     return tuple(_remarked(_status(key, declared, kernel)) for key in nxdt_keys())
 
@@ -143,7 +144,7 @@ def _unread(key: str, kernel: Kernel) -> str:
     readers = [name for name, keys in DATA_READERS.items() if key.removeprefix("data.") in keys]
     readers = [name for name in readers if _find(kernel, "dataloader", name) is None]
     if key.startswith("data.") and readers:
-        return f"no plugin here offers data.name: {' or '.join(readers)}"
+        return f"no plugin here offers data.name: {either(readers)}"
     return f"no {'model' if key.startswith('model.') else 'component'} here reads it"
 
 
@@ -170,7 +171,7 @@ def _declared_keys(kernel: Kernel) -> dict[str, list[tuple[str, Key]]]:
         for component in kernel.registry.all(slot.kind):
             try:
                 cls = usable_class(component, {"place": component.dist, "line": 0, "key": slot.key})
-            except NxdtError:  # 'nxdt plugins show' tells what is wrong with it
+            except NxdtError:  # 'nxdt plugins show' reports the reason
                 continue
             for path, key in _keys_below(cls, slot.section):
                 found.setdefault(path, []).append((component.record.name, key))

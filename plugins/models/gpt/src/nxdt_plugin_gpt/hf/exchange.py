@@ -70,7 +70,7 @@ def config_to_hf(config: GPTArchitecture) -> dict[str, Any]:
 
 
 def key_map(config: GPTArchitecture) -> tuple[KeyMap, ...]:
-    """Return one entry per parameter; a tied head has none of its own. Rows that fill the vocabulary up are ours alone.
+    """Return one entry per parameter, except a tied head. Rows that pad the vocabulary are not exchanged.
 
     Raises:
         NoHuggingFaceForm: no family has these parameters.

@@ -30,7 +30,7 @@ _BLOCKS = {True: "gpt_j", False: "pre_ln"}
 
 
 def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}  # beside rope_scaling
+    older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}  # in addition to rope_scaling
     rope = {key: hf_config[name] for key, name in older.items() if name in hf_config} | dict(rope_of(hf_config))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear"):

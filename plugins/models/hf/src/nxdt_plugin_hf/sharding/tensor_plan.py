@@ -67,7 +67,7 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     known = (*_STYLES, _SUMMED, TENSOR_STYLE)
     unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
     styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
-    styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are cut alike
+    styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are sharded in the same way
     if model.head_path:
         styles |= {model.head_path: "vocab_head"}
     around = dict(mixtures(model, layers))
@@ -117,7 +117,7 @@ def _refused_experts(
 def _norms_of_heads(
     styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
 ) -> tuple[str, ...]:
-    """Return the modules in attention that have weights [heads, width] of their own for each head that is sharded."""
+    """Return the modules in attention whose weights [heads, width] have one row for each sharded head."""
     path, call = next(iter(calls.items()))
     attention = pattern_of(path)
     if not any(style == "column" and pattern.rpartition(".")[0] == attention for pattern, style in styles.items()):

@@ -126,7 +126,7 @@ def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:
         if not call.causal:
             raise NotACausalLM(model=name, reason=f"tokens of '{path}' see later ones")
         if not call.documents:
-            raise UnsupportedArchitecture(model=name, reason=f"'{path}' is not told which tokens are one document")
+            raise UnsupportedArchitecture(model=name, reason=f"'{path}' does not receive the document boundaries")
         if call.unknown:
             raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
         plain = call.window is None and call.softcap is None and call.scale == call.key_width**-0.5
