@@ -17,6 +17,7 @@ from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.nn.attention.documents import DocumentMasks, SeesDocuments, made_ahead
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.patterns import matches
+from nxdt_core.parallel.compile.one_graph import one_graph
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["compile_layers"]
@@ -71,7 +72,7 @@ class _CompiledForward:
     ) -> None:
         """``in_pieces``: classes of layers that cannot be one graph, shared by the layers of a model."""
         self._path, self._kind, self._in_pieces = path, type(layer), in_pieces
-        self._whole = torch.compile(forward, fullgraph=True, **options)
+        self._whole = one_graph(forward, **options)
         self._pieces = torch.compile(forward, **options)
         self._documents = _Documents(layer)
 

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from nxdt_core.nn.loss.logit_rows import RowKernels
+from nxdt_core.parallel.compile.one_graph import one_graph
 
 __all__ = ["compiled_rows"]
 
@@ -16,7 +17,7 @@ def compiled_rows(backend: str, *, static_shapes: bool = False) -> RowKernels:
     """Compile the passes when they first run; arguments as of
     :func:`nxdt_core.parallel.compile.layers.compile_layers`."""
     dynamic = False if static_shapes else None
-    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
+    compiled = functools.partial(one_graph, dynamic=dynamic, backend=backend)
     sums, gradients = compiled(_sums), compiled(_gradients)
 
     def of_plain(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

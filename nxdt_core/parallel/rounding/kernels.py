@@ -17,6 +17,7 @@ import torch
 from nxdt_core.devices import profile_of
 from nxdt_core.nn.random.positions import Rows, rows_of
 from nxdt_core.nn.random.rounding import element_numbers
+from nxdt_core.parallel.compile.one_graph import one_graph
 from nxdt_core.parallel.rounding import native
 from nxdt_core.protocols.optimizer import ParameterShard
 
@@ -157,7 +158,7 @@ def can_compile(device: torch.device) -> bool:
 @functools.cache
 def _compiled(function: Function, backend: str) -> Function:
     """Sizes are arguments of the kernel: one serves the parameters of any size."""
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    return one_graph(function, dynamic=True, backend=backend)
 
 
 def _probe(values: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from nxdt_core.compile_counts import CompileClock, GraphCounts
 from nxdt_core.engines.recompute import apply_recompute
@@ -163,6 +164,24 @@ def test_a_layer_that_is_compiled_too_often_runs_as_written_and_is_named_once(pl
     assert record.getMessage().startswith(
         "[NXDT-P091] model.compile: the layer 'layers.1' (Counting) asked for another"
     )
+
+
+@pytest.mark.parametrize("compiled_before", [True, False])
+@pytest.mark.parametrize("granularity", [None, "full"])
+def test_a_dispatch_mode_sees_every_operation_of_compiled_layers(plain, granularity, compiled_before):
+    compiled = copy.deepcopy(plain)
+    for model in (plain, compiled):
+        apply_recompute(model, PLAN, granularity=granularity)
+    compile_layers(compiled, PLAN, backend="aot_eager")
+    if compiled_before:
+        gradients(compiled)
+        compiled.zero_grad()
+    with FlopCounterMode(display=False) as expected:
+        wanted = gradients(plain)
+    with FlopCounterMode(display=False) as counted:
+        found = gradients(compiled)
+    assert counted.get_total_flops() == expected.get_total_flops() > 0
+    torch.testing.assert_close(found, wanted)
 
 
 class Wrong(Layer):

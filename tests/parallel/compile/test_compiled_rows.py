@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, row_kernels, with_row_kernels
@@ -13,6 +14,18 @@ from nxdt_core.parallel.loss.chunked import linear_cross_entropies
 from nxdt_core.parallel.loss.compiled_rows import compiled_rows
 
 ROWS, VOCAB = 24, 96
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def logits_of(dtype):
@@ -37,6 +50,17 @@ def test_sum_and_gradient_are_those_of_torch(dtype):
     assert weight == ROWS - 5
     assert gradient.dtype == dtype
     torch.testing.assert_close(gradient, torch.autograd.grad(expected / 3, reference)[0].to(dtype))
+
+
+def test_a_dispatch_mode_sees_the_operations_of_sum_and_gradient():
+    logits, labels = logits_of(torch.float32), labels_of()
+    with with_row_kernels(compiled_rows("aot_eager")), Operations() as seen:
+        total, _ = cross_entropy_sum(logits, labels)
+        total.backward()
+    assert {"aten.logsumexp.default", "aten.exp.default"} <= seen.names
+    expected = functional.cross_entropy(logits, labels, reduction="sum")
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(logits.grad, torch.autograd.grad(expected, logits)[0])
 
 
 def test_a_backward_takes_the_kernels_of_its_forward():

@@ -295,6 +295,13 @@ class Launches(TorchDispatchMode):
         return called
 
 
+def test_compiled_kernels_run_as_written_under_a_dispatch_mode():
+    with Launches() as counted:
+        found = stepped({"cut": CUT}, backend="compile")
+    assert counted.operations > 0
+    torch.testing.assert_close(found, stepped({"cut": CUT}), rtol=0, atol=0)
+
+
 def layers(count):
     """Parameters of a small Llama."""
     shapes = {"norm": (8,), "q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "up": (16, 8), "down": (8, 16)}
