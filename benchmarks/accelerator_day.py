@@ -1,6 +1,6 @@
 """All that matters on an accelerator that is lent for a short time, in stages by their value.
 
-Each stage runs in a process of its own under its own time limit. A stage that fails is recorded with the end of its
+Each stage runs in a separate process with its own time limit. A stage that fails is recorded with the end of its
 log, and the next one starts. ``results.json``, ``results.md``, the logs and the compile caches are in the folder
 ``--out``; results are written after each stage. A later call with the same folder runs what is missing, so that the day
 can be made of several calls:

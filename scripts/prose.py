@@ -46,7 +46,8 @@ WORDS = {
     r"others? than that": "another",
     r"as it were": "nothing: leave it out",
     r"(?:stands?|stood)(?! (?:in )?for\b)": "is",
-    r"of (?:its|their|one's|your) own": "its own, a separate",
+    r"of (?:its|their|one's|your) own"
+    r"(?!\s+(?!(?:and|as|at|for|from|in|of|on|or|so|that|to|under|where|with)\b)\w)": "its own, a separate",
     r"thrice|hence|thus|whilst|amongst|lest": "three times, so, while, among, so that not",
     r"what there is": "the name of the thing",
     r"ha(?:s|ve) become of": "happened to",

@@ -1,4 +1,4 @@
-"""Runs stages one after the other, each in a process of its own under its time limit. Standard library only."""
+"""Runs stages one after the other, each in a separate process with a time limit. Standard library only."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Forks:
         self._server: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], log: Path) -> Fork:
-        """Start a stage, the leader of a process group of its own."""
+        """Start a stage as the leader of its own process group."""
         if self._server is None:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "accelerator.forks", self._imports],

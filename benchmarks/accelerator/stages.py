@@ -10,7 +10,7 @@ __all__ = ["STAGES", "Stage", "chosen"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One measurement, made in a process of its own."""
+    """One measurement, which runs in a separate process."""
 
     name: str
     group: str

@@ -2,7 +2,7 @@
 
 Claim: at least 0.8 of the batch call of the ``tokenizers`` library with its own threads, which is given texts that are
 in memory already and whose ids are thrown away; the command reads JSONL, parses it, tokenises and writes, and the time
-that its processes take to start counts too. One round times the two one after the other, each in processes of its own,
+that its processes take to start counts too. One round times the two one after the other, each in separate processes,
 so that a machine that drifts slows both equally. The tokenizer is a byte-level BPE trained on the shipped text, which
 is also what is tokenised. The exit status is 1 where the claim fails.
 

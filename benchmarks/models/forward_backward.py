@@ -8,8 +8,8 @@ theirs and their quartiles, in CPU time on a host and in wall time elsewhere; be
 
 ``--parts`` times each building block against torch's, transformers' or the usual way of doing it instead. The claim of
 Mixtral's block, 8 experts and top 2 at a quarter of its widths, is half of the time of a loop over experts whose
-matrices are stacked, as they are in transformers 5. At small widths the loop copies less and comes nearer; where
-matrices lie apart, it copies nothing, and both are paced by the same products.
+matrices are stacked, as they are in transformers 5. At small widths the loop copies less and is closer; where
+matrices are not stacked, it copies nothing, and both are paced by the same products.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ TIME_CLAIM, MEMORY_CLAIM = 1.05, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One step of training, on a batch of its own."""
+    """One training step, with its own batch."""
 
     step: Callable[[], None]
     device: torch.device

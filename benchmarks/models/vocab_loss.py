@@ -2,7 +2,7 @@
 
 Head and loss, forward and backward, in float32 (or ``--dtype``). Extra memory is the highest that the process itself
 held, less what it holds before and after: hidden states, weight, and the gradients of both, to which those of this
-micro-batch are added. It is measured in a process of its own for each way. Time is CPU time on a host and wall time
+micro-batch are added. It is measured in a separate process for each way. Time is CPU time on a host and wall time
 elsewhere, by turns in one process: medians of the ratios to the plain way in the same round, and their quartiles.
 Torch's ways are there to be known.
 

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _kernel_with(count: int, site: Path) -> Kernel:
-    """A kernel that sees ``count`` plugins of one directory, each in a module of its own."""
+    """Return a kernel with ``count`` plugins of one directory, each in its own module."""
     site.mkdir()
     for number in range(count):
         module = f"listener_{number}"

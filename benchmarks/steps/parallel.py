@@ -3,8 +3,8 @@
 Claim: two data parallel processes reach at least 0.95 of what two threads of one process do. Same model (15M
 parameters), same global batch of 8 x 256 tokens in micro-batches of one sequence, float32 on the CPU, by turns.
 Each row gives medians over the rounds: tokens/s of both, their ratio in the same round, and the share of a step during
-which a collective or a message was under way, waiting for the other rank included (``torch.profiler``, in steps of
-their own). Needs two idle cores.
+which a collective or a message was under way, waiting for the other rank included (``torch.profiler``, in
+separate steps). Needs two idle cores.
 
 Then the pipeline's bubble: at PP 2 the measured share of a step in which a rank computes nothing, compared with
 (p - 1) / (m + p - 1); for more ranks that of the schedule's own list of operations.

@@ -1,6 +1,6 @@
 """Seconds per step of ``nxdt train`` in two working trees, such as two commits, step by step in turn.
 
-Claim: a change that was not made for the speed of a CPU costs none. Each tree needs a virtual environment of its own in
+Claim: a change that was not made for the speed of a CPU costs none. Each tree needs its own virtual environment in
 ``.venv``, as ``make install`` leaves it. Each case trains in both trees at once, but only one of them runs at a time:
 when its log has a further step, it is stopped by a signal and the other continues. So both trees take the same step
 within the same two or three seconds, and what else happens on the machine meets both. Two runs that follow each other
@@ -169,7 +169,7 @@ class Run:
             self.process.wait()
 
     def _signal(self, number: int) -> None:
-        """Send a signal to the command and to its ranks, which have sessions of their own."""
+        """Send a signal to the command and to its ranks, which are in separate sessions."""
         for process in reversed(family(self.process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)

@@ -105,7 +105,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: the command line without the program's name; None takes it from ``sys.argv``.
 
     Returns:
-        0 · 2 for a mistake of the user, told in two sentences on standard error · 130 after Ctrl-C. A bug is
+        0 · 2 for a mistake of the user, reported in two sentences on standard error · 130 after Ctrl-C. A bug is
         raised, so that Python prints its traceback and exits with status 1.
     """
     with rare_collections():
@@ -115,7 +115,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _main(args: Sequence[str] | None) -> int:
     _open_missing_streams()
     _accept_all_characters()
-    if logging.lastResort is not None:  # prints warnings of whoever sets no handler, as the command line does not
+    if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line
         logging.lastResort.setFormatter(VisibleFormatter())
     color = _color()
     if os.environ.get("_NXDT_COMPLETE"):

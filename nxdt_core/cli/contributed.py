@@ -39,7 +39,7 @@ def contributed_commands(group: str, *, reserved: Container[str]) -> dict[str, L
     """Start the kernel with the default policy and collect the plugins' commands of one group, sorted by name.
 
     Args:
-        group: name of a group; empty for what stands right under ``nxdt``.
+        group: name of a group; empty for commands directly under ``nxdt``.
         reserved: names of the core's commands in it. A group of the core shows what plugins put into it itself.
 
     Returns:

@@ -33,7 +33,7 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 @click.argument("files", nargs=-1)
 @click.option("--task", "tasks", multiple=True, help="Task of an installed suite; may be given several times.")
 @click.option("--suite", metavar="NAME", help="Suite that has the tasks, where several are installed.")
-@click.option("--task-path", type=click.Path(exists=True, file_okay=False), help="Directory with tasks of your own.")
+@click.option("--task-path", type=click.Path(exists=True, file_okay=False), help="Directory with your own tasks.")
 @click.option("--limit", type=click.IntRange(min=1), help="Records to take of the files, and of each task.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of an answer.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")

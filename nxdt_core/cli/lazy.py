@@ -12,7 +12,7 @@ __all__ = ["LazyCommand"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyCommand:
-    """Where a command lies, and the line that a listing shows for it without importing it."""
+    """Import target of a command, and the line that a listing shows for it without importing it."""
 
     target: str
     """``package.module:attribute`` of a :class:`click.Command`."""

@@ -65,7 +65,7 @@ def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[NDAr
 
 
 def first_fit_in_rows(lengths: NDArray[np.int64], capacity: int) -> list[NDArray[np.int64]]:
-    """Return the same with bins of several rows, in each of which an item takes a length of its own.
+    """Return the same with bins of several rows, in each of which an item takes a separate length.
 
     The greatest item in all rows together goes first. Against bins for the longest of an item's lengths: 95 % of
     places filled instead of 83 % by the pairs of answers to one prompt. It takes a pass over the bins for each item.

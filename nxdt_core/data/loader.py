@@ -26,7 +26,7 @@ class GlobalBatchLoader:
     Epochs follow each other without a gap: a batch may hold the end of one and the beginning of the next.
 
     Args:
-        dataset: samples by index, or in an order of their own (``seed`` and ``shuffle`` are then its own affair).
+        dataset: samples by index, or in its own order (it then handles ``seed`` and ``shuffle`` itself).
         global_batch_size: samples of one optimizer step, over all ranks.
         micro_batch_size: samples of one forward pass on one rank.
         seed: decides the order, together with the number of the epoch.
@@ -36,7 +36,7 @@ class GlobalBatchLoader:
             none such.) Otherwise it is filled up with samples without loss tokens to whole micro-batches, equally
             many on each rank.
         repeat: begin again at the end of the data. False is one pass, for validation; each new iteration is then a
-            pass of its own, unless ``load_state_dict`` has just set a position.
+            separate pass, unless ``load_state_dict`` has just set a position.
         constant_micro_batches: fill the last global batch of a single pass up to as many micro-batches as all others
             have, for devices that compile a graph for each number.
         num_workers: threads that prepare steps ahead; 0 prepares each when it is asked for. Map-style datasets are

@@ -24,7 +24,7 @@ class Packing:
 
     reset_attention_mask: bool = True
     """Number the documents of a sample, so that attention stays within each (a block-diagonal mask); a label that
-    is the first token of the next document then counts for nothing, for nothing before it could tell."""
+    is the first token of the next document then does not count, since nothing before it predicts it."""
     reset_position_ids: bool = True
     """Let positions restart at 0 with each document."""
     eod_id: int | None = None
@@ -123,6 +123,6 @@ def _restarted(inner: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 def _without(labels: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
     if len(places):
-        labels = labels.copy()  # a view of the window, whose inputs shall keep these tokens
+        labels = labels.copy()  # a view of the window, whose inputs must keep these tokens
         labels[places] = IGNORE_INDEX
     return labels

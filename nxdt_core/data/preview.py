@@ -109,7 +109,7 @@ def _in_order(dataset: MapDataset | IterableDataset, seed: int, shuffle: bool) -
 
 
 def _rows(sample: Sample) -> list[Sample]:
-    """The rows of a sample, each as a sample of its own."""
+    """Return the rows of a sample, each as a separate sample."""
     if sample.input_ids.ndim == 1:
         return [sample]
 
@@ -168,7 +168,7 @@ def _parts(sample: Sample, piece: slice, learnt: NDArray[np.bool_], tokenizer: T
     following = np.append(inputs[1:], labels[-1])
     ids = [int(inputs[0]), *np.where(trained, labels, following).tolist()]
     flags = [False, *trained.tolist()]
-    if not trained[-1]:  # what follows the last position is not known, or nobody's business
+    if not trained[-1]:  # what follows the last position is unknown, or not part of the sample
         ids, flags = ids[:-1], flags[:-1]
     done, before = 0, ""
     for flag, run in groupby(flags):

@@ -25,7 +25,7 @@ class Position:
     """A place between two steps."""
 
     samples: int = 0
-    """Samples of the global order that lie before it."""
+    """Samples of the global order before it."""
     stream: dict[str, Any] | None = None
     """State of an iterable dataset; None means its beginning, and for map-style data always."""
 
@@ -118,7 +118,7 @@ class MapSource:
 class StreamSource:
     """Steps of samples in the dataset's own order; each rank reads them all and keeps its own.
 
-    Jobs run one after the other (one worker), and each records where the dataset stood behind its samples.
+    Jobs run one after the other (one worker), and each records the position of the dataset after its samples.
     """
 
     def __init__(self, dataset: IterableDataset, slicing: Slicing) -> None:

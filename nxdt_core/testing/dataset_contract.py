@@ -70,12 +70,12 @@ class DatasetContract:
         """Return the dataset where it is map-style; tests of indices are skipped for others."""
         dataset = make()
         if not isinstance(dataset, MapDataset):
-            pytest.skip("it has an order of its own")
+            pytest.skip("it has its own order")
         return dataset
 
     @pytest.fixture
     def stream(self, make: Callable[[], Dataset]) -> IterableDataset:
-        """Yield the dataset where it has an order of its own; tests of its state are skipped for others."""
+        """Yield the dataset where it has its own order; tests of its state are skipped for others."""
         dataset = make()
         if isinstance(dataset, MapDataset):
             pytest.skip("its samples are found by index")
@@ -154,7 +154,7 @@ class DatasetContract:
             with pytest.raises(IndexError):
                 by_index[index]
 
-    # Where a run stands
+    # Position of a run
 
     def test_a_stream_goes_on_behind_any_sample(self, stream: IterableDataset, make: Callable[[], Dataset]) -> None:
         """From its state alone, which JSON can hold, in a dataset that has read nothing."""

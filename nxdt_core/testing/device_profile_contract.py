@@ -30,7 +30,7 @@ __all__ = ["DeviceProfileContract"]
 _PEAK_FLOPS = (1e9, 1e19)
 _MEMORY_GIB = (0.1, 1e5)
 _BYTES_PER_S = (1e6, 1e15)
-"""Bounds that tell a figure in another unit, such as TFLOP/s, bytes or GB/s."""
+"""Bounds that reveal a figure in another unit, such as TFLOP/s, bytes or GB/s."""
 
 
 class DeviceProfileContract:
@@ -140,7 +140,7 @@ class DeviceProfileContract:
         """A resumed run draws the numbers of one that was not stopped."""
         state = profile.operations.rng_state(device)
         if state is None:
-            pytest.skip("it has no generator of its own")
+            pytest.skip("it has no generator")
         kept = state.clone()
         first = torch.rand(8, device=device)
         torch.rand(8, device=device)

@@ -44,7 +44,7 @@ def write_distribution(
     """Install a distribution into ``root``: modules, ``METADATA``, ``entry_points.txt``, ``RECORD`` with hashes.
 
     Args:
-        root: Directory that stands, or will stand, on ``sys.path``.
+        root: Directory that is on ``sys.path``, or will be.
         name: Of the distribution.
         version: Of the distribution.
         plugins: Entry points of the group ``nxdt.plugins``: module by name.

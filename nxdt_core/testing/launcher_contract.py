@@ -120,7 +120,7 @@ class LauncherContract:
         assert not heavy, f"importing {' and '.join(sorted(modules))} imports {', '.join(heavy)}"
 
     def test_a_process_that_it_did_not_start_does_not_join(self, factory: Callable[[], Launcher]) -> None:
-        """Where none of its variables is set, it has no place to tell."""
+        """If none of its variables is set, ``join`` returns None."""
         for variables in ({}, _BESIDES):
             place = factory().join(variables)
             assert place is None, f"join must return None without variables of the scheduler; it returned {place}"

@@ -64,7 +64,7 @@ class LRSchedulerContract:
             assert factor >= 0, f"step {step} has the factor {factor!r}, and a rate must not be negative"
 
     def test_steps_after_the_end_have_a_factor(self, schedule: LRSchedule, horizon: ScheduleHorizon) -> None:
-        """A run may continue after ``max_steps`` of its schedule, which is a key of its own."""
+        """A run may continue after ``max_steps`` of its schedule, which is a separate key."""
         for step in (horizon.max_steps, horizon.max_steps + 1, 3 * horizon.max_steps):
             try:
                 factor = schedule(step)

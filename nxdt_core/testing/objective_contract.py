@@ -13,7 +13,7 @@ Example, the whole test file of a plugin::
         def section(self):
             return MyLossConfig(beta=0.5)
 
-Whether its loss is the one of its paper is for tests of its own.
+Separate tests must show that its loss is the one of its paper.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class ObjectiveContract:
 
 
 def _batch(traits: ObjectiveTraits) -> tuple[Batch, torch.Tensor]:
-    """A batch of some documents in rows of their own."""
+    """Return a batch of some documents, each in its own row."""
     own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
     return in_rows([[each] for each in own], _LENGTH, traits)
 

@@ -15,7 +15,7 @@ Example, the whole test file of a plugin::
         def section(self):
             return MyOptimizerConfig(lr=0.01, weight_decay=0.1)
 
-Whether its update is the one of its paper is for tests of its own.
+Separate tests must show that its update is the one of its paper.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Example, the whole test file of a plugin::
     class TestMyPlugin(PluginContract):
         plugin = "mine"  # the name of its entry point; the distribution is installed
 
-The components have contracts of their own.
+The components have separate contracts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PluginContract:
         return [each for each in every if each.plugin == self.plugin]
 
     def test_it_is_usable(self) -> None:
-        """In a process of its own: found, compatible, imported, registered."""
+        """In a separate process: found, compatible, imported, registered."""
         found = self._fresh("0")
         assert found["state"] == "ok", f"the plugin is {found['state']}: {found['reason']}"
 

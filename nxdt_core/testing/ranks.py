@@ -66,7 +66,7 @@ def process_group(timeout_s: float = 30, backend: str | None = None) -> Iterator
 
     ``backend``: of the host's profile where None.
 
-    A rank that raises does not leave: the pool ends its process once it has told why, and only then do the others see
+    A rank that raises does not leave: the pool ends its process once it has reported why. Only then do the others see
     a closed connection, so that the first to fail is known.
     """
     dist.init_process_group(backend or profile_of(HOST).process_group_backend, timeout=timedelta(seconds=timeout_s))

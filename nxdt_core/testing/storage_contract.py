@@ -376,7 +376,7 @@ def _write(storage: CheckpointStorage, key: str, data: bytes) -> None:
 
 
 def _race(stores: list[CheckpointStorage], put_object: Callable[[CheckpointStorage, bytes], bool]) -> list[bool]:
-    """What ``put_object`` gave each of ``stores``, all called at once with objects of their own."""
+    """Return what ``put_object`` returned for each of ``stores``, all called at once, each with a different object."""
     barrier = threading.Barrier(len(stores))
 
     def put(number: int) -> bool:

@@ -1,6 +1,6 @@
 """Pages of the documentation about each kind of component: the files of ``nxdt plugins new``, the kit, the protocol.
 
-A page below ``docs/kinds`` is written by hand, with three marks on lines of their own:
+A page below ``docs/kinds`` is written by hand, with three marks on separate lines:
 
 * ``[[file PATH]]``: a file of the repository that ``nxdt plugins new SHORT my-SHORT`` writes;
 * ``[[requirements]]``: what the kit of the kind tests, from the names of its tests;

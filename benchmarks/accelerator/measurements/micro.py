@@ -36,7 +36,7 @@ _OPTIMIZERS: dict[str, tuple[tuple[str, ...], int]] = {
 
 
 def kernels(bench: Bench) -> None:
-    """All of them, each in a part of its own."""
+    """Measure all of them, each in a separate part."""
     repeats = 2 if bench.small else 20
     for rows, inner, outer in ((64, 64, 64),) if bench.small else _PRODUCTS:
         what = f"bfloat16 product {rows} x {inner} x {outer}"

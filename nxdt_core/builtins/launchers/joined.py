@@ -1,4 +1,4 @@
-"""Launchers that only tell processes their place: torchrun and others with its variables, and MPI."""
+"""Launchers that submit nothing and only give processes their rank: torchrun, others with its variables, and MPI."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class AdamWFloat32State(torch.optim.Optimizer):
                 self._update(bucket, group)
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """In a function of its own, so that a bucket's float32 copies are gone before the next is made."""
+        """Update one bucket, in a separate function so that its float32 copies are freed before the next bucket."""
         states = [self._state_of(p, on_device=group["fused"] or group["capturable"]) for p in parameters]
         weights = [p.float() for p in parameters]
         beta1, beta2 = group["betas"]

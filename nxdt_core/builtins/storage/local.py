@@ -371,7 +371,7 @@ def _sweep(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.glob(f"{_TEMPORARY}*"):
             with suppress(OSError):
-                path.rmdir()  # fails for files; whoever is about to give it its name makes another
+                path.rmdir()  # fails for files; a process that is about to rename it makes another
             with suppress(OSError), open(open_regular(path), "rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
@@ -403,7 +403,7 @@ def _root_of(uri: str, scheme: str) -> Path:
         return expand_home(uri).absolute()
     split = urlsplit(uri)
     if split.netloc not in ("", "localhost"):
-        raise BadStorageUri(where=uri, reason="a path begins with the third slash, and a host stands before it")
+        raise BadStorageUri(where=uri, reason="a path begins with the third slash, and the text before it is a host")
     if not split.path.startswith("/"):
         raise BadStorageUri(where=uri, reason=f"a {scheme}:// address is absolute")
     return Path(unquote(split.path)).absolute()

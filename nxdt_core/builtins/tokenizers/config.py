@@ -88,7 +88,7 @@ class SentencePieceTokenizerConfig:
     """The ``.model`` file that SentencePiece's trainer wrote."""
     sentencepiece_legacy: bool = False
     """Append tokens to the vocabulary: those that the keys below name and the model lacks, as NeMo's legacy mode does.
-    Texts may spell them out, and what stands between them is tokenised by itself."""
+    Texts may contain them literally; the text between them is tokenised separately."""
     special_tokens: tuple[str, ...] = ()
     """Further tokens to append, in this order, behind ``bos_token``, ``eos_token`` and ``pad_token``."""
     bos_token: str | None = None

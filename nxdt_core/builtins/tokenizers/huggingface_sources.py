@@ -43,7 +43,7 @@ class Loaded:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """``bos_token``, ``eos_token``, ``pad_token`` → the token, where the files name one."""
     directory: Path | None = None
-    """Where further files of it lie: its chat template and what else transformers wants to know."""
+    """Directory of its further files, such as its chat template and other files that transformers reads."""
     is_json: bool = True
     """Whether :attr:`content` is a ``tokenizer.json``."""
 
@@ -123,7 +123,7 @@ def _convert(directory: Path) -> Loaded:
     transformers = import_library("transformers", tokenizer="huggingface", extra="huggingface")
     try:
         pretrained = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # converters raise whatever their formats' libraries raise
+    except Exception as error:  # converters raise what their formats' libraries raise
         wanted = f"directory with a {FILE} or with files that transformers converts"
         raise BadTokenizerFile(path=str(directory), wanted=wanted, reason=_first_line(error)) from error
     return _from_pretrained(pretrained, directory)
@@ -147,7 +147,7 @@ def _from_pretrained(pretrained: Any, directory: Path) -> Loaded:
 def read_record(directory: Path) -> dict[str, Any]:
     """Return the settings of a ``tokenizer.json`` in the files next to it, with the precedence of ``transformers``.
 
-    It writes ``special_tokens_map.json`` no more; where an old one lies, it counts, unless the newer file is
+    It no longer writes ``special_tokens_map.json``. An old one counts if it exists, unless the newer file is
     complete, that is, lists its added tokens too.
     """
     newer = read_json(directory / "tokenizer_config.json")

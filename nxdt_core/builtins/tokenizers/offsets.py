@@ -1,4 +1,4 @@
-"""Texts as libraries take them, and where in one the tokens of a byte-level vocabulary lie."""
+"""Texts as libraries take them, and positions of the tokens of a byte-level vocabulary in a text."""
 
 from __future__ import annotations
 

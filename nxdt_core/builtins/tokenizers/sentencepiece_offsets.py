@@ -1,4 +1,4 @@
-"""Where in a text the pieces of a SentencePiece model lie."""
+"""Positions of the pieces of a SentencePiece model in a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the tokenizer fits the model, as far as files on this machine tell. Imports no torch."""
+"""Whether the tokenizer fits the model, as far as files on this machine show. Imports no torch."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ def preview(
 ) -> None:
     """Show the first samples of a run as it will see them, what the loss is on apart from what it is not on.
 
-    CONFIG and KEY=VALUE are those of `nxdt train`. In a terminal trained text is green, elsewhere it stands between
-    ⟦ and ⟧. Below stand counts: by role and turn where the data have them, lengths, what was cut or left out, and
-    how much of the samples is filled.
+    CONFIG and KEY=VALUE are those of `nxdt train`. In a terminal, trained text is green; elsewhere it is enclosed
+    in ⟦ and ⟧. Counts follow: by role and turn where the data have them, lengths, what was truncated or left out,
+    and how much of the samples is filled.
     """
     from nxdt_core.config import load
     from nxdt_core.config.placeholders import require_set

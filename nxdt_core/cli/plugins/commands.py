@@ -165,7 +165,7 @@ def new(kind: str, name: str, directory: Path | None) -> None:
 @click.argument("name", shell_complete=completed_by("complete_plugin"))
 @as_json
 def show(name: str, json_output: bool) -> None:
-    """Show one plugin: state, where it lies, and each component with what it supports.
+    """Show one plugin: state, location, and each component with what it supports.
 
     NAME is the plugin's name or that of its distribution.
     """
@@ -187,7 +187,7 @@ def show(name: str, json_output: bool) -> None:
 @plugins.command("hooks", examples=("nxdt plugins hooks", "nxdt plugins hooks --json"))
 @as_json
 def hooks(json_output: bool) -> None:
-    """List the moments at which plugins are called, and who listens."""
+    """List the hooks, and the plugins that implement each."""
     from nxdt_core.kernel.hookspecs import PHASES
 
     kernel = _start_kernel()

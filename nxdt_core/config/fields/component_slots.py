@@ -50,7 +50,7 @@ class Composition:
     classes: Mapping[str, type] = field(default_factory=dict)
     """By path of the section: the dataclass that the component declares."""
     open: frozenset[str] = frozenset()
-    """Sections whose component, and hence whose keys, are unknown."""
+    """Sections whose component is unknown, so that their keys are unknown too."""
     unfilled: frozenset[str] = frozenset()
     """Sections whose keys would have come from a file that cannot be read: missing keys are reported there."""
 

@@ -109,7 +109,7 @@ def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
     for logger, options_name in FLAGS.items():
         key, path = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
         flag, options = tree.find(key), tree.find(path)
-        if flag is None or not isinstance(flag.value, (bool, type(None))):  # told by reading
+        if flag is None or not isinstance(flag.value, (bool, type(None))):  # reported when it is read
             continue
         wanted = logger in by_default if flag.value is None else flag.value
         if wanted and logger not in names:

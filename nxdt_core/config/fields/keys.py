@@ -52,7 +52,7 @@ class Key:
     marks: tuple[Any, ...]
     """What :data:`typing.Annotated` carries in addition to bounds."""
     section: type | None
-    """The dataclass, where the key is a section of its own."""
+    """The dataclass, if the key is a section."""
     optional: bool
     """Whether ``null`` is allowed."""
     owner: type
@@ -65,7 +65,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A dataclass inside a list or mapping, where its keys have no place of their own."""
+    """A dataclass inside a list or mapping, where its keys have no separate place."""
 
     type: type
 

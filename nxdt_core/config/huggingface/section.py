@@ -44,7 +44,7 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
     place = node.origin.at(_KEY)
     try:
         path = resolve_path(locator.locate(node, FilePath()).value)
-    except PackageNotFound:  # told by reading, as a wrong value
+    except PackageNotFound:  # reported as a wrong value when it is read
         return HFConfig()
     try:
         path = path / "config.json" if path.is_dir() else path
@@ -82,7 +82,7 @@ def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tupl
         values = cls.from_hf(hf.values)
     except NxdtError as error:
         if isinstance(error, (HFFileDamaged, HFUnsupported)):
-            error.path = str(hf.path)  # a plugin is only given what stands in it
+            error.path = str(hf.path)  # a plugin only gets its content
         return given, [BadComponentChoice(**place, error=error)]
     except (ValueError, KeyError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -53,7 +53,7 @@ def _components(kernel: Kernel) -> Iterator[str]:
         for component in kernel.registry.all(slot.kind):
             try:
                 cls = usable_class(component, Place(place=component.dist, line=0, key=""))
-            except NxdtError:  # `nxdt plugins show` tells what is wrong with it
+            except NxdtError:  # `nxdt plugins show` reports what is wrong with it
                 continue
             record = component.record
             yield from (f"## `{slot.key}: {record.name}`", "", f"{record.summary} ({component.dist}).", "")

@@ -67,7 +67,7 @@ def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:
             tree = tree.set(f"{section}.name", Node(name, place))
         for key, child in node.children.items():
             target = target_of(part, key)
-            if child.value is None or key not in known:  # what is unknown is told where it stands
+            if child.value is None or key not in known:  # an unknown key is reported with its own line
                 continue
             if tree.find(target) is not None:
                 pairs.append((target, join(place.where, key)))

@@ -173,7 +173,7 @@ class _Reader:
         if where in self.composition.unfilled and key.owner is self.composition.classes.get(where):
             return
         origin = section.origin
-        while where and origin.kind == "default":  # the whole section is missing: told at the one around it
+        while where and origin.kind == "default":  # the whole section is missing: reported at its parent
             where = where.rpartition(".")[0]
             around = self.result.tree.find(where) if where else self.result.tree
             origin = around.origin if around is not None else origin

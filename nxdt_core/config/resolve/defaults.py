@@ -131,7 +131,7 @@ class Completion:
 def complete(given: Node, composition: Composition, root: type = RunConfig, path: str = "") -> Completion:
     """Fill ``given`` by the dataclass ``root`` and what the components of ``composition`` add to it.
 
-    ``path`` is where ``given`` stands; aliases are followed from the root of the configuration alone.
+    ``path`` is the path of ``given``; aliases are followed only from the root of the configuration.
     """
     return Completion(given, composition, root, path)
 

@@ -1,4 +1,4 @@
-"""``${…}`` by OmegaConf, value by value, so that each one that fails is a problem of its own.
+"""``${…}`` by OmegaConf, value by value, so that each failure is a separate problem.
 
 OmegaConf is imported only where a configuration has an interpolation: it costs 45 ms.
 """

@@ -61,7 +61,7 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
     selection = Selection(tree=given)
     for slot in SLOTS:
         name = view.plain(slot.key)
-        if _no_mapping(given, slot.section):  # told by reading, as are selectors that are no text
+        if _no_mapping(given, slot.section):  # reported when it is read, as are selectors that are not text
             selection.open.add(slot.section)
             continue
         if not isinstance(name, (str, type(None))):

@@ -38,7 +38,7 @@ class CheckpointConfig:
     enabled: bool = True
     """Save at all."""
     uri: str | None = None
-    """Where checkpoints lie: a path or ``scheme://…``; ``null`` means ``<run directory>/checkpoints``."""
+    """Location of checkpoints: a path or ``scheme://…``; ``null`` means ``<run directory>/checkpoints``."""
     every_n_train_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints; ``null`` saves at the end of the run only."""
     train_time_interval: Duration | None = None

@@ -33,7 +33,7 @@ class RunConfig:
     differs. Relative paths start at the file that names them. Read from files, not from the command line."""
     name: str
     """Name of the run, and of its directory; the name of its YAML file or recipe without ``.yaml`` where it is not
-    set. A recipe sets none, so a file that is made from one or based on one is a run with a directory of its own."""
+    set. A recipe sets none, so a file that is made from one or based on one is a run with its own directory."""
     model_source: Literal["hf", "megatron"] = "hf"
     """Which defaults apply where ``model.name`` or ``data.name`` is not set."""
     seed: PositiveInt = 1234

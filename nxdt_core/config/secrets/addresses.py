@@ -1,4 +1,4 @@
-"""Addresses with credentials in them, and masks that stand where a secret was."""
+"""Addresses with credentials in them, and masks that replace a secret."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def engine_findings(checked: Checked, composition: Composition) -> Iterator[Conf
         found = [] if rules is None else list(rules(checked))
     except ComponentUnusable as error:
         yield BadComponentChoice(**checked.place(key), error=error)
-    except Exception as error:  # a plugin's code: whatever it raises is told with its name
+    except Exception as error:  # a plugin's code: any exception is reported with the plugin's name
         yield BadComponentConfig(
             **checked.place(key),
             component=component.qualified_name,
@@ -58,7 +58,7 @@ def _checked(
     try:
         for key, message in instance.check():
             yield ComponentFinding(**checked.place(join(section, key)), message=_sentence(message))
-    except Exception as error:  # a plugin's code: whatever it raises is told with its name
+    except Exception as error:  # a plugin's code: any exception is reported with the plugin's name
         yield BadComponentConfig(
             **checked.place(section),
             component=component.qualified_name,

@@ -28,7 +28,7 @@ _MOST_CHARACTERS = 100_000_000
 """Of one conversation."""
 
 _ANSWER = "This one"
-"""Of a conversation that shows what stands behind an answer."""
+"""Answer of a conversation that shows what follows an answer."""
 
 
 class TemplateRunner:
@@ -66,7 +66,7 @@ class TemplateRunner:
         prompts: bool = False,
         marks: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Return the text of ``messages``, and where its generation blocks lie.
+        """Return the text of ``messages``, and the spans of its generation blocks.
 
         Args:
             messages: of one conversation, each with ``role`` and ``content``.
@@ -188,7 +188,7 @@ class ReservedTokens:
         """Let the messages of a conversation pass: texts, or mappings and lists with texts in them.
 
         Raises:
-            SpecialTokenInText: one spells such a token, or a function that may be called does; tells which.
+            SpecialTokenInText: a message contains such a token, or a function that may be called does; names it.
         """
         if self._pattern is None:
             return

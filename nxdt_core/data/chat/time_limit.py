@@ -1,4 +1,4 @@
-"""A limit on the time that a piece of Python takes, in any thread, without a signal or a process of its own."""
+"""A limit on the time that a piece of Python takes, in any thread, without a signal or a separate process."""
 
 from __future__ import annotations
 

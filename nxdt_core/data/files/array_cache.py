@@ -93,7 +93,7 @@ def _store(place: Path, made: DataclassInstance) -> None:
                 np.save(file, getattr(made, each.name))
                 file.flush()
                 os.fsync(file.fileno())
-        part.chmod(0o755)  # mkdtemp lets nobody else in, and a cache is shared
+        part.chmod(0o755)  # mkdtemp admits no other user, and a cache is shared
         shutil.rmtree(place, ignore_errors=True)  # a damaged one
         try:
             part.rename(place)

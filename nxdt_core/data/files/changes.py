@@ -1,6 +1,6 @@
 """Sizes of files that a run keeps reading, compared with those at its start.
 
-A page of a mapped file that lies behind its end kills the process (SIGBUS), and a shorter file of records looks like a
+Access to a page beyond the end of a mapped file kills the process (SIGBUS), and a shorter file of records looks like a
 complete one. So code that maps or reads a file again looks at its size first. What remains is a file that is truncated
 between the look and the read, and one that is overwritten with as many bytes.
 """

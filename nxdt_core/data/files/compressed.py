@@ -1,4 +1,4 @@
-"""Files that may be compressed: gzip and Zstandard, told by the ends of their names."""
+"""Files that may be compressed: gzip and Zstandard, recognised by their suffixes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 def bare_name(path: Path) -> str:
-    """Return the name that the file would have were it not compressed, in lower case, as its end tells the format."""
+    """Return the name without the suffix of a compression, in lower case: what is left has the suffix of the format."""
     name = path.name.lower()
     return name.removesuffix(_ending(path)) if is_compressed(path) else name
 

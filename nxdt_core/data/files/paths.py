@@ -54,7 +54,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
         key: of the configuration, for errors.
 
     Raises:
-        DataFileNotFound: a path or pattern matches no file; names what lies nearby.
+        DataFileNotFound: a path or pattern matches no file; names what is found nearby.
         DataFileUnreadable: it is a pipe or a device.
     """
     files: list[Path] = []

@@ -23,7 +23,7 @@ ADDED = "norm.scale"
 
 
 class _Scaled(RMSNorm):
-    """A norm with a scale of its own behind it."""
+    """A norm that is followed by its own scale."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)

@@ -1,4 +1,4 @@
-"""Which heavy libraries a module imports, found in a process of its own."""
+"""Which heavy libraries a module imports, found in a separate process."""
 
 from __future__ import annotations
 

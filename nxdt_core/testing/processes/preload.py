@@ -1,7 +1,7 @@
 """Importing this module imports all of the core and what its training takes of other packages.
 
-A server that forks the processes of tests imports it once (:mod:`nxdt_core.testing.ranks`): for a process of its own
-that is 8 CPU-seconds, which is more than most of them work.
+A server that forks the processes of tests imports it once (:mod:`nxdt_core.testing.ranks`): in a separate process
+that takes 8 CPU-seconds, which is more than most of them work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank sees of a dataset, step by step, and where it stands then: for tests of resuming."""
+"""What a rank reads from a dataset at each step, and its position then: for tests of resuming."""
 
 from __future__ import annotations
 

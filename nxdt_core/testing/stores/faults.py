@@ -24,7 +24,7 @@ def disk_full() -> Exception:
 class FaultyStorage:
     """Passes calls on to ``inner`` and raises at the call number ``fail_at`` (from 0).
 
-    Opening, each write, and closing a written object are calls of their own.
+    Opening, each write, and closing a written object are separate calls.
 
     Args:
         inner: the store that does the work.

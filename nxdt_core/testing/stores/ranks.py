@@ -35,7 +35,7 @@ def work_together(open_store: Opener, ranks: int) -> list[RankReport]:
     """Let ``ranks`` new processes write, compete and list at once.
 
     Args:
-        open_store: opens the store in a process of its own; it is pickled.
+        open_store: opens the store in a separate process; it is pickled.
         ranks: how many.
     """
     context = multiprocessing.get_context("spawn")

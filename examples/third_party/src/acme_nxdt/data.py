@@ -29,7 +29,7 @@ class SumsDataset:
             ids += self.tokenizer.encode(f"{a}+{b}={a + b}\n")
         tokens = np.array(ids[: length + 1], dtype=np.int64)
         labels = tokens[1:].copy()
-        labels[-1] = IGNORE_INDEX  # the cut may fall into a number, whose end nobody can know
+        labels[-1] = IGNORE_INDEX  # the cut may fall into a number, whose end is unknown
         return Sample(input_ids=tokens[:-1], labels=labels)
 
     def fingerprint(self) -> str:

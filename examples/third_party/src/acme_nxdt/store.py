@@ -25,7 +25,7 @@ class SQLiteStore:
 
     @contextmanager
     def _session(self) -> Iterator[sqlite3.Connection]:
-        """A connection of its own for each call: any thread and process may write; SQLite queues them."""
+        """Open a separate connection for each call: any thread and process may write; SQLite queues them."""
         with closing(sqlite3.connect(self.path, timeout=60.0)) as connection, connection:
             connection.execute(_TABLE)
             yield connection
