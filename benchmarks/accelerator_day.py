@@ -1,15 +1,15 @@
-"""All that matters on an accelerator that is lent for a short time, in stages by their value.
+"""Measures what matters on an accelerator that is available for a short time, the most valuable stages first.
 
 Each stage runs in a separate process with its own time limit. A stage that fails is recorded with the end of its
 log, and the next one starts. ``results.json``, ``results.md``, the logs and the compile caches are in the folder
-``--out``; results are written after each stage. A later call with the same folder runs what is missing, so that the day
-can be made of several calls:
+``--out``; results are written after each stage. A later call with the same folder runs the missing stages, so
+that the day can consist of several calls:
 
     python benchmarks/accelerator_day.py --out day --minutes 9
 
 The default stages take at most 24 minutes, all of them (``--all``) at most 40. ``--small`` tries every stage on a CPU.
 Where nxdt is not installed and nothing can be downloaded, ``--bundle`` names the folder that ``make
-accelerator-bundle`` made. It says nothing of speed whether a stage is ``ok``: figures are recorded, none is judged.
+accelerator-bundle`` made. The state ``ok`` of a stage says nothing about speed: figures are recorded, not judged.
 """
 
 from __future__ import annotations

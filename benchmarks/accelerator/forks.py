@@ -23,7 +23,7 @@ class Forks:
     """The process that forks, from the first stage until :meth:`close`."""
 
     def __init__(self, environment: Mapping[str, str], *, imports: str = "nxdt_core.testing.processes.preload") -> None:
-        """``imports``: the module that it imports first."""
+        """``imports``: the module that the process imports first."""
         self._environment = environment
         self._imports = imports
         self._server: subprocess.Popen[bytes] | None = None

@@ -4,7 +4,7 @@ Head and loss, forward and backward, in float32 (or ``--dtype``). Extra memory i
 held, less what it holds before and after: hidden states, weight, and the gradients of both, to which those of this
 micro-batch are added. It is measured in a separate process for each way. Time is CPU time on a host and wall time
 elsewhere, by turns in one process: medians of the ratios to the plain way in the same round, and their quartiles.
-Torch's ways are there to be known.
+Torch's ways are included for information.
 
     python benchmarks/models/vocab_loss.py [--tokens 2048] [--hidden 512] [--vocab 32768] [--chunk 256] [--rounds 7]
 """

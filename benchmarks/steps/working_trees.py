@@ -1,9 +1,9 @@
 """Seconds per step of ``nxdt train`` in two working trees, such as two commits, step by step in turn.
 
-Claim: a change that was not made for the speed of a CPU costs none. Each tree needs its own virtual environment in
-``.venv``, as ``make install`` leaves it. Each case trains in both trees at once, but only one of them runs at a time:
-when its log has a further step, it is stopped by a signal and the other continues. So both trees take the same step
-within the same two or three seconds, and what else happens on the machine meets both. Two runs that follow each other
+Claim: a change that does not concern CPU speed does not reduce it. Each tree needs its own virtual environment in
+``.venv``, as ``make install`` creates it. Each case trains in both trees at once, but only one of them runs at a time:
+when its log has another step, a signal stops it and the other continues. So both trees take the same step
+within the same two or three seconds, and other load on the machine affects both. Two consecutive runs
 differ by a tenth on a shared machine; pairs of steps repeat within one or two percent. The first steps do not count.
 Rows give the medians over all steps, the median ratio of the pairs, and the least and largest median of a round: above
 1, the second tree is faster. Needs two idle cores.
@@ -163,7 +163,7 @@ class Run:
             raise RuntimeError(self.process.stderr.read() if self.process.stderr else "")
 
     def end(self) -> None:
-        """Kill the process, where it is still there."""
+        """Kill the process if it still runs."""
         if self.is_alive:
             self._signal(signal.SIGKILL)
             self.process.wait()

@@ -15,7 +15,7 @@ __all__ = ["PluginGroup", "contributed_commands"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A command and whose it is."""
+    """A command and the plugin that offers it."""
 
     plugin: str
     verb: str

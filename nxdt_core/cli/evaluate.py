@@ -35,9 +35,9 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 @click.option("--suite", metavar="NAME", help="Suite that has the tasks, where several are installed.")
 @click.option("--task-path", type=click.Path(exists=True, file_okay=False), help="Directory with your own tasks.")
 @click.option("--limit", type=click.IntRange(min=1), help="Records to take of the files, and of each task.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of an answer.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Per answer.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")
-@click.option("--base", metavar="URI", help="The weights below an adapter, where they are not where its run took them.")
+@click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
     checkpoint: str,

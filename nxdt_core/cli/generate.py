@@ -46,7 +46,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
 )
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
-@click.option("--base", metavar="URI", help="The weights below an adapter, where they are not where its run took them.")
+@click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
 @as_json
 def generate(
     checkpoint: str,

@@ -65,10 +65,10 @@ def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[NDAr
 
 
 def first_fit_in_rows(lengths: NDArray[np.int64], capacity: int) -> list[NDArray[np.int64]]:
-    """Return the same with bins of several rows, in each of which an item takes a separate length.
+    """Return the same for bins of several rows, where an item has a separate length in each row.
 
-    The greatest item in all rows together goes first. Against bins for the longest of an item's lengths: 95 % of
-    places filled instead of 83 % by the pairs of answers to one prompt. It takes a pass over the bins for each item.
+    The item with the largest total length goes first. Pairs of answers to one prompt fill 95 % of the places, compared
+    with 83 % in bins for the longest of an item's lengths. It takes a pass over the bins for each item.
 
     Args:
         lengths: [items, rows], each from 1 to ``capacity``.

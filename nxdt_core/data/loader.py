@@ -1,4 +1,4 @@
-"""The loader of a run: one item a step, an exact position, the same samples in every layout."""
+"""The loader of a run: one item per step, an exact position, the same samples in every layout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["GlobalBatchLoader"]
 class GlobalBatchLoader:
     """Iterates global batches: each item is the list of this rank's micro-batches of one step.
 
-    The samples of step k are those at the places ``k * global_batch_size`` … of the global order. That order knows
-    nothing of ranks, micro-batches or workers, so a run may stop at any step and resume with other ones.
+    The samples of step k are those at the places ``k * global_batch_size`` … of the global order. That order does not
+    depend on ranks, micro-batches or workers, so a run may stop at any step and resume with other ones.
     Epochs follow each other without a gap: a batch may hold the end of one and the beginning of the next.
 
     Args:
-        dataset: samples by index, or in its own order (it then handles ``seed`` and ``shuffle`` itself).
+        dataset: samples by index, or in its own order, which ``seed`` and ``shuffle`` do not change.
         global_batch_size: samples of one optimizer step, over all ranks.
         micro_batch_size: samples of one forward pass on one rank.
         seed: decides the order, together with the number of the epoch.

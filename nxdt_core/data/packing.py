@@ -1,7 +1,7 @@
 """Documents end to end, cut into samples of one length; each token but the first is a label exactly once.
 
 Sample i is the window of ``seq_length + 1`` tokens from ``i * seq_length`` on: its inputs are all but the last, its
-labels all but the first. What is left behind the last whole window is not used.
+labels all but the first. Tokens after the last whole window are not used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["PackedDataset", "Packing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """What documents in one sample know of each other. The defaults keep them apart."""
+    """How documents in one sample affect each other. The defaults separate them."""
 
     reset_attention_mask: bool = True
     """Number the documents of a sample, so that attention stays within each (a block-diagonal mask); a label that
-    is the first token of the next document then does not count, since nothing before it predicts it."""
+    is the first token of the next document is then ignored, since the tokens before it do not predict it."""
     reset_position_ids: bool = True
     """Let positions restart at 0 with each document."""
     eod_id: int | None = None

@@ -27,7 +27,7 @@ class Position:
     samples: int = 0
     """Samples of the global order before it."""
     stream: dict[str, Any] | None = None
-    """State of an iterable dataset; None means its beginning, and for map-style data always."""
+    """State of an iterable dataset; None means its beginning. Always None for map-style data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class StreamSource:
         self._beginning = dataset.state_dict()
 
     def jobs(self, position: Position) -> Iterator[Job]:
-        """Endless jobs of the steps after ``position``; they build None behind the end of a single pass."""
+        """Yield endless jobs of the steps after ``position``; they build None after the end of a single pass."""
         self._dataset.load_state_dict(self._beginning if position.stream is None else position.stream)
         samples = self._endless() if self._slicing.repeat else iter(self._dataset)
         reached = position.samples

@@ -72,9 +72,9 @@ def compact_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 def tokenize(
     documents: Iterable[str], tokenizer: Tokenizer, *, bos_id: int | None = None, eos_id: int | None = None
 ) -> TokenStream:
-    """Tokenise documents, with ``bos_id`` before and ``eos_id`` behind each where they are given.
+    """Tokenise documents, with ``bos_id`` before and ``eos_id`` after each where they are given.
 
-    Documents without tokens of their own are left out, their special tokens with them.
+    Documents that yield no tokens are left out, together with their special tokens.
     """
     dtype = compact_dtype(tokenizer.vocab_size)
     head = np.array([] if bos_id is None else [bos_id], dtype)

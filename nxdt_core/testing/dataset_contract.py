@@ -46,7 +46,7 @@ class DatasetContract:
     """Override the fixtures ``make`` and ``changed``."""
 
     predicts_the_next_token: ClassVar[bool] = True
-    """False for data whose labels are something else than the tokens that follow."""
+    """False for data whose labels are not the tokens that follow."""
 
     @pytest.fixture
     def make(self) -> Callable[[], Dataset]:
@@ -75,7 +75,7 @@ class DatasetContract:
 
     @pytest.fixture
     def stream(self, make: Callable[[], Dataset]) -> IterableDataset:
-        """Yield the dataset where it has its own order; tests of its state are skipped for others."""
+        """Return the dataset where it has its own order; tests of its state are skipped for others."""
         dataset = make()
         if isinstance(dataset, MapDataset):
             pytest.skip("its samples are found by index")

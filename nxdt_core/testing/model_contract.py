@@ -9,7 +9,7 @@ Example, the whole test file of a plugin::
         def builder(self):
             return MyBuilder(MyConfig(num_layers=4, hidden_size=32, vocab_size=64))
 
-A small model with an even number of layers will do. Separate tests must show that it computes what it should.
+A small model with an even number of layers is enough. Separate tests must show that it computes what it should.
 """
 
 from __future__ import annotations

@@ -104,15 +104,15 @@ class PluginContract:
         return [each for each in every if each.plugin == self.plugin]
 
     def test_it_is_usable(self) -> None:
-        """In a separate process: found, compatible, imported, registered."""
+        """A new process finds the plugin compatible, imports it and registers its components."""
         found = self._fresh("0")
         assert found["state"] == "ok", f"the plugin is {found['state']}: {found['reason']}"
 
     def test_its_entry_module_changes_nothing_else(self) -> None:
         """No heavy library, no function of torch, no thread, no environment; and it has a hook and a range."""
         found = self._fresh("0")
-        told = [line for line in (found["note"], *found["hints"]) if line]
-        assert not told, f"of the plugin nxdt says: {'; '.join(told)}"
+        notes = [line for line in (found["note"], *found["hints"]) if line]
+        assert not notes, f"nxdt reports about the plugin: {'; '.join(notes)}"
 
     def test_its_entry_module_is_light(self, info: PluginInfo) -> None:
         """Importing it takes at most 15 ms of CPU time after ``nxdt_core.api``: every command imports it."""

@@ -245,7 +245,7 @@ def test_architectures_of_a_hugging_face_config_select_the_model(load, good, tmp
     ("content", "row"),
     [
         (None, "no file '{path}'. Check the path. [NXDT-C002]"),
-        ("[1]", "cannot read '{path}': no JSON object. Name a YAML file in UTF-8 that you may read. [NXDT-C003]"),
+        ("[1]", "cannot read '{path}': not a JSON object. Name a YAML file in UTF-8 that you may read. [NXDT-C003]"),
         ('{"model_type": "gpt2"}', "it describes a 'gpt2', not a 'tiny'"),
         ('{"model_type": "tiny"}', "it lacks 'hidden_size'"),
         ("{", "not valid JSON"),

@@ -1,4 +1,4 @@
-"""Kernels by themselves: achieved TFLOP/s or GB/s, and the share of the device's peak or of its own copy rate."""
+"""Individual kernels: achieved TFLOP/s or GB/s, and the share of the device's peak or of its measured copy rate."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["MLFlowConfig", "WandbConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases. Each start of the training is a run of its own there, unless ``id`` names one.
+    """Weights & Biases. Each start of the training creates its own W&B run, unless ``id`` names one.
 
     Without a network: ``offline: true`` or ``WANDB_MODE=offline``, and ``wandb sync`` later.
     """
@@ -19,7 +19,7 @@ class WandbConfig:
     project: str | None = None
     """Project; ``null`` takes ``WANDB_PROJECT``, else ``lightning_logs``."""
     name: str | None = None
-    """What the run is called; ``null`` takes the name of the run's directory."""
+    """Name of the run; ``null`` takes the name of the run's directory."""
     entity: str | None = None
     """User or team; ``null`` takes the default of the account."""
     id: str | None = None
@@ -37,17 +37,17 @@ class WandbConfig:
     prefix: str = ""
     """Text before the names of metrics."""
     resume: Literal["allow", "never", "must"] | None = "allow"
-    """What becomes of an ``id`` that exists: see ``wandb.init``."""
+    """How to handle an ``id`` that already exists: see ``wandb.init``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLFlowConfig:
-    """MLflow. Each start of the training is a run of its own there, unless ``run_id`` names one."""
+    """MLflow. Each start of the training creates its own MLflow run, unless ``run_id`` names one."""
 
     experiment_name: str = "lightning_logs"
-    """Experiment; it is made where there is none."""
+    """Experiment; created if it does not exist."""
     run_name: str | None = None
-    """What the run is called; ``null`` takes the name of the run's directory."""
+    """Name of the run; ``null`` takes the name of the run's directory."""
     tracking_uri: str | None = None
     """Server or store (``http://…``, ``sqlite:///…``, ``file:…``); ``null`` takes ``MLFLOW_TRACKING_URI``, else
     ``mlflow.db`` in the run's directory."""

@@ -27,7 +27,7 @@ def adamw_fp32_state(groups: list[ParameterGroup], config: AdamWConfig) -> torch
 
 
 class AdamWFloat32State(torch.optim.Optimizer):
-    """Running means in float32, so that small squares of gradients neither vanish nor stop to move."""
+    """Running means in float32, so that small squares of gradients neither vanish nor stop changing."""
 
     def __init__(self, groups: list[ParameterGroup], config: AdamWConfig) -> None:
         defaults = {

@@ -403,7 +403,7 @@ def _root_of(uri: str, scheme: str) -> Path:
         return expand_home(uri).absolute()
     split = urlsplit(uri)
     if split.netloc not in ("", "localhost"):
-        raise BadStorageUri(where=uri, reason="a path begins with the third slash, and the text before it is a host")
+        raise BadStorageUri(where=uri, reason="the path begins at the third slash, and the text before it is a host")
     if not split.path.startswith("/"):
         raise BadStorageUri(where=uri, reason=f"a {scheme}:// address is absolute")
     return Path(unquote(split.path)).absolute()

@@ -90,7 +90,7 @@ class SentencePieceTokenizerConfig:
     """Append tokens to the vocabulary: those that the keys below name and the model lacks, as NeMo's legacy mode does.
     Texts may contain them literally; the text between them is tokenised separately."""
     special_tokens: tuple[str, ...] = ()
-    """Further tokens to append, in this order, behind ``bos_token``, ``eos_token`` and ``pad_token``."""
+    """Further tokens to append, in this order, after ``bos_token``, ``eos_token`` and ``pad_token``."""
     bos_token: str | None = None
     """Begin-of-text token; null takes the model's."""
     eos_token: str | None = None

@@ -32,12 +32,12 @@ _PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A tokenizer and what its files say of it."""
+    """A tokenizer and the facts that its files state."""
 
     tokenizer: Any
     """``tokenizers.Tokenizer``."""
     content: bytes
-    """What decides its ids; part of the fingerprint."""
+    """The content that determines its ids; part of the fingerprint."""
     origin: str
     """File or name, for errors."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -147,8 +147,8 @@ def _from_pretrained(pretrained: Any, directory: Path) -> Loaded:
 def read_record(directory: Path) -> dict[str, Any]:
     """Return the settings of a ``tokenizer.json`` in the files next to it, with the precedence of ``transformers``.
 
-    It no longer writes ``special_tokens_map.json``. An old one counts if it exists, unless the newer file is
-    complete, that is, lists its added tokens too.
+    It no longer writes ``special_tokens_map.json``. An old one takes precedence, unless the newer file is complete,
+    that is, also lists its added tokens.
     """
     newer = read_json(directory / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in newer else read_json(directory / "special_tokens_map.json")

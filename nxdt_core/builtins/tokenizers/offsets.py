@@ -1,4 +1,4 @@
-"""Texts as libraries take them, and positions of the tokens of a byte-level vocabulary in a text."""
+"""Texts as tokenizer libraries accept them, and positions of the tokens of a byte-level vocabulary in a text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def encoded(encode: Callable[[list[str]], T], texts: Sequence[str]) -> T:
 
 
 def located(text: str, ids: Sequence[int], widths: Sequence[int]) -> LocatedIds:
-    """``ids`` with the characters that their bytes are of.
+    """Return ``ids`` with the characters that their bytes belong to.
 
     Args:
         text: valid Unicode.

@@ -14,7 +14,7 @@ __all__ = ["cut", "located"]
 
 
 def cut(tokens: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
-    """``text`` in parts, before and behind each of ``tokens``, with the place where each begins."""
+    """Yield ``text`` in parts, split before and after each of ``tokens``, with the position where each part begins."""
     at = 0
     for found in tokens.finditer(text):
         yield at, text[at : found.start()]

@@ -19,11 +19,11 @@ _ENDS = {"eos": "end-of-text", "pad": "padding"}
 
 
 def vocabulary_notes(config: ResolvedConfig) -> list[str]:
-    """Return what a user should know of a tokenizer that is made of files; nothing of one that needs none.
+    """Return notes for the user about a tokenizer that is built from files; none for one that needs no files.
 
     Raises:
         VocabularyTooSmall: it has ids that the model has no row for.
-        NxdtError: its files are not as they should be.
+        NxdtError: its files are invalid.
     """
     selected = config.components["tokenizer"]
     if selected is None or selected.config is None:
@@ -36,7 +36,7 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
     if any(map(is_placeholder, paths)):
         return []  # it is reported as a value to set
     if absent := [path for path in paths if not path.exists()]:
-        return [f"data.tokenizer: {absent[0]} is not on this machine, so its vocabulary is not held to the model's"]
+        return [f"data.tokenizer: {absent[0]} is not on this machine; its vocabulary is not compared with the model's"]
     tokenizer: Tokenizer = selected.component.load_target()(selected.config)
     rows = _rows(config.selected("model").config)
     if rows is not None and tokenizer.vocab_size > rows:

@@ -33,14 +33,14 @@ __all__ = ["preview"]
     type=click.Choice(["train", "validation", "test"]),
     default="train",
     show_default=True,
-    help="Which of the data.",
+    help="Split of the data to show.",
 )
-@click.option("--ids", is_flag=True, help="Show the id of each token behind it.")
+@click.option("--ids", is_flag=True, help="Show the id of each token after it.")
 @as_json
 def preview(
     source: str, overrides: tuple[str, ...], samples: int, split: SplitName, ids: bool, json_output: bool
 ) -> None:
-    """Show the first samples of a run as it will see them, what the loss is on apart from what it is not on.
+    """Show the first samples of a run as training sees them, and mark the text that the loss is computed on.
 
     CONFIG and KEY=VALUE are those of `nxdt train`. In a terminal, trained text is green; elsewhere it is enclosed
     in ⟦ and ⟧. Counts follow: by role and turn where the data have them, lengths, what was truncated or left out,

@@ -76,7 +76,7 @@ class ReadsHFConfig(Protocol):
 
 @runtime_checkable
 class NamesHFKeys(Protocol):
-    """The dataclass can say which key of that file a key of its own comes from; messages then name both."""
+    """The dataclass maps its keys to the keys of that file that they come from; messages then name both."""
 
     @classmethod
     def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:

@@ -46,7 +46,7 @@ class Composition:
     """What the selected components add to the core's schema."""
 
     components: Mapping[str, RegisteredComponent | None] = field(default_factory=dict)
-    """By slot; a slot whose component cannot be had is absent."""
+    """By slot; a slot whose component is unavailable is absent."""
     classes: Mapping[str, type] = field(default_factory=dict)
     """By path of the section: the dataclass that the component declares."""
     open: frozenset[str] = frozenset()

@@ -65,7 +65,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A dataclass inside a list or mapping, where its keys have no separate place."""
+    """A dataclass inside a list or mapping, whose keys have no separate key paths."""
 
     type: type
 

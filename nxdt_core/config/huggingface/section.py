@@ -33,7 +33,7 @@ class HFConfig:
     values: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = None
     problem: ConfigProblem | None = None
-    """Why it cannot be read; of no matter where the user gives every key of the model anyway."""
+    """Why it cannot be read; irrelevant where the user sets every key of the model."""
 
 
 def read_hf_config(view: Node, locator: Locator) -> HFConfig:
@@ -54,7 +54,7 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
     except (ValueError, RecursionError) as error:
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=f"not valid JSON: {error}"))
     if not isinstance(parsed, dict):
-        return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason="no JSON object"))
+        return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason="not a JSON object"))
     try:
         architectures_of(parsed)
     except HFFileDamaged as error:

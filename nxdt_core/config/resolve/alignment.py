@@ -33,7 +33,7 @@ _PARTS: Mapping[str, type] = {"sft": SftKeys, "dpo": DpoKeys, "orpo": OrpoKeys, 
 
 
 def target_of(part: str, key: str) -> str:
-    """Return the key that says today what ``key`` of a part says."""
+    """Return the current key that corresponds to ``key`` of a part."""
     return f"{'data' if key in _OF_DATA else TARGETS[part][0]}.{key}"
 
 

@@ -68,7 +68,7 @@ class PeftKeys:
     load_lora_from_ckpt: bool | None = None
     """Start from a saved adapter."""
     lora_save_dir: str | None = None
-    """Directory of the adapter to start from."""
+    """Location of the adapter to start from."""
     lora_load_tag: str | int | None = None
     """Step of the adapter to start from."""
     save_lora_base: bool | None = None

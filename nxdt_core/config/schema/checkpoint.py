@@ -60,16 +60,16 @@ class CheckpointConfig:
     async_save: bool = True
     """Continue training while a checkpoint is written; host memory holds a copy of it meanwhile."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """What becomes of a checkpoint that is due while one is being written: training waits, or it is left out."""
+    """What happens to a checkpoint that is due while another is being written: training waits, or it is skipped."""
     deadline_s: Annotated[float, Range(1)] = 1800.0
     """Seconds that one checkpoint may take until the run stops with an error."""
     refuse_same_weights: bool = True
-    """Stop with an error where a checkpoint would hold the very weights of the one before in spite of updates."""
+    """Stop with an error where a checkpoint would hold the same weights as the previous one in spite of updates."""
     save_bf16: bool = False
     """Save weights that are float32 as the model in bfloat16, rounded to the nearest. Where there is an optimizer, its
     state then holds them in float32, and a resume is as exact; a reader of only the model gets bfloat16."""
     hf_every_n_saves: PositiveInt | None = None
-    """Let every n-th checkpoint carry its model as a Hugging Face directory, too; ``null``: none does."""
+    """Every n-th checkpoint also contains its model as a Hugging Face directory; ``null``: none does."""
     resume_if_exists: bool = False
     """Resume from the newest good checkpoint at ``uri``."""
     resume_ignore_no_checkpoint: bool = False
@@ -81,8 +81,8 @@ class CheckpointConfig:
     weight_init_only: bool = False
     """Take only the weights from ``resume_from``: optimizer, step and data position start from zero."""
     strict: bool = True
-    """Refuse a checkpoint that lacks parameters of the model or has others. ``false`` leaves what it lacks at fresh
-    values and what else it has aside, and says so; shapes must agree all the same."""
+    """Refuse a checkpoint that lacks parameters of the model or has others. ``false`` keeps the initial values of
+    missing parameters, ignores the others, and reports both; shapes must still agree."""
     sign: SignSection = field(default_factory=SignSection)
     """Signatures."""
     storage: StorageSection = field(default_factory=StorageSection)

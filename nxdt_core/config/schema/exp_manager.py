@@ -23,7 +23,7 @@ from nxdt_core.config.schema.monitoring import MonitoringConfig
 
 __all__ = ["CheckpointCallbackParams", "EarlyStoppingParams", "EmaConfig", "ExpManagerConfig"]
 
-_OWN_FORMAT = "checkpoints have a format of their own here"
+_OWN_FORMAT = "checkpoints have nxdt's own format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,11 @@ class RunConfig:
     """One training run."""
 
     base: str | None = None
-    """A YAML file or ``recipe:NAME`` whose keys hold wherever this file gives none: a file may say only in what it
-    differs. Relative paths start at the file that names them. Read from files, not from the command line."""
+    """A YAML file or ``recipe:NAME`` that supplies the keys that this file does not set, so that a file may set only
+    what differs. Relative paths start at the file that names them. Read from files, not from the command line."""
     name: str
-    """Name of the run, and of its directory; the name of its YAML file or recipe without ``.yaml`` where it is not
-    set. A recipe sets none, so a file that is made from one or based on one is a run with its own directory."""
+    """Name of the run and of its directory; by default the name of its YAML file or recipe without ``.yaml``. A recipe
+    sets none, so a file that is made from one or based on one is a run with its own directory."""
     model_source: Literal["hf", "megatron"] = "hf"
     """Which defaults apply where ``model.name`` or ``data.name`` is not set."""
     seed: PositiveInt = 1234

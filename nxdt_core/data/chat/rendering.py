@@ -23,9 +23,9 @@ Span = tuple[int, int]
 """First character, and the one behind the last."""
 
 _MOST_SECONDS = 10
-"""That the rendering of one conversation may take; a long one takes milliseconds."""
+"""Time limit for rendering one conversation; a long one takes milliseconds."""
 _MOST_CHARACTERS = 100_000_000
-"""Of one conversation."""
+"""Largest length of one rendered conversation."""
 
 _ANSWER = "This one"
 """Answer of a conversation that shows what follows an answer."""
@@ -72,11 +72,11 @@ class TemplateRunner:
             messages: of one conversation, each with ``role`` and ``content``.
             place: of the conversation, for errors.
             tools: JSON schemas of the functions that the assistant may call.
-            prompts: write the beginning of the assistant's next turn behind them.
+            prompts: append the beginning of the assistant's next turn.
             marks: look for generation blocks.
 
         Raises:
-            TemplateUnreadable: the template is none.
+            TemplateUnreadable: the template is invalid.
             TemplateRefuses: it raises an exception for these messages, does not end, or writes without end.
         """
         from jinja2.exceptions import TemplateSyntaxError
@@ -161,7 +161,7 @@ def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _end_of_turn(keys: ChatKeys, tokenizer: ChatTokenizer) -> int | None:
-    """The special token behind an answer, space aside."""
+    """Return the special token that follows an answer, ignoring space; None where there is none."""
     runner = runner_of(keys, tokenizer)
     if runner is None:
         return None
@@ -185,7 +185,7 @@ class ReservedTokens:
         self._pattern = re.compile("|".join(map(re.escape, reserved))) if reserved else None
 
     def check(self, said: Iterable[object], place: str, *, tools: object = None) -> None:
-        """Let the messages of a conversation pass: texts, or mappings and lists with texts in them.
+        """Check the messages of a conversation: texts, or mappings and lists with texts in them.
 
         Raises:
             SpecialTokenInText: a message contains such a token, or a function that may be called does; names it.

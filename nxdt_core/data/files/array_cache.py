@@ -71,7 +71,7 @@ def cached_arrays(
 
 
 def _mapped(place: Path, kind: type[T]) -> T | None:
-    """The arrays in ``place``; None where there are none, or damaged ones."""
+    """Return the arrays in ``place``; None where they are missing or damaged."""
     try:
         names = [each.name for each in fields(kind)]
         return kind(**{name: _mapped_array(place / f"{name}.npy") for name in names})

@@ -1,8 +1,8 @@
 """Sizes of files that a run keeps reading, compared with those at its start.
 
 Access to a page beyond the end of a mapped file kills the process (SIGBUS), and a shorter file of records looks like a
-complete one. So code that maps or reads a file again looks at its size first. What remains is a file that is truncated
-between the look and the read, and one that is overwritten with as many bytes.
+complete one. So code that maps or reads a file again checks its size first. Two cases remain undetected: a file that is
+truncated between the check and the read, and a file that is overwritten with as many bytes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ COMPRESSED = (".gz", ".zst")
 """Endings of compressed files."""
 
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""What reading a file raises that is not whole, or that may not be read."""
+"""Exceptions of reading a file that is incomplete or not readable."""
 
 
 def bare_name(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Importing this module imports all of the core and what its training takes of other packages.
+"""Importing this module imports all of the core and the other packages that its training uses.
 
-A server that forks the processes of tests imports it once (:mod:`nxdt_core.testing.ranks`): in a separate process
-that takes 8 CPU-seconds, which is more than most of them work.
+A server that forks the processes of tests imports it once (:mod:`nxdt_core.testing.ranks`). In a separate process
+the imports take 8 CPU-seconds, which is more than most of the tests' processes work.
 """
 
 from __future__ import annotations

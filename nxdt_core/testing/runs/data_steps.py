@@ -28,7 +28,7 @@ def take_steps(
     """Shuffle, and read ``count`` steps as data parallel rank ``rank`` of ``size`` from ``state`` on.
 
     Returns:
-        The micro-batches of each step, and the state behind them, as a checkpoint would keep it.
+        The micro-batches of each step, and the state after them, as a checkpoint would keep it.
     """
     loader = GlobalBatchLoader(
         dataset,

@@ -29,8 +29,8 @@ class FaultyStorage:
     Args:
         inner: the store that does the work.
         fail_at: number of the call that fails; None counts only.
-        when: ``before`` the call takes effect; ``during`` it, so that of what it writes only the first half arrives;
-            or ``after`` it, as a store does whose answer is lost.
+        when: ``before`` the call takes effect; ``during`` it, so that only the first half of a write arrives;
+            or ``after`` it, as when the answer of a store is lost.
         forever: later calls fail as well.
         error: makes the exception. It may take its time; where it returns None, the call continues normally.
     """

@@ -9,7 +9,7 @@ from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan
 
 
 class Slopes(torch.nn.Module):
-    """One number per head. The plan shards this module, so that each rank has the slopes of its own heads."""
+    """One number per head. The plan shards this module, so that each rank has only the slopes of its heads."""
 
     values: torch.Tensor
 

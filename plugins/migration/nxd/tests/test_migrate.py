@@ -176,7 +176,7 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
     ("name", "key", "verdict", "target", "said"),
     [
         ("llama", "exp_manager.async_checkpointing", "renamed", "checkpoint.async_save", "section checkpoint"),
-        ("llama", "exp_manager.save_xser", "unneeded", "", "format of their own"),
+        ("llama", "exp_manager.save_xser", "unneeded", "", "nxdt's own format"),
         ("llama", "model.encoder_seq_length", "renamed", "data.seq_length", ""),
         ("llama", "compiler_flags", "mapped", "", "XLA runtime"),
         ("llama", "model.do_layer_norm_weight_decay", "mapped", "", "the wrong way round"),
