@@ -166,8 +166,7 @@ def test_a_layer_that_is_compiled_too_often_runs_as_written_and_is_named_once(pl
     )
 
 
-@pytest.mark.parametrize("compiled_before", [True, False])
-@pytest.mark.parametrize("granularity", [None, "full"])
+@pytest.mark.parametrize(("granularity", "compiled_before"), [(None, True), ("full", False)])
 def test_a_dispatch_mode_sees_every_operation_of_compiled_layers(plain, granularity, compiled_before):
     compiled = copy.deepcopy(plain)
     for model in (plain, compiled):
