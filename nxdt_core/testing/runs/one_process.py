@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,11 +47,14 @@ class OneProcess:
     ) -> None:
         self.config = run_config(_LENGTH, (f"model.optim.name={optimizer}", f"model.optim.lr={lr}"))
         self.engine = build.engine(self.config)
-        self.engine.start()
-        self.model = self.engine.initialize_model(builder, precision=policy, seed=_SEED, adapters=adapters)
-        for adapter in adapters:
-            adapter.begin(self.model, self.config, self.engine.ranks)
-        self.optimizer = initialize_parallel_optimizer(self.config, self.engine, self.model)
+        with ExitStack() as unless_built:  # an error of what is tested leaves no process group to later tests
+            unless_built.callback(self.engine.shutdown)
+            self.engine.start()
+            self.model = self.engine.initialize_model(builder, precision=policy, seed=_SEED, adapters=adapters)
+            for adapter in adapters:
+                adapter.begin(self.model, self.config, self.engine.ranks)
+            self.optimizer = initialize_parallel_optimizer(self.config, self.engine, self.model)
+            unless_built.pop_all()
         self.batches: list[Batch] = global_batch(builder.vocab_size, _LENGTH, documents=False)
         self.trained = frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
         self.losses: list[float] = []
