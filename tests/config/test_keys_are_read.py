@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from nxdt_core.api import KINDS
-from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.kernel import Kernel
 from nxdt_core.testing.unread_keys import names_read, unread_keys
+from tests.config.test_documentation import classes
 
 ROOT = Path(__file__).parents[2]
 PASSED_ON = "nxdt_core.config.schema.alignment"
@@ -28,19 +27,10 @@ def product():
 def sections():
     """Return the class of every section, by its name."""
     registry = Kernel.start().registry
-    targets = [component.record.config for kind in KINDS for component in registry.all(kind.name)]
-    waiting = [RunConfig]
-    for target in targets:
-        if target and target.startswith("nxdt_"):
-            module, _, attribute = target.partition(":")
-            waiting.append(getattr(importlib.import_module(module), attribute))
-    found = {}
-    while waiting:
-        cls = waiting.pop(0)
-        if cls.__module__ != PASSED_ON:
-            found[f"{cls.__module__}.{cls.__name__}"] = cls
-        waiting += [key.section for key in keys_of(cls).values() if key.section is not None]
-    return found
+    offered = [component.load_config() for kind in KINDS for component in registry.all(kind.name)]
+    roots = [RunConfig, *(cls for cls in offered if cls is not None and cls.__module__.startswith("nxdt_"))]
+    found = (cls for root in roots for cls in classes(root) if cls.__module__ != PASSED_ON)
+    return {f"{cls.__module__}.{cls.__name__}": cls for cls in found}
 
 
 @pytest.mark.parametrize("cls", sections().values(), ids=lambda cls: cls.__name__)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import takes_all
 from tests.testing.mutants.plugin import MUTANTS
-from tests.testing.outcomes import Outcomes, every_second, run_mutants
+from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_second, run_mutants
 
 FILE = Path(__file__).parent / "mutants/plugin.py"
 USABLE, ELSE = "test_it_is_usable", "test_its_entry_module_changes_nothing_else"
@@ -48,12 +47,7 @@ def outcomes(request: pytest.FixtureRequest) -> Outcomes:
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
     outcomes: Outcomes, mutant: str, pytestconfig: pytest.Config
 ) -> None:
-    assert {test for name, test in outcomes.failed if name == mutant} == CAUGHT_BY[mutant]
-    missing = CAUGHT_BY[mutant] | SKIPS.get(mutant, set())
-    passed = {test for name, test in outcomes.passed if name == mutant}
-    if mutant == "Right" or takes_all(pytestconfig):
-        assert passed == {test for name, test in outcomes.passed if name == "Right"} - missing
-        assert passed | missing >= set().union(*CAUGHT_BY.values())
+    assert_fails_where_wrong(outcomes, mutant, CAUGHT_BY, pytestconfig, SKIPS.get(mutant, set()))
 
 
 def test_every_mutant_is_expected() -> None:
