@@ -14,7 +14,7 @@ from accelerator.stages import STAGES
 
 from tests.sampling import sampled, takes_all
 
-DEFAULT = ("train-1b", "sft-4k", "traces", "checkpoint", "generate")
+DEFAULT = ("train-1b", "sft-4k", "generate")
 """Each is one of another kind, and takes a second at most."""
 APART = frozenset({"machine", "tests"})
 """One has a test of its own; the other starts pytest, with tests that are skipped here."""

@@ -32,6 +32,7 @@ DEEP = (
 )
 
 
+@pytest.mark.slow  # tests/recipes plans one of 8B
 def test_a_70b_model_on_512_ranks(planned):
     status, found = planned("recipe:llama3-70b", "--world-size", "512", *DEEP)
     assert status == 0

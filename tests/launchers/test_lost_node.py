@@ -119,6 +119,7 @@ def test_both_nodes_start_again_after_one_is_lost_and_resume(tmp_path, metric_ro
     assert [twice[step]["loss"] for step in range(1, STEPS + 1)] == [once[step]["loss"] for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.slow  # a failure that is loud
 def test_a_run_that_fails_again_and_again_ends(tmp_path):
     """A bug in each attempt: one restart, and the status of the last."""
     (tmp_path / "broken.py").write_text(
@@ -153,6 +154,7 @@ def test_a_stop_is_no_loss(tmp_path, metric_rows):
     assert (tmp_path / f"stopped/checkpoints/step-{max(metric_rows(tmp_path / 'stopped')):08d}/manifest.json").exists()
 
 
+@pytest.mark.slow  # a mistake that is loud
 def test_two_launchers_with_the_number_of_one_node_are_refused(tmp_path):
     port = free_port()
     first = begin_node(0, tmp_path, port)

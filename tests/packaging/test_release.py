@@ -64,6 +64,7 @@ def test_the_sbom_names_ours_with_digests_and_what_they_require(wheels, tmp_path
 CORE_A_PLUGIN_AND_META = (".", "./plugins/models/hf", "meta")
 
 
+@pytest.mark.slow  # the release script itself compares its two builds
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the time of a build is that of the last commit")
 def test_two_builds_are_bitwise_identical(tmp_path, pytestconfig):
     chosen = () if takes_all(pytestconfig) else CORE_A_PLUGIN_AND_META

@@ -17,7 +17,7 @@ __all__ = [
     "Outcomes",
     "asked",
     "assert_fails_where_wrong",
-    "every_second",
+    "every_third",
     "requirements",
     "run_contract",
     "run_mutants",
@@ -57,14 +57,14 @@ def run_contract(
     return plugin
 
 
-def every_second(mutants: Iterable[Any], *, slow: Container[str] = ()) -> list[Any]:
-    """Return cases for ``parametrize``: ``Right`` and every second mutant, the others in the slow tests.
+def every_third(mutants: Iterable[Any], *, slow: Container[str] = ()) -> list[Any]:
+    """Return cases for ``parametrize``: ``Right`` and every third mutant, the others in the slow tests.
 
     ``slow`` are further mutants that are left out by default: others are caught by the same test.
     """
     cases = [*mutants]
     names = [case[0] if isinstance(case, tuple) else case for case in cases]
-    taken = [case for name, case in zip(names[::2], cases[::2], strict=True) if name not in slow]
+    taken = [case for name, case in zip(names[::3], cases[::3], strict=True) if name not in slow]
     return slow_except(cases, ["Right", *taken])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.mutants.adapter import MUTANTS
-from tests.testing.outcomes import CaughtBy, Outcomes, assert_fails_where_wrong, every_second, run_mutants, without
+from tests.testing.outcomes import CaughtBy, Outcomes, assert_fails_where_wrong, every_third, run_mutants, without
 
 FILE = Path(__file__).parent / "mutants/adapter.py"
 NAMES, OWN = "test_the_base_keeps_its_names_and_shapes", "test_only_its_own_parameters_train"
@@ -45,7 +45,7 @@ def outcomes(request: pytest.FixtureRequest, caught_by: CaughtBy) -> Outcomes:
 
 
 # FollowsNothing is caught by the same test as WritesIntoTheBase, in another layout; both take two ranks.
-@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY, slow=["WritesIntoTheBase"]))
+@pytest.mark.parametrize("mutant", every_third(CAUGHT_BY, slow=["WritesIntoTheBase"]))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
     outcomes: Outcomes, mutant: str, caught_by: CaughtBy, pytestconfig: pytest.Config
 ) -> None:

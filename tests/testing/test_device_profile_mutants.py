@@ -8,7 +8,7 @@ import pytest
 
 from nxdt_core.testing.device_profile_contract import DeviceProfileContract
 from tests.testing.mutants.device_profile import MUTANTS
-from tests.testing.outcomes import Outcomes, every_second, requirements, run_mutants
+from tests.testing.outcomes import Outcomes, every_third, requirements, run_mutants
 
 FILE = Path(__file__).parent / "mutants/device_profile.py"
 OF_TYPE, NEEDS = "test_it_is_the_profile_of_its_device_type", "test_it_says_what_a_run_needs"
@@ -42,7 +42,7 @@ def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return run_mutants(FILE, CAUGHT_BY, request)
 
 
-@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
+@pytest.mark.parametrize("mutant", every_third(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
     assert requirements(outcomes.failed, mutant) == CAUGHT_BY[mutant]
 

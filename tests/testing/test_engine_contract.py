@@ -13,7 +13,7 @@ import pytest
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.engine_contract import LAYOUTS, POLICIES, EngineContract, Settings
 from tests.sampling import slow_except, takes_all
-from tests.testing.outcomes import Outcomes, asked, every_second, run_contract
+from tests.testing.outcomes import Outcomes, asked, every_third, run_contract
 
 SOLO = Path(__file__).parent / "mutants/solo_parts.py"
 
@@ -81,7 +81,7 @@ def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return run_contract(FILE, (), asked(request, CAUGHT_BY))
 
 
-@pytest.mark.parametrize(("mutant", "test"), every_second(CAUGHT_BY.items()))
+@pytest.mark.parametrize(("mutant", "test"), every_third(CAUGHT_BY.items()))
 def test_the_contract_catches(outcomes: Outcomes, mutant: str, test: str) -> None:
     assert (mutant, test) in outcomes.failed
 

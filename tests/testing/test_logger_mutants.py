@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.mutants.logger import MUTANTS
-from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_second, run_mutants
+from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_third, run_mutants
 
 FILE = Path(__file__).parent / "mutants/logger.py"
 IS_ONE, LOSSES = "test_it_is_a_logger_of_lightning", "test_it_has_the_losses_of_each_step_and_changes_none"
@@ -29,7 +29,7 @@ def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return run_mutants(FILE, CAUGHT_BY, request)
 
 
-@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
+@pytest.mark.parametrize("mutant", every_third(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
     outcomes: Outcomes, mutant: str, pytestconfig: pytest.Config
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.sampling import takes_all
 from tests.testing.mutants.model import MUTANTS
 from tests.testing.mutants.small_model import SmallBuilder
-from tests.testing.outcomes import Outcomes, asked, every_second, run_contract
+from tests.testing.outcomes import Outcomes, asked, every_third, run_contract
 
 FILE = Path(__file__).parent / "mutants/model.py"
 RIGHT = SmallBuilder.__name__
@@ -72,7 +72,7 @@ ON_RANKS = ("HasItsResidualInABlock", "TakesSlopesOfTheFirstHeads")
 """Mutants that two ranks must train for; ``SwapsColumnAndRow`` is caught by the same test."""
 
 
-@pytest.mark.parametrize(("mutant", "test"), every_second(CAUGHT_BY.items(), slow=ON_RANKS))
+@pytest.mark.parametrize(("mutant", "test"), every_third(CAUGHT_BY.items(), slow=ON_RANKS))
 def test_the_contract_catches(outcomes: Outcomes, mutant: str, test: str) -> None:
     assert (mutant, test) in outcomes.failed
 

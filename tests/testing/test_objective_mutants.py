@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.mutants.objective import MUTANTS
-from tests.testing.outcomes import CaughtBy, Outcomes, assert_fails_where_wrong, every_second, run_mutants, without
+from tests.testing.outcomes import CaughtBy, Outcomes, assert_fails_where_wrong, every_third, run_mutants, without
 
 FILE = Path(__file__).parent / "mutants/objective.py"
 MEMBERS = "test_it_has_the_members_of_the_protocol"
@@ -45,7 +45,7 @@ def outcomes(request: pytest.FixtureRequest, caught_by: CaughtBy) -> Outcomes:
     return run_mutants(FILE, caught_by, request)
 
 
-@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
+@pytest.mark.parametrize("mutant", every_third(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
     outcomes: Outcomes, mutant: str, caught_by: CaughtBy, pytestconfig: pytest.Config
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nxdt_core.testing.task_suite_contract import TaskSuiteContract
 from tests.testing.mutants.task_suite import MUTANTS
-from tests.testing.outcomes import Outcomes, every_second, requirements, run_mutants
+from tests.testing.outcomes import Outcomes, every_third, requirements, run_mutants
 
 FILE = Path(__file__).parent / "mutants/task_suite.py"
 EVERY = {name for name in dir(TaskSuiteContract) if name.startswith("test_")}
@@ -35,7 +35,7 @@ def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return run_mutants(FILE, CAUGHT_BY, request)
 
 
-@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
+@pytest.mark.parametrize("mutant", every_third(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutant: str) -> None:
     assert requirements(outcomes.failed, mutant) == CAUGHT_BY[mutant]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.mutants.tokenizer import MUTANTS
-from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_second, run_mutants
+from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_third, run_mutants
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -53,7 +53,7 @@ def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return run_mutants(FILE, CAUGHT_BY, request)
 
 
-@pytest.mark.parametrize("mutant", every_second(CAUGHT_BY))
+@pytest.mark.parametrize("mutant", every_third(CAUGHT_BY))
 def test_the_contract_fails_a_mutant_where_it_is_wrong(
     outcomes: Outcomes, mutant: str, pytestconfig: pytest.Config
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_head_that_computes_its_losses_uses_them(tokens):
     torch.testing.assert_close(found, torch.autograd.grad(expected, (hidden, weight)))
 
 
+@pytest.mark.slow  # two kernels of inductor, from their C++
 def test_compiled_code_allocates_no_copy_of_the_logits():
     logits, columns = logits_of(torch.bfloat16).detach(), labels_of().clamp(min=0)
     kernels = compiled_rows("inductor")

@@ -190,6 +190,7 @@ def test_a_run_can_be_planned_for_devices_that_are_not_here():
         planned("trainer.accelerator=abacus")
 
 
+@pytest.mark.slow  # its subject is time
 def test_ten_thousand_ranks_take_no_longer():
     found = planned(f"{TP}=2", f"{PP}=2", "data.global_batch_size=10240", world=10240)
     assert len(found.ranks) == 2

@@ -61,6 +61,7 @@ def kept(config: ResolvedConfig) -> int:
     return saved.size
 
 
+@pytest.mark.slow  # the next one compares estimates, test_recomputed_operations.py what layers keep
 @pytest.mark.parametrize("precision", [slow("fp32"), "autocast"])
 @pytest.mark.parametrize("case", ["llama", *(slow(case) for case in CASES if case != "llama")])
 def test_a_compiled_layer_keeps_what_is_estimated(case, precision):

@@ -16,7 +16,6 @@ from tests.sampling import sampled
 CASES = [(layout, numbers) for layout in LAYOUTS for numbers in TOLERANCES]
 SAMPLE = 4
 EACH_DIMENSION = {
-    "dp2-zero0": "fp32",
     "dp2-zero3": "fp32",
     "tp2-sp.packed": "float64",
     "pp2-vpp2.tied": "float64",

@@ -105,6 +105,7 @@ def test_all_ranks_stop_and_save_at_one_step_wherever_the_signal_goes(tmp_path, 
     assert train(resumed).step == last + 1, "one process goes on from what two have saved"
 
 
+@pytest.mark.slow  # a stop that is wanted
 def test_a_second_signal_ends_all_at_once(tmp_path):
     process = start(words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", "name=twice"))
     wait_for_rows(tmp_path / "twice" / "metrics.jsonl", 1, process)

@@ -89,7 +89,8 @@ def test_two_trainings_of_a_process_are_two_wandb_runs(small_run, monkeypatch):
         assert list(history["train/loss"]) == [1]
 
 
-@pytest.mark.parametrize("store", ["the run's own", slow("by variable")])
+@pytest.mark.slow  # that of wandb shows what loggers are given
+@pytest.mark.parametrize("store", ["the run's own", "by variable"])
 def test_mlflow_has_the_figures_and_the_configuration(small_run, metric_rows, tmp_path, monkeypatch, store):
     from mlflow.tracking import MlflowClient
 

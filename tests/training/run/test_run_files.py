@@ -94,6 +94,7 @@ def warned_run(where, *overrides):
     return averaged_run(where, *overrides)
 
 
+@pytest.mark.slow  # its subject is how often a line is printed
 def test_what_every_rank_is_warned_of_is_printed_once(tmp_path):
     """Chats that are too long: each rank reads them all."""
     data = ("data.seq_length=64", "data.packing=false", "data.truncation=drop", "data.global_batch_size=8")

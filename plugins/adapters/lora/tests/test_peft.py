@@ -60,7 +60,7 @@ UNTIED = ("tied", "tied-dora", "fused")
 
 KEPT = {
     *("linear", "dora", "vocabulary-dora", "whole-mixed", "tied", "fused"),
-    *("some-biases", "experts", "hf-all", "hf-shared"),
+    *("some-biases", "experts", "hf-shared"),
 }
 """Each model and each option once; the others repeat them in other combinations."""
 

@@ -290,6 +290,7 @@ def test_a_pool_that_breaks_while_it_takes_a_block_is_a_dead_worker(corpus, tmp_
     assert isinstance(done.exception, WorkerDied), done.output
 
 
+@pytest.mark.slow  # an error that is loud
 def test_a_full_disk_is_told_in_words_and_the_next_run_goes_on(corpus, nxdt, tmp_path):
     room = 4 << 20
 

@@ -193,6 +193,7 @@ def said_on_rank(words, directory):
     return status, path.read_text()
 
 
+@pytest.mark.slow  # its subject is how often a report is printed
 def test_all_ranks_of_a_run_report_once_also_from_the_cache(write, tmp_path, capfd):
     path = write(*({**TALK, "id": number} for number in range(1204)))
     train = [

@@ -36,6 +36,7 @@ def test_the_recipe_is_planned(capsys):
     assert "recipe:gpt-tiny-sft" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # the loss is compared with that of transformers
 def test_answers_are_learnt(trained):
     losses = [json.loads(line)["loss"] for line in (trained.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 20
