@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import processes
+from tests.rewriting import rewrite_tests
 from tests.sampling import DEFAULT, resolve, takes_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
@@ -66,6 +67,7 @@ def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
     if not processes.enabled() or hasattr(session.config, "workerinput"):
         return (yield)
     with processes.fork_workers():
+        rewrite_tests(session.config)
         return (yield)
 
 

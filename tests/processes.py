@@ -184,7 +184,8 @@ def _task(
 
 @contextmanager
 def fork_workers() -> Iterator[None]:
-    """Fork what is started by :mod:`subprocess` meanwhile; each fork has a server for its own forks."""
+    """Start the server, and fork what is started by :mod:`subprocess` meanwhile; each fork has a server of its own."""
+    _current()
     plain = subprocess.Popen
     os.environ[_KEEPS_SERVER] = "1"
     subprocess.Popen = Popen  # type: ignore[misc]

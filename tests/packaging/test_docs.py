@@ -243,6 +243,7 @@ def search(site):
     return pages
 
 
+@pytest.mark.slow  # indexing all pages takes 4 CPU-seconds
 @pytest.mark.parametrize("query", QUERIES)
 def test_the_search_returns_the_right_page_first(search, query):
     assert search(query)[0] in QUERIES[query]

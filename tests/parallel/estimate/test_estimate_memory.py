@@ -79,6 +79,7 @@ def memory_of(*overrides):
     return plan(config_of(*overrides)).estimate.fullest.memory
 
 
+@pytest.mark.slow  # test_estimate_layouts.py measures the peak of each rank
 def test_each_part_is_that_of_torchs_memory_tracker(run, hosts_loss):
     """One micro-batch a step, which is all that the tracker can follow."""
     memory = memory_of("data.global_batch_size=2")

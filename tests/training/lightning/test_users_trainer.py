@@ -190,7 +190,7 @@ class Fails(pl.Callback):
             raise ValueError("callback")
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [slow(False), True])
 def test_garbage_is_collected_between_steps_in_a_users_trainer(small_run, fails):
     before, found = (gc.isenabled(), gc.get_freeze_count() > 0), []
     config = small_run("trainer.gc_interval=2")

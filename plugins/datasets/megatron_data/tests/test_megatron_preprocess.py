@@ -152,7 +152,7 @@ def of_sentencepiece():
     return path, (), library.SentencePieceProcessor(model_file=str(path)).encode, 2
 
 
-@pytest.mark.parametrize("kind", ["of_sentencepiece", "of_llama3", slow("of_gpt2"), "gpt2_by_name"])
+@pytest.mark.parametrize("kind", ["of_sentencepiece", slow("of_llama3"), slow("of_gpt2"), "gpt2_by_name"])
 def test_tokens_are_those_of_the_library_that_the_tokenizer_comes_from(request, nxdt, tmp_path, kind):
     """Bytes and a tokenizer.json are above and below."""
     path, options, encode, end = request.getfixturevalue("of_gpt2" if kind == "gpt2_by_name" else kind)

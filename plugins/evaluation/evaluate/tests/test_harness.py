@@ -179,6 +179,7 @@ def test_each_request_is_answered_as_by_the_exported_model(task, ours, theirs):
             assert one[1] == other[1]
 
 
+@pytest.mark.slow  # tests/cli/test_json.py runs the command
 def test_the_command_prints_the_same_figures(uri, task_dir, theirs, capsys, pytestconfig):
     """By default those of two tasks; what the others' come from is compared above."""
     tasks = TASKS if takes_all(pytestconfig) else ("choices", "rests")
