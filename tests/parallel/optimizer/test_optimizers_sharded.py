@@ -23,10 +23,11 @@ LAYOUTS = {
     "dp2-ep2-tp2": (4, (EP2, TP2), OF_WHOLES, True),
 }
 """ZeRO-1 throughout. Ranks, overrides, optimizers, and whether the model has experts."""
-FIRST = (*OF_WHOLES, "adamw")
-"""Optimizers of the default run: those that reduce over matrices, and one that torch updates element by element."""
+FIRST = {"dp2": ("adamw",), "tp2-padded": OF_WHOLES, "dp2-ep2": OF_WHOLES}
+"""Optimizers of the default run by layout: those that reduce over matrices, and one that torch updates element by
+element."""
 EACH = [(layout, name) for layout, (_, _, names, _) in LAYOUTS.items() for name in names]
-CASES = slow_except(EACH, [case for case in EACH if LAYOUTS[case[0]][0] == 2 and case[1] in FIRST])
+CASES = slow_except(EACH, [(layout, name) for layout, names in FIRST.items() for name in names])
 
 
 @pytest.fixture(scope="module")
