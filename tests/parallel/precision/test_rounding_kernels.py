@@ -195,6 +195,10 @@ def test_native_bits_do_not_depend_on_the_number_of_threads(threads):
         torch.set_num_threads(before)
 
 
+QUICKLY = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
+"""Without the headers of later kernels, and without a program that shows that the compiler knows the processor."""
+
+
 @pytest.mark.parametrize("backend", ["compile", "native"])
 def test_extremes_are_rounded_alike_compiled_and_not(backend):
     values = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3.39e38, -3.4e38, float("inf"), float("nan")]).repeat(100)
@@ -202,7 +206,7 @@ def test_extremes_are_rounded_alike_compiled_and_not(backend):
     found = []
     for each in (backend, "eager"):
         target = torch.zeros(900, dtype=torch.bfloat16)
-        with config.patch(cpp_cache_precompile_headers=False):  # they take longer than this one kernel
+        with config.patch(QUICKLY):
             BlockKernel(round_into, backend=each)(place, (target, values), key)
         found.append(target)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
