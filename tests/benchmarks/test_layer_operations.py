@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.slow  # its subject is speed
 def test_a_layer_needs_no_more_kernels_and_memory_than_that_of_transformers(capsys):
     pytest.importorskip("transformers")
     from benchmarks.models import layer_operations

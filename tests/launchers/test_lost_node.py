@@ -141,6 +141,7 @@ def test_a_mistake_is_not_repeated(tmp_path):
     assert (status, "restart" in err) == (2, False), err
 
 
+@pytest.mark.slow  # tests/training/launch stops ranks by signals
 def test_a_stop_is_no_loss(tmp_path, metric_rows):
     process = begin(
         ["--max-restarts=3", *arguments(tmp_path, "stopped", "trainer.devices=2")], PYTHONPATH=str(tmp_path)

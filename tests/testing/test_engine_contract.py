@@ -27,7 +27,7 @@ class TestTorch(EngineContract):
         """All layouts where all samples are taken."""
         return capability == "zero2" or takes_all(config)
 
-    @pytest.mark.parametrize("policy", slow_except(POLICIES, ("mixed_precisionSR", "bf16SR")))
+    @pytest.mark.parametrize("policy", slow_except(POLICIES, ("bf16SR",)))
     def test_a_precision_trains_or_is_refused(self, settings: Settings, batches: list[Batch], policy: str) -> None:
         """``tests/parallel/precision`` compares the others with float32."""
         super().test_a_precision_trains_or_is_refused(settings, batches, policy)

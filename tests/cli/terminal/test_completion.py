@@ -59,6 +59,7 @@ def shell(work, request):
     os.close(terminal)
 
 
+@pytest.mark.slow  # the other tests ask for the same completions without a shell
 @pytest.mark.parametrize("shell", SHELLS, indirect=True)
 def test_shells_complete_commands_recipes_keys_and_components(shell):
     shell("nxdt tra\t", "train ")

@@ -129,6 +129,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(tmp_path, launcher, stopped):
         assert files == ["rank-00001.txt"], "the supervisor is in the rank that is stopped"
 
 
+@pytest.mark.slow  # another test names a rank that is stopped
 def test_a_rank_that_sleeps_is_named_and_its_stack_shows_where(tmp_path):
     status, _, err = finish(faulty(tmp_path, "sleep 1 2", "distributed_strategy.timeout_s=6", "name=sleeps"), 60)
     assert status == 1

@@ -31,6 +31,7 @@ def test_a_run_stops_saved_when_its_time_is_over_and_the_next_start_goes_on(smal
     assert (again.step, again.exit_status) == (summary.step + 2, 0)
 
 
+@pytest.mark.slow  # test_launch.py stops ranks
 def test_ranks_of_one_command_stop_at_one_step(small_run, tmp_path):
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *SMALL, "name=run"]
     more = (f"exp_manager.exp_dir={tmp_path}", "trainer.devices=2", "trainer.max_steps=100000")

@@ -73,6 +73,7 @@ def test_options_without_the_switch_are_noted(small_run):
     assert f"{PARAMS}.patience: no effect, since exp_manager.create_early_stopping_callback is not set" in notes
 
 
+@pytest.mark.slow  # launch/test_launch.py stops ranks
 def test_all_ranks_stop_at_one_step(tmp_path, small_run):
     more = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "trainer.max_steps=20")
     steps = RankPool(2).run(averaged_run, str(tmp_path), *more, *HOPELESS, timeout_s=120)

@@ -125,6 +125,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_a_checkpoint(small_ru
     assert train(resumed).step == last + 1
 
 
+@pytest.mark.slow  # one process ends with the same error
 def test_two_ranks_end_alike(small_run, tmp_path, full):
     settings = ("trainer.devices=2", "name=two", "trainer.max_steps=100000", *full("saves.jsonl"))
     arguments = ["train", "recipe:llama-tiny", *SMALL, *SAVES, *settings, f"exp_manager.exp_dir={tmp_path}"]

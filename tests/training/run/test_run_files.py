@@ -69,7 +69,7 @@ def test_what_ends_a_run_is_in_its_logs(small_run):
     ("override", "kept"),
     [
         slow("name=run", {"globalrank-0_localrank-0.txt", "globalrank-1_localrank-1.txt"}),  # as the next test shows
-        ("exp_manager.log_local_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
+        slow("exp_manager.log_local_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
         slow("exp_manager.log_global_rank_0_only=true", {"globalrank-0_localrank-0.txt"}),
     ],
 )

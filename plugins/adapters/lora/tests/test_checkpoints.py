@@ -161,6 +161,7 @@ def test_an_adapter_stays_over_the_step_that_its_run_began_with(run, command, tm
     assert command("checkpoint", "merge-lora", tuned, tmp_path / "merged")[0] == 0
 
 
+@pytest.mark.slow  # an error that is loud
 def test_a_base_that_is_elsewhere_now_is_named(run, command, tmp_path, over_a_growing_base):
     tuned, base, _ = over_a_growing_base
     held = tmp_path / "held.jsonl"
