@@ -329,6 +329,19 @@ class BadPluginName(NxdtError):
     name: str
 
 
+class KindHasNoTemplates(NxdtError):
+    """``nxdt plugins new`` cannot write a plugin for a kind that has no templates."""
+
+    code = "NXDT-K037"
+    happened = "There are no templates for a plugin of the kind {kind!r}."
+    remedy = "The kinds with templates are {kinds}. docs/plugins.md describes the files of a plugin of any kind."
+    kind: str
+    available: tuple[str, ...]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "kinds": listing(self.available, limit=20)}
+
+
 class RepositoryPlaceTaken(NxdtError):
     """The directory of a new plugin is not empty."""
 

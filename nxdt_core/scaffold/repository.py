@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from nxdt_core._version import __version__
 from nxdt_core.api import KINDS
-from nxdt_core.errors.plugins import BadPluginName, RepositoryPlaceTaken, UnknownKind
+from nxdt_core.errors.plugins import BadPluginName, KindHasNoTemplates, RepositoryPlaceTaken, UnknownKind
 
 __all__ = ["SHORT_NAMES", "kind_names", "write_repository"]
 
@@ -56,8 +56,9 @@ _DEPENDENCIES = {
 
 
 def kind_names() -> tuple[str, ...]:
-    """Return every name of a kind that :func:`write_repository` takes."""
-    return (*SHORT_NAMES, *(kind.name for kind in KINDS if kind.name not in SHORT_NAMES.values()))
+    """Return every name of a kind that :func:`write_repository` takes: of those that have templates."""
+    names = (kind.name for kind in KINDS if kind.name not in SHORT_NAMES.values())
+    return (*SHORT_NAMES, *(name for name in names if _TEMPLATES.joinpath(name).is_dir()))
 
 
 def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
@@ -73,6 +74,7 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
 
     Raises:
         UnknownKind: there is no such kind.
+        KindHasNoTemplates: there are no templates for it.
         BadPluginName: a distribution cannot have that name.
         RepositoryPlaceTaken: there is something in ``directory``.
     """
@@ -80,6 +82,8 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
     if full not in {each.name for each in KINDS}:
         known = kind_names()
         raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, known)), available=known)
+    if not _TEMPLATES.joinpath(full).is_dir():
+        raise KindHasNoTemplates(kind=kind, available=kind_names())
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or package.startswith("nxdt"):
         raise BadPluginName(name=name)

@@ -249,7 +249,7 @@ def test_no_gradient_without_grad_mode():
 
 @pytest.mark.parametrize(
     ("capacity_factor", "dtype"),
-    [(None, torch.float32), slow(None, torch.bfloat16), slow(1.0, torch.float32), slow(1.0, torch.bfloat16)],
+    [(None, torch.float32), slow(None, torch.bfloat16), slow(1.0, torch.float32), (1.0, torch.bfloat16)],
 )
 def test_a_traced_mixture_computes_the_same(capacity_factor, dtype):
     module = mixture(

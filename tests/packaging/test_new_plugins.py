@@ -6,17 +6,22 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nxdt_core.api import KINDS
+from nxdt_core.errors.plugins import KindHasNoTemplates
+from nxdt_core.scaffold import repository
 from nxdt_core.scaffold.repository import SHORT_NAMES, write_repository
 from scripts.wheel_environment import build_wheels
 from tests import processes
 from tests.packaging.conftest import ROOT
 from tests.sampling import sampled, takes_all
 
-OTHERS = sorted({kind.name for kind in KINDS} - {"model_builder"})
+TEMPLATES = Path(repository.__file__).with_name("templates")
+OTHERS = sorted({kind.name for kind in KINDS if (TEMPLATES / kind.name).is_dir()} - {"model_builder"})
 PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 QUICK = "not (in_a_layout or shards_are or layouts_agree or ranks)"
 
@@ -123,6 +128,17 @@ def test_what_cannot_be_written_is_an_error(tmp_path, words, code, said):
     assert (process.returncode, out) == (2, "")
     assert f"[{code}]" in err
     assert said in err
+
+
+def test_a_kind_without_templates_is_an_error(tmp_path, monkeypatch):
+    """A kind of the core may have none, and every folder of templates is of a kind."""
+    assert {path.name for path in TEMPLATES.iterdir()} == {"common", "model_builder", *OTHERS}
+    new = replace(KINDS[0], name="notifier")
+    monkeypatch.setattr(repository, "KINDS", (*KINDS, new))
+    with pytest.raises(KindHasNoTemplates, match="'notifier'") as caught:
+        write_repository("notifier", "my-notifier", tmp_path / "my-notifier")
+    assert "notifier" not in caught.value.available
+    assert not (tmp_path / "my-notifier").exists()
 
 
 def test_the_command_says_how_to_continue(tmp_path):

@@ -73,7 +73,7 @@ def test_it_is_the_formula_in_float32_whatever_the_weights_are_in(small_run, tmp
     assert not torch.equal(averages["layers.0.mlp.up_proj.weight"], weights["layers.0.mlp.up_proj.weight"].float())
 
 
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("zero3", "tp of padded heads")))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_the_formula_in_every_layout(tmp_path, layout):
     devices, *strategy = LAYOUTS[layout]
     more = (f"trainer.devices={devices}", "trainer.max_steps=3", *ON, *ALL, *strategy)

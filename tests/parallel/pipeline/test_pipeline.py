@@ -42,8 +42,8 @@ def test_two_ranks_train_as_one_process(ranks, shortened, case):
 
 ZERO = [Case(schedule=schedule, dp_shard=2, zero_stage=stage) for schedule in SCHEDULES for stage in (1, 2, 3)]
 FOUR_RANKS = [
-    # ZeRO-3, which gathers and reduces; the streaming tests have the other stages.
-    *slow_except(ZERO, ZERO[-1:]),
+    # Each schedule and each stage once, but 1F1B with ZeRO-1: that is in the streaming tests with another schedule.
+    *slow_except(ZERO, ZERO[4::4]),
     slow(Case(schedule="1f1b", dp_shard=2, zero_stage=1, tied=True, steps=20)),
     slow(Case(schedule="interleaved", dp_shard=2, zero_stage=1, tied=True, steps=20)),
     slow(Case(schedule="zbv", dp_shard=2, zero_stage=1, tied=True, steps=20)),

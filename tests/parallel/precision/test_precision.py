@@ -45,7 +45,7 @@ PRECISIONS = {
 REFUSED = {("manual-sums", layout) for layout in ("dp2-zero2", "dp2-zero3")}
 CASES = [(precision, layout) for precision in PRECISIONS for layout in LAYOUTS if (precision, layout) not in REFUSED]
 SAMPLE = 2
-EACH = [("autocast", "one"), ("bf16SR", "tp2-sp")]
+EACH = [("autocast", "one"), ("autocast", "pp2"), ("bf16SR", "tp2-sp")]
 """What ``make test`` takes; masters are in ``test_mixed_precision.py``."""
 
 

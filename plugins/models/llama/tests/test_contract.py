@@ -22,12 +22,10 @@ CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "lora"})
 
 
 class OfOneLayout(ModelContract):
-    """In one of the layouts that the model declares: what layers and adapters do in each is compared elsewhere, too."""
+    """In one of the layouts that the model declares: what the layers do in each is compared elsewhere, too."""
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
-        declared = [
-            name for name, each in LAYOUTS.items() if each.needs <= CAPABILITIES and not (each.exhaustive or each.lora)
-        ]
+        declared = [name for name, each in LAYOUTS.items() if each.needs <= CAPABILITIES and not each.exhaustive]
         return takes_all(config) or layout in sampled(config, declared, 1, of=type(self).__name__)
 
 
