@@ -58,7 +58,11 @@ _DEPENDENCIES = {
 def kind_names() -> tuple[str, ...]:
     """Return every name of a kind that :func:`write_repository` takes: of those that have templates."""
     names = (kind.name for kind in KINDS if kind.name not in SHORT_NAMES.values())
-    return (*SHORT_NAMES, *(name for name in names if _TEMPLATES.joinpath(name).is_dir()))
+    return (*SHORT_NAMES, *(name for name in names if _has_templates(name)))
+
+
+def _has_templates(kind: str) -> bool:
+    return _TEMPLATES.joinpath(kind).is_dir()
 
 
 def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
@@ -82,7 +86,7 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
     if full not in {each.name for each in KINDS}:
         known = kind_names()
         raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, known)), available=known)
-    if not _TEMPLATES.joinpath(full).is_dir():
+    if not _has_templates(full):
         raise KindHasNoTemplates(kind=kind, available=kind_names())
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or package.startswith("nxdt"):

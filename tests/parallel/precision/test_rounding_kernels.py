@@ -77,7 +77,7 @@ def counting_bytes():
     torch._logging.set_logs(inductor_metrics=True)
     metrics.reset()
     try:
-        with torch._inductor.config.patch(fx_graph_cache=False):
+        with config.patch(fx_graph_cache=False):
             yield metrics
     finally:
         torch._logging.set_logs()

@@ -307,7 +307,7 @@ def test_a_full_disk_is_told_in_words_and_the_next_run_goes_on(corpus, nxdt, tmp
     assert content(tmp_path / "out") == content(corpus / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # its subject is how progress is shown
 def test_a_terminal_has_a_bar_with_the_rate_and_a_pipe_has_none(corpus, nxdt, tmp_path):
     status, text = on_terminal([*NXDT, "data", *map(str, job(corpus, "out"))], cwd=tmp_path, popen=Popen)
     assert status == 0, text
