@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
 from nxdt_core.cli.verb import Verb, say
 from nxdt_core.engines.compile_cache import check_torch_folder
 
@@ -38,6 +39,8 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Per answer.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")
 @click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
+@named_config
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
     checkpoint: str,
@@ -49,6 +52,8 @@ def evaluate(
     max_new_tokens: int,
     show: int,
     base: str | None,
+    config: str | None,
+    trusted: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Judge the model of CHECKPOINT by the records of FILES and by tasks.
@@ -71,7 +76,7 @@ def evaluate(
     kernel = Kernel.start()
     chosen = _suite(kernel, suite, tasks, task_path) if tasks else None
     measures = metrics(kernel) if files else []
-    loaded = load_model(checkpoint, base=base)
+    loaded = load_model(checkpoint, base=base, config=config, trusted=trusted)
     found: dict[str, Any] = {"step": loaded.step}
     if files:
         found |= _records(

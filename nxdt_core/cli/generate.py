@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
 from nxdt_core.cli.verb import Verb, as_json, print_json
 from nxdt_core.engines.compile_cache import check_torch_folder
 from nxdt_core.visible_text import visible
@@ -47,6 +48,8 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
 @click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
+@named_config
+@trusted_keys
 @as_json
 def generate(
     checkpoint: str,
@@ -57,12 +60,14 @@ def generate(
     top_k: int | None,
     seed: int,
     base: str | None,
+    config: str | None,
+    trusted: tuple[str, ...],
     json_output: bool,
 ) -> None:
     """Continue PROMPT with the model of CHECKPOINT.
 
     CHECKPOINT is a checkpoint.uri, of which the newest step that is whole is taken, or one step of it. The
-    model and its tokenizer are built from the configuration that the checkpoint keeps.
+    model and its tokenizer are built from the configuration that the checkpoint keeps, or from --config.
     """
     check_torch_folder()
     from nxdt_core.inference.generate import generate as continue_prompt
@@ -76,6 +81,8 @@ def generate(
         top_k=top_k,
         seed=seed,
         base=base,
+        config=config,
+        trusted=trusted,
     )
     if json_output:
         print_json({"checkpoint": checkpoint, "prompt": prompt, "completion": "".join(pieces)})

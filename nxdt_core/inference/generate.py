@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nxdt_core.data.chat.rendering import prompt_ids
 from nxdt_core.data.tokens import text_ids
@@ -26,6 +26,8 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     base: str | None = None,
+    config: str | None = None,
+    trusted: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yield the continuation of ``prompt`` piece by piece.
 
@@ -38,12 +40,14 @@ def generate(
         top_k: draw among this many likeliest tokens only.
         seed: of the draws.
         base: as of :func:`~nxdt_core.inference.load.load_model`.
+        config: as of it, too.
+        trusted: as of it, too.
 
     Raises:
         CannotGenerate: the run has no tokenizer, or there is nothing to begin with.
         ChatTemplateMissing, TemplateRefuses: of ``chat``.
     """
-    found = load_model(uri, base=base)
+    found = load_model(uri, base=base, config=config, trusted=trusted)
     tokenizer = found.tokenizer
     if chat:
         asked = [{"role": "user", "content": prompt}]

@@ -15,14 +15,13 @@ from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import CannotGenerate
 from nxdt_core.inference.sampling import Sampling, continue_ids
-from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import build, primitives
 from nxdt_core.training.weights.base import base_weights
 from nxdt_core.training.weights.frozen import base_digest
 from nxdt_core.training.weights.loading import load_weights
-from nxdt_core.training.weights.saved_config import saved_chat_keys, saved_config
+from nxdt_core.training.weights.saved_config import locate, named_config, saved_run
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -63,40 +62,49 @@ class LoadedModel:
         )
 
 
-def load_model(uri: str, *, base: str | None = None) -> LoadedModel:
+def load_model(
+    uri: str, *, base: str | None = None, config: str | None = None, trusted: Sequence[str] = ()
+) -> LoadedModel:
     """Return the model of a checkpoint, or of the newest good one of a run's.
 
     Args:
         uri: its address.
         base: address of the weights below an adapter, where the checkpoint leaves them out and they are not where its
             run took them.
+        config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that the checkpoint keeps.
+        trusted: files of public keys, one of which must have signed what is loaded; empty: those of
+            ``checkpoint.sign.trusted`` of ``config``.
 
     Raises:
+        SavedConfigUnusable: the model cannot be built here, or needs what a checkpoint may not decide.
+        CheckpointNotTrusted: what is loaded lacks a valid signature of one of the keys.
         CannotGenerate: the run has no tokenizer.
         AdapterOfAnotherBase: the weights below are others than the run's.
         NxdtError: what is wrong with the checkpoint.
     """
-    found, step = checkpoint.locate(uri, Kernel.start())
-    manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning)
-    config = saved_config(manifest, where=build.step_uri(found, manifest.step))
-    tokenizer = build.tokenizer(config)
+    own, keys = named_config(config, trusted)
+    found, step = locate(uri, own)
+    manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=keys)
+    saved = saved_run(manifest, where=build.step_uri(found, manifest.step), config=own, base=base is None)
+    run = saved.config
+    tokenizer = build.tokenizer(run)
     if tokenizer is None:
         raise CannotGenerate(reason="its run names no tokenizer")
-    engine = build.engine(config)
+    engine = build.engine(run)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    model = primitives.initialize_parallel_model(run, engine, materialise=False)
     if manifest.facts.without_base:
-        below = base_weights(config, found, manifest, base=base)
+        below = base_weights(run, found, manifest, base=base, trusted=keys)
         for name in below.specs:
             model.load_state_dict({name: below.read(name)}, strict=False)
         if base_digest(model, engine.ranks) != manifest.facts.base:
             raise AdapterOfAnotherBase(where=build.step_uri(found, manifest.step), base=below.origin)
     load_weights(found, manifest, engine=engine, model=model)
     return LoadedModel(
-        config=config,
+        config=run,
         model=model,
         tokenizer=tokenizer,
-        chat_keys=saved_chat_keys(manifest),
+        chat_keys=saved.chat_keys,
         step=manifest.step,
         source=HFSource.of_facts(manifest.facts.hf),
     )

@@ -63,6 +63,7 @@ from nxdt_core.training.weights.average import WeightAverage, take_average
 from nxdt_core.training.weights.frozen import base_digest, without_base
 from nxdt_core.training.weights.loading import load_weights
 from nxdt_core.training.weights.reference import check_base_frozen, with_base, with_reference
+from nxdt_core.training.weights.saved_config import config_to_save
 from nxdt_core.training.weights.saved_precision import round_to_bfloat16, take_masters
 from nxdt_core.training.weights.shape_mismatch import misfit_explained
 
@@ -135,6 +136,7 @@ class TrainSession:
         data: RunData | None = None,
     ) -> None:
         self.config = config
+        self._saved_config = config_to_save(config)
         self.state = TrainState() if state is None else state
         self.data = RunData(config) if data is None else data
         self.objective = build.objective(config)
@@ -554,7 +556,7 @@ class TrainSession:
                 consumed_samples=state.consumed_samples,
                 consumed_tokens=state.consumed_tokens,
                 updates=updates,
-                config=config.to_dict(),
+                config=self._saved_config,
                 plugin_fingerprint=config.kernel.fingerprint(),
                 mesh=dict(engine.rank_info.mesh),
                 metrics=dict(about.metrics),

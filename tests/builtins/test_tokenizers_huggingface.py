@@ -230,6 +230,20 @@ def test_a_directory_of_an_older_format_is_converted(trained, tokenizer, tmp_pat
         assert converted.encode(line) == tokenizer.encode(line)
 
 
+def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked_whether_to(trained, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    trained.model.save(str(tmp_path))
+    (tmp_path / "mine.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'RAN')!r}).touch()\n")
+    named = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    with pytest.raises(BadTokenizerFile, match="custom code"):
+        load(model=tmp_path)
+    assert not asked
+    assert not (tmp_path / "RAN").exists()
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "version https://git-lfs.github.com/spec/v1"])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)

@@ -133,8 +133,9 @@ def test_paths_into_packages():
     assert resolve_path("package://nxdt_core/py.typed").is_file()
     with pytest.raises(PackageNotFound):
         resolve_path("package://no_such_package/x")
-    with pytest.raises(PackageNotFound):
-        resolve_path("package://this/x")
+    for name in ("this", "this.inner"):  # to find what is inside a package, Python imports it
+        with pytest.raises(PackageNotFound):
+            resolve_path(f"package://{name}/x")
     assert "this" not in sys.modules, "looking for a package imports nothing"
 
 

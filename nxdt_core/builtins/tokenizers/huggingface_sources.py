@@ -122,7 +122,9 @@ def load_named(name: str, library: Any) -> Loaded:
 def _convert(directory: Path) -> Loaded:
     transformers = import_library("transformers", tokenizer="huggingface", extra="huggingface")
     try:
-        pretrained = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        pretrained = transformers.AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # converters raise what their formats' libraries raise
         wanted = f"directory with a {FILE} or with files that transformers converts"
         raise BadTokenizerFile(path=str(directory), wanted=wanted, reason=_first_line(error)) from error

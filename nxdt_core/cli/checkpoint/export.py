@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.ranks import on_all_ranks
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, trusted_keys
 from nxdt_core.cli.terminal.size import size
 from nxdt_core.cli.terminal.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
@@ -40,6 +40,8 @@ __all__ = ["export"]
     "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Files to write at the same time."
 )
 @click.option("--ema", is_flag=True, help="Write the average of the weights (exp_manager.ema) instead of the weights.")
+@named_config
+@trusted_keys
 @as_json
 @click.pass_context
 def export(
@@ -51,6 +53,8 @@ def export(
     max_shard_size: int,
     workers: int,
     ema: bool,
+    config: str | None,
+    trusted: tuple[str, ...],
     json_output: bool,
 ) -> None:
     """Write the model of a checkpoint as a directory that transformers loads: weights, configuration, tokenizer.
@@ -70,6 +74,8 @@ def export(
                 max_shard_bytes=max_shard_size,
                 workers=workers,
                 average=ema,
+                config=config,
+                trusted=trusted,
                 ranks=ranks,
             ),
             lambda exported: _report(exported, json_output),

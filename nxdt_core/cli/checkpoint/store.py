@@ -21,6 +21,7 @@ __all__ = [
     "file_threads",
     "look",
     "look_for_committed",
+    "named_config",
     "nothing_at",
     "open_one",
     "own_for",
@@ -39,6 +40,13 @@ trusted_keys = click.option(
     multiple=True,
     metavar="FILE",
     help="Require a signature of this Ed25519 public key (PEM); of any of them where several are given.",
+)
+
+
+named_config = click.option(
+    "--config",
+    metavar="FILE",
+    help="Configuration of the run, for what a checkpoint may not decide: plugin files, variables, addresses.",
 )
 
 

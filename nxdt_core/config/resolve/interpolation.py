@@ -16,7 +16,7 @@ from nxdt_core.config.secrets.fields import dotted
 from nxdt_core.config.sources.node import MASK, Node, from_plain, replaced
 from nxdt_core.errors.configuration import BadInterpolation, ConfigProblem
 
-__all__ = ["UNRESOLVED", "has_interpolation", "interpolate"]
+__all__ = ["UNRESOLVED", "has_interpolation", "interpolate", "interpolations"]
 
 UNRESOLVED: Any = object()
 """Value of a node whose interpolation failed: already reported and never read."""
@@ -48,7 +48,7 @@ def interpolate(
         wanted: Key paths whose values are needed, with all below them; others may keep their interpolations. (A
             tree costs OmegaConf 15 ms, so it is made only where it is needed.)
     """
-    pending = [(path, node) for path, node in _interpolations(tree, ()) if _touches(dotted(path), wanted)]
+    pending = [(path, node) for path, node in interpolations(tree) if _touches(dotted(path), wanted)]
     if not pending:
         return tree, []
     # Here, not above: OmegaConf is needed by few configurations.
@@ -57,7 +57,7 @@ def interpolate(
 
     if not OmegaConf.has_resolver("multiply"):  # a program that uses NeMo has it already
         OmegaConf.register_resolver("multiply", _multiply)
-    written = list(_interpolations(tree, ()))
+    written = list(interpolations(tree))
     malformed = {path: fault for path, node in written if (fault := _fault(str(node.value)))}
     readable = tree
     for path, node in written:
@@ -127,14 +127,15 @@ def _multiply(left: Any, right: Any) -> Any:
     return left * right
 
 
-def _interpolations(node: Node, path: _Path) -> Iterator[_Place]:
+def interpolations(node: Node, path: _Path = ()) -> Iterator[_Place]:
+    """Yield the path and node of every scalar below ``node`` that holds ``${…}``."""
     children: Any = node.value
     if isinstance(children, dict):
         for key, child in children.items():
-            yield from _interpolations(child, (*path, key))
+            yield from interpolations(child, (*path, key))
     elif isinstance(children, list):
         for index, child in enumerate(children):
-            yield from _interpolations(child, (*path, index))
+            yield from interpolations(child, (*path, index))
     elif has_interpolation(node.value):
         yield path, node
 

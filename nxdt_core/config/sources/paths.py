@@ -41,7 +41,8 @@ def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
 
 def _package_directory(package: str) -> Path:
     try:
-        spec = find_spec(package)
+        # The path may come from a checkpoint. To find a package inside another one, Python would import the outer one.
+        spec = None if "." in package else find_spec(package)
     except (ImportError, ValueError):
         spec = None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []

@@ -20,9 +20,10 @@ class ChatKeys(RecordFiles):
     """Base of the configurations of data whose records hold messages."""
 
     chat_template: str | None = None
-    """Name of a shipped template (``chatml``, ``llama3``, …); ``null`` takes the tokenizer's own."""
+    """Name of a shipped template (``chatml``, ``llama3``, …), or the text of one in Jinja; ``null`` takes the
+    tokenizer's own."""
     chat_template_file: Path | None = None
-    """A Jinja file with a template, instead of a name."""
+    """A Jinja file with a template, instead of a name. Checkpoints keep its text."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the template in addition to the messages, such as ``enable_thinking: false``."""
     template_date: str = "2024-07-26"

@@ -1,4 +1,4 @@
-"""Which chat template a run takes: the tokenizer's own, a shipped one by name, or a file."""
+"""Which chat template a run takes: the tokenizer's own, a shipped one by name, its text, or a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.protocols.tokenizer import ChatTokenizer
 
-__all__ = ["ChatTemplate", "find_template", "named_template", "shipped_template", "template_names"]
+__all__ = ["ChatTemplate", "find_template", "is_template", "named_template", "shipped_template", "template_names"]
 
 _SUFFIX = ".jinja"
 _SHIPPED = files(__package__).joinpath("shipped_templates")
@@ -83,7 +83,16 @@ def named_template(keys: ChatKeys) -> ChatTemplate | None:
     """
     if keys.chat_template_file is not None:
         return _from_file(keys.chat_template_file)
-    return None if keys.chat_template is None else shipped_template(keys.chat_template)
+    if keys.chat_template is None:
+        return None
+    if is_template(keys.chat_template):
+        return ChatTemplate(keys.chat_template, "data.chat_template")
+    return shipped_template(keys.chat_template)
+
+
+def is_template(text: str) -> bool:
+    """Return whether a value of ``data.chat_template`` is the text of a template rather than a name."""
+    return "{{" in text or "{%" in text
 
 
 def shipped_template(name: str) -> ChatTemplate:

@@ -19,7 +19,7 @@ from nxdt_core.errors.training import NoCheckpointToResume, PluginVersionChanged
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
-from nxdt_core.training.weights.saved_config import saved_values
+from nxdt_core.training.weights.saved_config import base_step, saved_adapter
 
 __all__ = ["ForeignStart", "Start", "check_adapter", "check_versions", "decide_base", "decide_start", "with_start_step"]
 
@@ -84,7 +84,7 @@ def check_adapter(config: ResolvedConfig, start: Start) -> None:
         NxdtError: they do not.
     """
     where = build.step_uri(start.storage, start.manifest.step)
-    saved = saved_values(start.manifest, ["adapter"], where=where).get("adapter", {})
+    saved = saved_adapter(start.manifest, config)
     for adapter in build.adapters(config):
         adapter.check_resume(saved, where)
 
@@ -116,10 +116,7 @@ def decide_base(
     wanted = config.run.checkpoint
     if not start.manifest.facts.without_base or wanted.resume_from is None or not wanted.weight_init_only:
         return None
-    key, where = "checkpoint.resume_from", build.step_uri(start.storage, start.manifest.step)
-    began = saved_values(start.manifest, [key], where=where).get("checkpoint", {}).get("resume_from")
-    step = None if began is None else build.locate(config, began)[1]
-    return _named(config, wanted.resume_from, say, ranks, step)
+    return _named(config, wanted.resume_from, say, ranks, base_step(start.manifest))
 
 
 def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> ResolvedConfig:

@@ -21,7 +21,6 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import build
 from nxdt_core.training.weights.frozen import digest_of, samples_of
-from nxdt_core.training.weights.saved_config import saved_values
 
 __all__ = ["BaseWeights", "base_weights"]
 
@@ -61,7 +60,8 @@ def base_weights(
     """Find the weights that ``manifest`` leaves out.
 
     Args:
-        config: of the run that wrote the checkpoint, on one process.
+        config: of the run that wrote the checkpoint, on one process
+            (:func:`~nxdt_core.training.weights.saved_config.saved_run`).
         storage: the store that holds the checkpoint.
         manifest: of the checkpoint.
         base: address of a different base: a checkpoint or a directory of another program. None uses the checkpoint
@@ -75,11 +75,8 @@ def base_weights(
     """
     if base is None and not manifest.facts.without_base:
         return _of_checkpoint(storage, manifest)
-    where = build.step_uri(storage, manifest.step)
-    wanted = () if base is not None else ("checkpoint.resume_from", "checkpoint.weight_init_only")
-    saved = saved_values(manifest, wanted, where=where).get("checkpoint", {})
-    began = saved.get("resume_from") if saved.get("weight_init_only") else None
-    named = base or began
+    began = config.run.checkpoint
+    named = base or (began.resume_from if began.weight_init_only else None)
     if named is None:
         return _fresh(build.model_builder(config), config.run.seed, build.precision(config).parameters)
     if format_of(Path(named), config.kernel) is not None:

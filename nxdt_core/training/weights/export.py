@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.averages import AVERAGE, average_index
 from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
@@ -16,16 +16,14 @@ from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.checkpoint.hf.write import read_from, write_hf
 from nxdt_core.checkpoint.os_errors import explained_os_errors
-from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template
 from nxdt_core.errors.checkpoints import CheckpointNotFound
-from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.tokenizer import HFTokenizer
 from nxdt_core.training import build
-from nxdt_core.training.weights.saved_config import saved_chat_keys, saved_config
+from nxdt_core.training.weights.saved_config import SavedRun, locate, named_config, saved_run
 
 __all__ = ["ExportDtype", "Exported", "export_hf", "plan_export"]
 
@@ -55,6 +53,8 @@ def export_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     workers: int = 1,
     average: bool = False,
+    config: str | None = None,
+    trusted: Sequence[str] = (),
     ranks: RankAgreement | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
@@ -69,28 +69,32 @@ def export_hf(
         max_shard_bytes: of one file of weights.
         workers: files that each rank writes at the same time.
         average: write the average of the weights (``exp_manager.ema``) instead of the weights.
+        config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that the checkpoint keeps.
+        trusted: files of public keys, one of which must have signed the checkpoint; empty: those of
+            ``checkpoint.sign.trusted`` of ``config``.
         ranks: that divide the files; None for a process that is alone.
 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointHasNoAverage: its run kept none.
         CheckpointDamaged: a file of it is not what was written.
-        SavedConfigUnusable: its model cannot be built here; a missing plugin is named.
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys.
+        SavedConfigUnusable: its model cannot be built here, or needs what a checkpoint may not decide.
         HFExchangeUnsupported: its model has no counterpart at Hugging Face.
         HFNotWritable: ``target`` is not empty.
     """
-    kernel = Kernel.start()
-    storage, step = checkpoint.locate(source, kernel)
-    place = checkpoint.open_storage(target, kernel)
-    manifest = on_all_ranks(ranks, lambda: _find(storage, step) if rank_of(ranks) == 0 else None, where=source)[0]
+    own, keys = named_config(config, trusted)
+    storage, step = locate(source, own)
+    place = checkpoint.open_storage(target, None if own is None else own.kernel)
+    manifest = on_all_ranks(ranks, lambda: _find(storage, step, keys) if rank_of(ranks) == 0 else None, where=source)[0]
     assert manifest is not None
     address = build.step_uri(storage, manifest.step)
     index = average_index(manifest, where=address) if average else manifest.tensors.get("model", {})
     planned: list[tuple[HFPlan, tuple[str, ...]]] = []
 
     def plan_all() -> None:
-        config = saved_config(manifest, where=address)
-        planned.append(plan_export(config, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
+        saved = saved_run(manifest, where=address, config=own)
+        planned.append(plan_export(saved, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
 
     on_all_ranks(ranks, plan_all, where=source)
     plan, notes = planned[0]
@@ -107,7 +111,7 @@ def export_hf(
 
 
 def plan_export(
-    config: ResolvedConfig,
+    saved: SavedRun,
     manifest: Manifest,
     index: Mapping[str, TensorEntry] | None = None,
     *,
@@ -117,15 +121,15 @@ def plan_export(
     """Return the files of an export, and what they will lack.
 
     Args:
-        config: of the run that wrote the checkpoint.
+        saved: the run that wrote the checkpoint.
         manifest: of the checkpoint.
         index: its tensors by name; None takes those of the model.
         dtype: as of :func:`export_hf`.
         max_shard_bytes: as of :func:`export_hf`.
     """
+    config, keys = saved.config, saved.chat_keys
     tokenizer = build.tokenizer(config)
     files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
-    keys = saved_chat_keys(manifest)
     template = named_template(keys)
     if files and template is not None:
         files = {**files, "chat_template.jinja": template.text.encode()}
@@ -151,7 +155,7 @@ def plan_export(
     return plan, (*notes, *plan.notes)
 
 
-def _find(storage: CheckpointStorage, step: int | None) -> Manifest:
+def _find(storage: CheckpointStorage, step: int | None, trusted: TrustedKeys | None) -> Manifest:
     """Return the manifest of ``step``, or of the newest committed one; damage in its files shows when they are read."""
     if step is None:
         steps = [status.step for status in checkpoint.list_checkpoints(storage) if status.state == "committed"]
@@ -159,4 +163,4 @@ def _find(storage: CheckpointStorage, step: int | None) -> Manifest:
             raise CheckpointNotFound(where=storage.uri, reason="no step there is committed")
         step = max(steps)
     with explained_os_errors(storage.uri):
-        return checkpoint.read_manifest(storage, step)
+        return checkpoint.read_manifest(storage, step, trusted=trusted)

@@ -15,6 +15,7 @@ from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_core.training.weights.export import plan_export
+from nxdt_core.training.weights.saved_config import own_run
 
 __all__ = ["HFForm"]
 
@@ -31,7 +32,7 @@ class HFForm:
 
     def __init__(self, config: ResolvedConfig, storage: CheckpointStorage, ranks: RankAgreement, *, every: int) -> None:
         exchange_of(build.model_builder(config))
-        self._config = config
+        self._run = own_run(config)
         self._storage = storage
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._every = every
@@ -43,7 +44,7 @@ class HFForm:
         self._saves += 1
         if self._saves % self._every:
             return {}
-        plan, _ = plan_export(self._config, manifest)
+        plan, _ = plan_export(self._run, manifest)
         writer = AttemptWriter(self._storage, manifest.prefix, manifest.digests)
         with explained_os_errors(f"{self._storage.uri}/{manifest.prefix}"):
             mine = plan.shards[self._rank :: self._world_size]

@@ -30,6 +30,7 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_core.training.run.versions import versions_of
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights.saved_config import config_to_save
 
 __all__ = ["Imported", "check_empty", "import_checkpoint"]
 
@@ -111,7 +112,7 @@ def import_checkpoint(
 
     facts = CheckpointFacts(
         consumed_samples=train.consumed_samples,
-        config=run.to_dict(),
+        config=config_to_save(run),
         plugin_fingerprint=run.kernel.fingerprint(),
         versions=versions_of(run.kernel),
         hf={} if said is None else said.facts(),

@@ -1,130 +1,230 @@
-"""The configuration that a checkpoint keeps, read back on one process, for a run in any layout."""
+"""The run that wrote a checkpoint, configured again on one process: for inference, exports and merges.
+
+A checkpoint may come from anyone, so the configuration in it decides a closed list of keys (``_KEPT``) and nothing
+else. It loads no plugin file, reads no variable of the environment, and names no address outside its own store. A
+configuration that the user names decides in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
+from urllib.parse import urlsplit
 
-from nxdt_core.checkpoint import Manifest
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest, TrustedKeys
+from nxdt_core.checkpoint.format.file_names import step_name, step_of
 from nxdt_core.config import Origin, ResolvedConfig, load
-from nxdt_core.config.resolve.interpolation import has_interpolation, interpolate
-from nxdt_core.config.sources.node import from_plain, to_plain
+from nxdt_core.config.resolve.bind import read_part
+from nxdt_core.config.resolve.interpolation import interpolations
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.secrets.fields import dotted
+from nxdt_core.config.sources.node import Node, from_plain, merge, to_plain
 from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.templates import is_template, named_template
 from nxdt_core.data.files.keys import RecordFiles
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.errors.exchange import SavedConfigUnusable
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.training import build
 
-__all__ = ["saved_chat_keys", "saved_config", "saved_values"]
+__all__ = [
+    "SavedRun",
+    "base_step",
+    "config_to_save",
+    "locate",
+    "named_config",
+    "own_run",
+    "saved_adapter",
+    "saved_base",
+    "saved_run",
+]
 
-_ONE_PROCESS = (
-    "trainer.devices=1",
-    "trainer.num_nodes=1",
-    "model.pipeline_cuts=null",
-    *(
-        f"distributed_strategy.{key}=1"
-        for key in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "dp_replicate",
-        )
-    ),
-    "distributed_strategy.pipeline_schedule=null",
-)
-"""The layout of a checkpoint's run matters to that run alone: any process can load any."""
-
-
-_OF_DATA = ("seq_length", "tokenizer")
-_OF_START = ("weight_init_only",)
-"""Keys of the model that say what a run begins with, which is named in sections that are left out."""
-_NEEDED = (
-    "model",
-    "data.seq_length",
-    "data.tokenizer",
-    "precision",
-    "objective",
-    "adapter",
-    "parallel_engine",
-    "distributed_strategy",
-    "model_alignment_strategy",
-    "plugins",
-)
-"""Keys whose references to the environment are resolved; the variables of others need not be set here."""
+_KEPT = ("seed", "data.seq_length", "data.tokenizer", "model", "precision", "adapter", "plugins.prefer")
+"""All that the configuration of a checkpoint decides. Components are those of installed plugins."""
+_OF_TRAINING = ("model.optim", "model.weight_init_only", "model.pipeline_cuts", "model.model_config")
+"""Keys of the model that only training reads, and a file whose values the other keys hold."""
+_BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
+"""Kept where the checkpoint leaves out the weights below an adapter: they say where its run read them."""
+_CHAT = tuple({each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)})
+_ONE_PROCESS: Mapping[str, Any] = {
+    "name": "saved",
+    "trainer": {"max_steps": 1},
+    "exp_manager": {},
+    "data": {"name": "none", "micro_batch_size": 1, "global_batch_size": 1},
+    "model": {"optim": {"lr": 0.0}},
+}
+"""What is needed of the rest: any process can load a checkpoint of any layout."""
 
 
-def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
-    """Return the run that wrote the checkpoint, as it would be on one process, without what only training needs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """What using the model of a checkpoint needs of its run."""
 
-    Data, callbacks, loggers, optimizer and store are left out: their plugins, files and variables need not be here.
-    References to the environment are resolved, so this configuration is not to be written.
+    config: ResolvedConfig
+    """On one process, without data, optimizer, callbacks and store. It is not to be written."""
+    chat_keys: ChatKeys
+    """How the run's data made text of messages; the defaults where they held none."""
+
+
+def named_config(path: str | None, trusted: Sequence[str] = ()) -> tuple[ResolvedConfig | None, TrustedKeys | None]:
+    """Return the configuration that the user names in place of a checkpoint's, and the keys of which one must have
+    signed what is read: ``trusted``, else ``checkpoint.sign.trusted`` of that configuration.
 
     Args:
-        manifest: of the checkpoint.
-        where: its address, for messages.
+        path: a YAML file or ``recipe:NAME``; None leaves it to the checkpoint.
+        trusted: files of public keys.
 
     Raises:
-        SavedConfigUnusable: the model or the tokenizer cannot be had here; a missing plugin is named.
+        ConfigError: the configuration is wrong.
     """
-    saved = saved_values(manifest, _NEEDED, where=where)
-    name = saved.get("name")
-    given = {
-        **saved,
-        "name": "saved" if has_interpolation(name) else name,
-        "exp_manager": {},
-        "trainer": {**saved.get("trainer", {}), "callbacks": []},
-        "data": {
-            **{key: value for key, value in saved.get("data", {}).items() if key in _OF_DATA},
-            "name": "none",
-            "micro_batch_size": 1,
-            "global_batch_size": 1,
-        },
-        "model": {
-            **{key: value for key, value in saved.get("model", {}).items() if key not in _OF_START},
-            "optim": {"lr": 0.0},
-        },
-        "checkpoint": {},
-    }
-    try:
-        return load(given, _ONE_PROCESS)
-    except ConfigError as error:
-        raise _unusable(error.problems, where) from error
+    config = None if path is None else load(path)
+    if trusted or config is None:
+        return config, TrustedKeys(tuple(trusted)) if trusted else None
+    return config, build.trusted_keys(config)
 
 
-def saved_values(manifest: Manifest, wanted: Sequence[str], *, where: str) -> dict[str, Any]:
-    """Return the saved configuration with the references to the environment of the keys ``wanted`` resolved.
+def locate(uri: str, config: ResolvedConfig | None) -> tuple[CheckpointStorage, int | None]:
+    """Return the store and the step of an address, reached as ``config`` says, or with defaults."""
+    return checkpoint.locate(uri, Kernel.start()) if config is None else build.locate(config, uri)
+
+
+def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None = None, base: bool = True) -> SavedRun:
+    """Return the run that wrote a checkpoint.
 
     Args:
         manifest: of the checkpoint.
-        wanted: key paths; of others, a reference stays as it is written.
-        where: address of the checkpoint, for messages.
+        where: its address.
+        config: decides in place of the configuration that the checkpoint keeps.
+        base: whether the weights that the run began with are needed, where the checkpoint leaves them out.
 
     Raises:
-        SavedConfigUnusable: a variable is not set; names the key and the variable.
+        SavedConfigUnusable: the model or the tokenizer cannot be built here, or needs what a checkpoint may not
+            decide; names the keys.
     """
     origin = Origin(kind="file", where=where)
-    tree, problems = interpolate(from_plain(manifest.facts.config, origin), wanted=wanted)
+    tree = _saved_tree(manifest, origin) if config is None else from_plain(config.to_values(), origin)
+    kept = Node({}, origin)
+    for path in (*_KEPT, *(_BASE if manifest.facts.without_base and base else ())):
+        if (node := tree.find(path)) is not None:
+            kept = kept.set(path, node)
+    for path in _OF_TRAINING:
+        kept = kept.without(path)
+    began, step = kept.plain("checkpoint.resume_from"), base_step(manifest)
+    if config is not None and began is not None and step is not None and locate(began, config)[1] is None:
+        kept = kept.set("checkpoint.resume_from", Node(f"{began.rstrip('/')}/{step_name(step)}", origin))
+    keys = _checked_keys(tree, kept, where) if config is None else build.chat_keys(config)
+    try:
+        run = load(
+            to_plain(merge(kept, from_plain(_ONE_PROCESS, origin))), kernel=None if config is None else config.kernel
+        )
+    except ConfigError as error:
+        raise _unusable(error.problems, where, tree.plain("plugins.local") if config is None else None) from error
+    return SavedRun(config=run, chat_keys=keys)
+
+
+def own_run(config: ResolvedConfig) -> SavedRun:
+    """Return the run of ``config`` itself, with the text of the chat template in place of its file.
+
+    Raises:
+        NxdtError: the file cannot be read.
+    """
+    keys = build.chat_keys(config)
+    template = named_template(keys) if keys.chat_template_file is not None else None
+    if template is not None:
+        keys = replace(keys, chat_template=template.text, chat_template_file=None)
+    return SavedRun(config=config, chat_keys=keys)
+
+
+def config_to_save(config: ResolvedConfig) -> dict[str, Any]:
+    """Return the configuration that a checkpoint keeps: :meth:`ResolvedConfig.to_dict` with the text of the chat
+    template in place of its file, which need not be where the checkpoint is used.
+
+    Raises:
+        NxdtError: the file cannot be read.
+    """
+    written, keys = config.to_dict(), own_run(config).chat_keys
+    if keys != build.chat_keys(config):
+        written["data"] = {**written["data"], "chat_template": keys.chat_template, "chat_template_file": None}
+    return written
+
+
+def saved_adapter(manifest: Manifest, config: ResolvedConfig) -> Mapping[str, Any]:
+    """Return the section ``adapter`` that a checkpoint keeps. A reference to the environment has the value that
+    ``config`` has for the same reference; others stay as they are written."""
+    saved = _saved_tree(manifest).find("adapter")
+    if saved is None:
+        return {}
+    for path, node in interpolations(saved):
+        own = config.tree.find(f"adapter.{dotted(path)}")
+        if own is not None and own.shown == node.value:
+            saved = saved.set(dotted(path), own)
+    return {key: to_plain(child) for key, child in saved.children.items()}
+
+
+def saved_base(manifest: Manifest) -> str | None:
+    """Return ``checkpoint.resume_from`` as the checkpoint keeps it; None where it names nothing."""
+    began = _saved_tree(manifest).plain("checkpoint.resume_from")
+    return began if isinstance(began, str) else None
+
+
+def base_step(manifest: Manifest) -> int | None:
+    """Return the step of :func:`saved_base`; None where that is not the address of a step."""
+    return step_of((saved_base(manifest) or "").rstrip("/").rpartition("/")[2])
+
+
+def _saved_tree(manifest: Manifest, origin: Origin | None = None) -> Node:
+    return from_plain(manifest.facts.config, origin or Origin(kind="file", where="the checkpoint"))
+
+
+_OTHERWISE = (
+    "A checkpoint does not decide these keys. Where you trust them, name the run's configuration: --config FILE."
+)
+
+
+def _checked_keys(tree: Node, kept: Node, where: str) -> ChatKeys:
+    """Return the keys of messages that a checkpoint keeps, where neither they nor ``kept`` hold what it may not decide.
+
+    Raises:
+        SavedConfigUnusable: they do, or have wrong values.
+    """
+    held = {name: node for name in _CHAT if (node := tree.find(f"data.{name}")) is not None and node.value is not None}
+    refused = list(_refused(kept, held, where))
+    if refused:
+        raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
+    keys: ChatKeys
+    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data", Locator(where))
     if problems:
         raise _unusable(problems, where)
-    values: dict[str, Any] = to_plain(tree)
-    return values
+    wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]
+    if wrong:
+        raise SavedConfigUnusable(where=where, problems=wrong)
+    return keys
 
 
-def _unusable(problems: Sequence[ConfigProblem], where: str) -> SavedConfigUnusable:
+def _refused(kept: Node, held: Mapping[str, Node], where: str) -> Iterator[str]:
+    """Yield a line for each value that using the checkpoint needs and that a checkpoint may not decide."""
+    of_chats = [(("data", name, *path), node) for name, child in held.items() for path, node in interpolations(child)]
+    for path, node in (*interpolations(kept), *of_chats):
+        if not (path == ("data", "chat_template") and is_template(node.value)):
+            yield f"{dotted(path)}: it is the reference {node.value!r}."
+    if "chat_template_file" in held:
+        yield f"data.chat_template_file: it is the file {to_plain(held['chat_template_file'])!r}."
+    began = kept.plain("checkpoint.resume_from")
+    if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
+        yield f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}."
+
+
+def _store(uri: str) -> str:
+    """Return what two addresses of one store share: the scheme, and the bucket or the host."""
+    parts = urlsplit(uri)
+    return "file" if parts.scheme in ("", "file") else f"{parts.scheme}://{parts.netloc}"
+
+
+def _unusable(problems: Sequence[ConfigProblem], where: str, files: Any = None) -> SavedConfigUnusable:
     lines = [f"{problem.key}: {problem.what()} {problem.do()}".strip() for problem in problems]
+    if files:
+        lines += [f"plugins.local: its run loaded {files!r}, and no checkpoint loads plugin files.", _OTHERWISE]
     return SavedConfigUnusable(where=where, problems=lines)
-
-
-def saved_chat_keys(manifest: Manifest) -> ChatKeys:
-    """Return how the data of the run that wrote the checkpoint made text of messages; the defaults where they held
-    none."""
-    names = {each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}
-    wanted = [f"data.{name}" for name in sorted(names)]
-    data = saved_values(manifest, wanted, where=f"step {manifest.step}").get("data", {})
-    found = {name: data[name] for name in names if data.get(name) is not None}
-    if "chat_template_file" in found:
-        found["chat_template_file"] = Path(found["chat_template_file"])
-    return ChatKeys(**found)

@@ -21,7 +21,7 @@ from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.training import build
 from nxdt_core.training.weights.export import export_hf, plan_export
-from nxdt_core.training.weights.saved_config import saved_config
+from nxdt_core.training.weights.saved_config import own_run, saved_run
 from tests.checkpoint.hf.exchange import VOCABULARY, export_together, llama, newest, save_run, write_tokenizer
 from tests.sampling import slow_except
 
@@ -61,7 +61,7 @@ def saved(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def our_model(uri: str) -> torch.nn.Module:
     """The plain module with the checkpoint's weights."""
     manifest = newest(uri)
-    module = build.model_builder(saved_config(manifest, where="")).build()
+    module = build.model_builder(saved_run(manifest, where="").config).build()
     module.load_state_dict(checkpoint.load_model(LocalStorage(uri), manifest), strict=False)
     return module.eval()
 
@@ -141,7 +141,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize(("dtype", "limit"), [(None, 45_000), ("bfloat16", 22_500)])
 def test_no_more_than_one_file_of_weights_is_in_memory(tmp_path, saved, dtype, limit):
     manifest = newest(saved)
-    plan, _ = plan_export(saved_config(manifest, where=""), manifest, dtype=dtype, max_shard_bytes=limit)
+    plan, _ = plan_export(saved_run(manifest, where=""), manifest, dtype=dtype, max_shard_bytes=limit)
     largest = max(shard.layout.size_bytes for shard in plan.shards)
     assert plan.size_bytes > 3 * largest
     allocations = Allocations()
@@ -161,7 +161,7 @@ def test_no_more_than_one_file_of_weights_is_in_memory(tmp_path, saved, dtype, l
 
 def test_an_interrupted_export_is_no_model_and_goes_on(tmp_path, saved):
     manifest, target = newest(saved), LocalStorage(str(tmp_path / "hf"))
-    plan, _ = plan_export(saved_config(manifest, where=""), manifest, max_shard_bytes=20_000)
+    plan, _ = plan_export(saved_run(manifest, where=""), manifest, max_shard_bytes=20_000)
     counted: list[str] = []
     inner = hf_write.read_from(LocalStorage(saved), manifest)
 
@@ -187,14 +187,14 @@ def test_an_interrupted_export_is_no_model_and_goes_on(tmp_path, saved):
 
 def test_an_interrupted_export_of_something_else_is_not_mixed_with(tmp_path, saved):
     manifest, target = newest(saved), LocalStorage(str(tmp_path / "hf"))
-    plan, _ = plan_export(saved_config(manifest, where=""), manifest, max_shard_bytes=20_000)
+    plan, _ = plan_export(saved_run(manifest, where=""), manifest, max_shard_bytes=20_000)
     read = hf_write.read_from(LocalStorage(saved), manifest)
     with pytest.raises(StorageFull):
         hf_write.write_hf(FaultyStorage(target, 20), plan, read, origin="one")
     before = {path.name for path in (tmp_path / "hf").iterdir()}
     with pytest.raises(HFNotWritable):
         hf_write.write_hf(target, plan, read, origin="another")
-    other, _ = plan_export(saved_config(manifest, where=""), manifest, max_shard_bytes=30_000)
+    other, _ = plan_export(saved_run(manifest, where=""), manifest, max_shard_bytes=30_000)
     with pytest.raises(HFNotWritable):
         hf_write.write_hf(target, other, read, origin="one")
     assert {path.name for path in (tmp_path / "hf").iterdir()} == before
@@ -210,7 +210,7 @@ def test_a_place_that_is_taken_is_refused(tmp_path, saved):
 def test_weights_of_another_model_are_refused(saved):
     manifest = newest(saved)
     with pytest.raises(WeightsDoNotFit, match=r"layers\.3\.") as caught:
-        plan_export(llama("model.num_layers=4", "model.vocab_size=320"), manifest)
+        plan_export(own_run(llama("model.num_layers=4", "model.vocab_size=320")), manifest)
     assert len(caught.value.missing) == 9
     assert caught.value.shapes[0].startswith("embed_tokens.weight: (304, 32) instead of (320, 32)")
 

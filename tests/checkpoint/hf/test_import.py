@@ -38,7 +38,7 @@ from nxdt_core.training.run.start import ForeignStart, decide_start
 from nxdt_core.training.weights import importing
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
-from nxdt_core.training.weights.saved_config import saved_config
+from nxdt_core.training.weights.saved_config import saved_run
 from tests.calls import Call, in_turn
 from tests.checkpoint.hf.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
 from tests.parallel.matrix.training import whole
@@ -152,7 +152,7 @@ def test_the_directory_may_go_afterwards(tmp_path):
     uri = str(tmp_path / "store")
     import_checkpoint(str(tmp_path / "theirs"), uri)
     (tmp_path / "theirs/config.json").unlink()
-    builder = build.model_builder(saved_config(newest(uri), where=""))
+    builder = build.model_builder(saved_run(newest(uri), where="").config)
     assert (builder.vocab_size, builder.config.num_layers, builder.config.kv_heads) == (304, 2, 2)
 
 

@@ -12,8 +12,9 @@ import pytest
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
+from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.training import build, train
-from nxdt_core.training.weights.saved_config import saved_config, saved_values
+from nxdt_core.training.weights.saved_config import named_config, saved_run
 from tests.training.small import SMALL
 
 CANARY = "canary-4711-value"
@@ -143,7 +144,7 @@ def test_a_run_resumes_from_its_written_configuration_once_its_secrets_are_given
     assert holding_the_canary(tmp_path) == []
 
 
-def test_a_checkpoint_is_used_without_the_variables_of_loggers_but_not_of_its_model(small_run, monkeypatch):
+def test_a_checkpoint_is_used_without_variables_and_by_a_named_configuration_with_them(small_run, monkeypatch):
     monkeypatch.setenv("NXDT_HIDDEN", "32")
     monkeypatch.setenv("NXDT_NAME", "canary-name")
     config = small_run(
@@ -154,9 +155,9 @@ def test_a_checkpoint_is_used_without_the_variables_of_loggers_but_not_of_its_mo
     train(config)
     manifest = checkpoint.latest(build.storage(config), warn=print)
     assert manifest.facts.config["model"]["hidden_size"] == "${oc.decode:${oc.env:NXDT_HIDDEN}}"
-    monkeypatch.delenv("NXDT_NAME")
-    assert saved_config(manifest, where="here").selected("model").config.hidden_size == 32
-    assert saved_values(manifest, ["adapter"], where="here")["model"]["hidden_size"].startswith("${")
-    monkeypatch.delenv("NXDT_HIDDEN")
-    with pytest.raises(Exception, match=r"model\.hidden_size: cannot resolve .*'NXDT_HIDDEN' not found"):
-        saved_config(manifest, where="here")
+    with pytest.raises(SavedConfigUnusable, match=r"model\.hidden_size: it is the reference .*NXDT_HIDDEN.*") as caught:
+        saved_run(manifest, where="here")
+    assert "--config" in str(caught.value)
+    assert "NXDT_NAME" not in str(caught.value), "loggers are not needed"
+    named, _ = named_config(str(config.run_dir / "config.yaml"))
+    assert saved_run(manifest, where="here", config=named).config.selected("model").config.hidden_size == 32

@@ -93,6 +93,15 @@ def test_code_beside_a_configuration_is_not_run_where_transformers_has_the_model
     assert "auto_map" not in builder.config_to_hf()
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_that_a_configuration_names_are_not_looked_for(key):
+    """transformers downloads and runs those of ``owner/name``."""
+    architecture = read_architecture({**SIZES, "model_type": "qwen3_moe", key: "someone/kernels"})
+    assert "someone" not in repr(architecture.config)
+    with torch.device("meta"):
+        assert type(architecture.plain()).__module__.startswith("transformers.")
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [

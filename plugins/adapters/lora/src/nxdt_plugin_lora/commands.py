@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.ranks import on_all_ranks
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, trusted_keys
 from nxdt_core.cli.terminal.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
@@ -30,21 +30,36 @@ __all__ = ["export_lora", "merge_lora"]
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--base", metavar="URI", help="The frozen weights, where they are not where the run took them.")
+@named_config
+@trusted_keys
 @as_json
 @click.pass_context
-def merge_lora(ctx: click.Context, source: str, target: str, base: str | None, json_output: bool) -> None:
+def merge_lora(
+    ctx: click.Context,
+    source: str,
+    target: str,
+    base: str | None,
+    config: str | None,
+    trusted: tuple[str, ...],
+    json_output: bool,
+) -> None:
     """Make a checkpoint of the model that a LoRA run trained, without an adapter.
 
     SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory or an address
     of an installed store, without checkpoints. `nxdt checkpoint export DST DIR` then writes a directory that
     transformers loads. Memory holds one matrix at a time. Under torchrun or srun the processes divide the matrices.
     """
-    from nxdt_core.checkpoint import locate, open_storage
+    from nxdt_core.checkpoint import open_storage
+    from nxdt_core.training.weights.saved_config import locate
+    from nxdt_core.training.weights.saved_config import named_config as read
     from nxdt_plugin_lora import merging
 
+    own, keys = read(config, trusted)
     ctx.exit(
         on_all_ranks(
-            lambda ranks: merging.merge_lora(*locate(source), open_storage(target), base=base, ranks=ranks),
+            lambda ranks: merging.merge_lora(
+                *locate(source, own), open_storage(target), base=base, ranks=ranks, config=own, trusted=keys
+            ),
             lambda merged: _report(merged, json_output),
         )
     )
@@ -67,8 +82,12 @@ def _report(merged: Merged, json_output: bool) -> None:
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--base-model", metavar="NAME", help="What adapter_config.json names as the base: a path or a name.")
+@named_config
+@trusted_keys
 @as_json
-def export_lora(source: str, target: str, base_model: str | None, json_output: bool) -> None:
+def export_lora(
+    source: str, target: str, base_model: str | None, config: str | None, trusted: tuple[str, ...], json_output: bool
+) -> None:
     """Write the adapter that a LoRA run trained, and nothing of its base, for `PeftModel.from_pretrained`.
 
     SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory that is empty
@@ -76,7 +95,7 @@ def export_lora(source: str, target: str, base_model: str | None, json_output: b
     """
     from nxdt_plugin_lora.peft import export
 
-    exported = export.export_lora(source, target, base_model=base_model)
+    exported = export.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
     if json_output:
         print_json(asdict(exported))
         return

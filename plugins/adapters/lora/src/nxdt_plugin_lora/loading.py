@@ -21,7 +21,7 @@ from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training import build
 from nxdt_core.training.weights.frozen import base_digest, without_base
-from nxdt_core.training.weights.saved_config import saved_values
+from nxdt_core.training.weights.saved_config import saved_adapter
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.peft.config import differences, unread
@@ -75,7 +75,7 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
     trusted = build.trusted_keys(config)
     manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=ranks, trusted=trusted)
     where = build.step_uri(storage, manifest.step)
-    check_options(own, saved_values(manifest, ["adapter"], where=where).get("adapter", {}), where)
+    check_options(own, saved_adapter(manifest, config), where)
     if manifest.facts.base and manifest.facts.base != base_digest(model, ranks):
         raise AdapterOfAnotherBase(where=where, base="this run")
     weights = without_base(model, model.state_dict())

@@ -16,6 +16,7 @@ from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.rank_data import encode_state
 from nxdt_core.checkpoint.write.save import save_listed
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
@@ -56,6 +57,7 @@ def merge_lora(
     ranks: RankAgreement | None = None,
     keep_others: bool = False,
     signer: Signer | None = None,
+    config: ResolvedConfig | None = None,
     trusted: TrustedKeys | None = None,
 ) -> Merged:
     """Commit the model that a LoRA run trained as a checkpoint without an adapter, under the same step.
@@ -71,6 +73,7 @@ def merge_lora(
         ranks: that divide the matrices; None for a process that is alone.
         keep_others: whether ``target`` may hold other steps; the same step is replaced.
         signer: signs the merged checkpoint.
+        config: decides in place of the configuration that the checkpoint keeps.
         trusted: keys of which one must have signed what is merged; None requires no signature.
 
     Raises:
@@ -79,7 +82,7 @@ def merge_lora(
         MergeUnties: the update is of one of two tied matrices.
         ImportPlaceTaken: ``target`` holds a checkpoint.
     """
-    saved = open_saved(source, step, base=base, trusted=trusted)
+    saved = open_saved(source, step, base=base, config=config, trusted=trusted)
     _check_ties(saved)
     held = {
         ("model", name): Held(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
@@ -99,13 +102,13 @@ def merge_lora(
 
     facts = saved.manifest.facts
     elements = sum(each.box.elements for each in held.values())
-    config = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
+    kept = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
     manifest = save_listed(
         target,
         step=saved.manifest.step,
         prepare=prepare,
         write=write,
-        facts=replace(facts, config=config, base="", without_base=False, fencing=0, keep="regular", elements=elements),
+        facts=replace(facts, config=kept, base="", without_base=False, fencing=0, keep="regular", elements=elements),
         ranks=ranks,
         signer=signer,
     )

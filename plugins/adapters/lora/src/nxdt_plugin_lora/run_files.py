@@ -61,6 +61,7 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
         ranks=ranks,
         keep_others=True,
         signer=build.signer(config),
+        config=config,
         trusted=build.trusted_keys(config),
     )
     if ranks.rank == 0:

@@ -14,7 +14,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
 from nxdt_core.training.weights.base import BaseWeights, base_weights
-from nxdt_core.training.weights.saved_config import saved_config
+from nxdt_core.training.weights.saved_config import saved_run
 from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoAdapterHere
@@ -35,12 +35,19 @@ class SavedLora:
     lora: LoraConfig
     trained: Mapping[str, tuple[int, ...]]
     """Shapes of all that trained, by name."""
-    base: BaseWeights
+    found_base: BaseWeights | None
+    """None: they were not needed."""
 
     @property
     def uri(self) -> str:
         """Its address."""
         return build.step_uri(self.storage, self.manifest.step)
+
+    @property
+    def base(self) -> BaseWeights:
+        """The weights below the adapter."""
+        assert self.found_base is not None
+        return self.found_base
 
     @property
     def updated(self) -> Mapping[str, Mapping[str, str]]:
@@ -67,7 +74,13 @@ class SavedLora:
 
 
 def open_saved(
-    storage: CheckpointStorage, step: int | None, *, base: str | None = None, trusted: TrustedKeys | None = None
+    storage: CheckpointStorage,
+    step: int | None,
+    *,
+    base: str | None = None,
+    needs_base: bool = True,
+    config: ResolvedConfig | None = None,
+    trusted: TrustedKeys | None = None,
 ) -> SavedLora:
     """Return one checkpoint of a run.
 
@@ -75,6 +88,8 @@ def open_saved(
         storage: the store that holds the run's checkpoints.
         step: step of the checkpoint; None selects the newest valid one.
         base: address of the frozen weights, if they are no longer where the run read them.
+        needs_base: whether the frozen weights are to be read.
+        config: decides in place of the configuration that the checkpoint keeps.
         trusted: keys, one of which must have signed the checkpoint and its base; None requires no signature.
 
     Raises:
@@ -83,19 +98,19 @@ def open_saved(
     """
     manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
     uri = build.step_uri(storage, manifest.step)
-    config = saved_config(manifest, where=uri)
-    chosen = config.components["adapter"]
+    run = saved_run(manifest, where=uri, config=config, base=needs_base and base is None).config
+    chosen = run.components["adapter"]
     if chosen is None or not isinstance(chosen.config, LoraConfig) or not chosen.config.enable_lora:
         raise NoAdapterHere(where=uri)
-    builder = build.model_builder(config)
+    builder = build.model_builder(run)
     with torch.device("meta"):
         model = builder.build()
         adapt(model, builder.plan(), chosen.config)
     return SavedLora(
         storage=storage,
         manifest=manifest,
-        config=config,
+        config=run,
         lora=chosen.config,
         trained={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
-        base=base_weights(config, storage, manifest, base=base, trusted=trusted),
+        found_base=base_weights(run, storage, manifest, base=base, trusted=trusted) if needs_base else None,
     )

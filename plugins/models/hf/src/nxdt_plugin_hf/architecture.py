@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Architecture", "read_architecture"]
 
 _TRANSFORMERS = "transformers>=5.17,<6"
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_NOT_OF_THE_MODEL = ("auto_map", "quantization_config", *_IMPLEMENTATIONS, *(f"_{key}" for key in _IMPLEMENTATIONS))
+"""Keys of ``config.json`` that are not read. Code is not taken from where it names it: transformers downloads and runs
+kernels that ``attn_implementation`` names, where the package ``kernels`` is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,7 @@ def _unknown(
 def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
-    own = read_floats({key: value for key, value in values.items() if key not in ("auto_map", "quantization_config")})
+    own = read_floats({key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL})
     if values.get("quantization_config"):
         raise ConfigurationRefused(model_type=model_type, reason="quantized weights cannot be trained")
     try:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.checkpoint import locate
 from nxdt_core.checkpoint.formats.installed import format_of
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import build
-from nxdt_core.training.weights.saved_config import saved_values
+from nxdt_core.training.weights.saved_config import locate, named_config, saved_base
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
 from nxdt_plugin_lora.peft.config import peft_config
@@ -44,13 +43,23 @@ class ExportedLora:
     size_bytes: int
 
 
-def export_lora(source: str, target: str, *, base_model: str | None = None) -> ExportedLora:
+def export_lora(
+    source: str,
+    target: str,
+    *,
+    base_model: str | None = None,
+    config: str | None = None,
+    trusted: Sequence[str] = (),
+) -> ExportedLora:
     """Write the adapter alone, as ``PeftModel.from_pretrained(base, target)`` reads it.
 
     Args:
         source: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
         target: a directory that is empty or not there yet.
         base_model: what the files say of the base; None: the Hugging Face directory that the run began with, if any.
+        config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that the checkpoint keeps.
+        trusted: files of public keys, one of which must have signed the checkpoint; empty: those of
+            ``checkpoint.sign.trusted`` of ``config``.
 
     Raises:
         NoAdapterHere: the run had none.
@@ -60,14 +69,15 @@ def export_lora(source: str, target: str, *, base_model: str | None = None) -> E
     directory = Path(target)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise HFNotWritable(directory=target)
-    saved = open_saved(*locate(source))
+    own, keys = named_config(config, trusted)
+    saved = open_saved(*locate(source, own), needs_base=False, config=own, trusted=keys)
     base = base_model or _began_with(saved)
-    config, tensors = describe(build.model_builder(saved.config), saved.lora, saved.trained, base=base)
-    if config["lora_dropout"] != saved.lora.lora_dropout:
+    written, tensors = describe(build.model_builder(saved.config), saved.lora, saved.trained, base=base)
+    if written["lora_dropout"] != saved.lora.lora_dropout:
         _log.warning(
             "adapter_config.json says lora_dropout 0: peft opens no experts with another one, nor layers of their names"
         )
-    size_bytes = write_peft(directory, config, tensors, saved.read, base=saved.manifest.facts.base)
+    size_bytes = write_peft(directory, written, tensors, saved.read, base=saved.manifest.facts.base)
     return ExportedLora(
         source=saved.uri,
         target=target,
@@ -125,9 +135,5 @@ def describe(
 
 
 def _began_with(saved: SavedLora) -> str | None:
-    began = (
-        saved_values(saved.manifest, ["checkpoint.resume_from"], where=saved.uri)
-        .get("checkpoint", {})
-        .get("resume_from")
-    )
+    began = saved_base(saved.manifest)
     return began if began is not None and format_of(Path(began), saved.config.kernel) == "hf" else None
