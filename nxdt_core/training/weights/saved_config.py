@@ -44,6 +44,8 @@ __all__ = [
 
 _KEPT = ("seed", "data.seq_length", "data.tokenizer", "model", "precision", "adapter", "plugins.prefer")
 """All that the configuration of a checkpoint decides. Components are those of installed plugins."""
+_HERE = ("trainer.accelerator", "parallel_engine", "plugins")
+"""Kept of a configuration that the user names, too."""
 _OF_TRAINING = ("model.optim", "model.weight_init_only", "model.pipeline_cuts", "model.model_config")
 """Keys of the model that only training reads, and a file whose values the other keys hold."""
 _BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
@@ -107,7 +109,8 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     origin = Origin(kind="file", where=where)
     tree = _saved_tree(manifest, origin) if config is None else from_plain(config.to_values(), origin)
     kept = Node({}, origin)
-    for path in (*_KEPT, *(_BASE if manifest.facts.without_base and base else ())):
+    needed = _BASE if manifest.facts.without_base and base else ()
+    for path in (*_KEPT, *needed, *(() if config is None else _HERE)):
         if (node := tree.find(path)) is not None:
             kept = kept.set(path, node)
     for path in _OF_TRAINING:
@@ -117,9 +120,8 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
         kept = kept.set("checkpoint.resume_from", Node(f"{began.rstrip('/')}/{step_name(step)}", origin))
     keys = _checked_keys(tree, kept, where) if config is None else build.chat_keys(config)
     try:
-        run = load(
-            to_plain(merge(kept, from_plain(_ONE_PROCESS, origin))), kernel=None if config is None else config.kernel
-        )
+        given = to_plain(merge(kept, from_plain(_ONE_PROCESS, origin)))
+        run = load(given, kernel=None if config is None else config.kernel)
     except ConfigError as error:
         raise _unusable(error.problems, where, tree.plain("plugins.local") if config is None else None) from error
     return SavedRun(config=run, chat_keys=keys)
