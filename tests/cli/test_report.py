@@ -179,7 +179,7 @@ def test_watch_serves_the_page_as_it_is_now_to_this_machine_alone(runs, tmp_path
                 file.write('{"step": 9, "loss": 1.5}\n')
             assert ">9 of 4<" in ask()[1]
             assert ask("/config.yaml")[0] == 404
-            assert ask(host="evil.example")[0] == 404
+            assert ask(host="evil.example")[0] == 403
             busy = [*command[:-1], str(port)]
             done = processes.run(busy, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
             assert (done.returncode, "NXDT-T082" in done.stderr) == (2, True)
