@@ -20,6 +20,7 @@ _CONTROLS = (
     *range(0x200E, 0x2010),
     *range(0x2028, 0x202F),  # … with line and paragraph separators
     *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),  # surrogates, which no encoding has: bytes of a path that are not UTF-8
     0xFEFF,
 )
 _ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROLS if chr(code) not in "\n\t"}
@@ -27,7 +28,7 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 def visible(text: str, *, colours: bool = False) -> str:
-    r"""Return ``text`` with control characters and marks of direction as ``\u001b``, the escapes of JSON.
+    r"""Return ``text`` with control characters, marks of direction and surrogates as ``\u001b``, the escapes of JSON.
 
     Line feeds and tabs stay, and so do letters of every script.
 

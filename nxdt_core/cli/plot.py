@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from nxdt_core.cli.verb import Verb, say
+from nxdt_core.training.run.metric_rows import Row, finite
 
 __all__ = ["plot"]
 
@@ -44,6 +45,8 @@ def plot(runs: tuple[Path, ...], output: Path | None) -> None:
     say(f"plot: {target}")
 
 
-def _loss(row: dict[str, float | None]) -> str:
-    loss = row.get("loss")
-    return "not finite" if loss is None else f"{loss:.3f}"
+def _loss(row: Row) -> str:
+    loss = finite(row.get("loss"))
+    if loss is None:
+        return "not finite"
+    return f"{loss:.3f}" if abs(loss) < 1e6 else f"{loss:.3g}"

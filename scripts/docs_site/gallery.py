@@ -132,7 +132,8 @@ def _picture(name: str) -> str:
         (number, title, {int(row["step"]): row[column] for row in rows if column in row})
         for number, (column, title) in enumerate((("loss", "training"), ("validation_loss", "validation")))
     ]
-    return plot(lines, label=f"Loss of {name} over steps")
+    picture = plot(lines, label=f"Loss of {name} over steps")
+    return "" if picture is None else picture.html
 
 
 def _rows(name: str) -> list[dict[str, float]]:

@@ -127,12 +127,11 @@ def test_what_a_crash_left_is_shown_as_far_as_it_goes(runs, tmp_path):
 @pytest.mark.parametrize("log", [False, True])
 def test_a_plot_of_few_or_equal_points_has_finite_places(points, log):
     picture = plot([(0, "a", points)], label="x", log=log)
-    assert "nan" not in picture
-    assert "inf" not in picture
+    assert picture is None or not re.search("nan|inf", picture.html)
 
 
 def test_nearly_equal_values_have_short_labels_that_differ():
-    picture = plot([(0, "a", {10: 0.927536, 20: 0.927541})], label="x")
+    picture = plot([(0, "a", {10: 0.927536, 20: 0.927541})], label="x").html
     labels = re.findall(r'text-anchor="end">([^<]+)<', picture)
     assert len(set(labels)) == len(labels) > 1
     assert max(map(len, labels)) <= 5
@@ -140,7 +139,7 @@ def test_nearly_equal_values_have_short_labels_that_differ():
 
 def test_a_plot_of_many_points_keeps_its_peaks():
     points = dict.fromkeys(range(100000), 1.0) | {77_777: 9.0}
-    picture = plot([(0, "a", points)], label="x")
+    picture = plot([(0, "a", points)], label="x").html
     highest = min(float(y) for y in re.findall(r",([\d.]+)", re.search(r'points="(.*?)"', picture)[1]))
     assert highest < 40
     assert len(picture) < 20_000
@@ -180,7 +179,7 @@ def test_watch_serves_the_page_as_it_is_now_to_this_machine_alone(runs, tmp_path
                 file.write('{"step": 9, "loss": 1.5}\n')
             assert ">9 of 4<" in ask()[1]
             assert ask("/config.yaml")[0] == 404
-            assert ask(host="evil.example")[0] == 404
+            assert ask(host="evil.example")[0] == 403
             busy = [*command[:-1], str(port)]
             done = processes.run(busy, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
             assert (done.returncode, "NXDT-T082" in done.stderr) == (2, True)
@@ -206,7 +205,7 @@ def test_the_page_fits_the_window_in_a_browser(written, tmp_path, width):
     ]
     measured = tmp_path / "measured.html"
     measure = "<script>document.title = [document.documentElement.scrollWidth, innerWidth].join()</script></body>"
-    measured.write_text(written.read_text().replace("</body>", measure))
+    measured.write_text(written.read_text().replace("Content-Security-Policy", "x").replace("</body>", measure))
     picture = tmp_path / "picture.png"
     words = ["--dump-dom", measured.as_uri()], [f"--screenshot={picture}", written.as_uri()]
     dom, _ = (

@@ -41,10 +41,13 @@ from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.checkpoint.format.digests import BlockDigests, DigestingWriter, digest
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key
 from nxdt_core.cli import main
+from nxdt_core.cli.report.page import page
+from nxdt_core.cli.report.records import read_run
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.files.records import read_records
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.training.run.plot import read_run as read_plotted
 from tests.checkpoint.poison import import_all, weights
 from tests.fuzz.mutation import changed, changed_bytes, odd_values
 
@@ -607,6 +610,49 @@ class Tables(Subject):
                 _read_all(HfDataloader(config, context).split("validation"))
 
 
+# --- run directories --------------------------------------------------------------------------------------------------
+
+
+def _lines(rows: Any) -> bytes:
+    try:
+        return b"\n".join(_dump(row) for row in (rows if isinstance(rows, list) else [rows]))
+    except ValueError:  # more digits than Python writes
+        return b'{"step":1,"loss":' + b"9" * 5000 + b"}"
+
+
+class Runs(Subject):
+    """``nxdt report`` and what ``nxdt plot`` reads, of the files in the directory of a run."""
+
+    _rows = (
+        {"step": 1, "loss": 5.5, "grad_norm": 1e-3, "skipped_steps": 0, "consumed_tokens": 64},
+        {"step": 2, "loss": None, "grad_norm": 2.0, "skipped_steps": 1, "bytes": 2**34, "seconds": 0.1},
+        {"step": 3, "loss": 1.5, "perplexity": 4.5, "sets": {"a": {"loss": 1.0}}, "prompt": "a", "text": "b"},
+    )
+    _manifests = ({"step": 2, "created": "now", "mesh": {"dp": 2}, "versions": {"a": "1"}, "plugin_fingerprint": "f"},)
+    _config = b"name: a  # command line\ntrainer:\n  max_steps: 3  # a.yaml:2\n"
+    _log = b"2026-11-01 00:00:00,000 WARNING rank 0 nxdt: text\n"
+    _row_files = st.sampled_from(("metrics", "validation", "saves", "generations", "resumes", "metrics.replaced"))
+    cases = st.one_of(
+        st.tuples(_row_files.map("{}.jsonl".format), changed([list(_rows)]).map(_lines)),
+        st.tuples(_row_files.map("{}.jsonl".format), changed_bytes(_lines(list(_rows)))),
+        st.tuples(st.just("checkpoints/step-2/manifest.json"), changed(_manifests).map(_lines)),
+        st.tuples(st.just("config.yaml"), changed_bytes(_config)),
+        st.tuples(st.just("logs/globalrank-0_1.txt"), changed_bytes(_log)),
+    )
+
+    def attempt(self, case: tuple[str, bytes]) -> None:
+        """Make the page, which must be one that a browser can show."""
+        name, content = case
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        (self.directory / "config.yaml").touch()
+        run = read_run(self.directory)
+        page([run, run]).encode()
+        with contextlib.suppress(NxdtError):
+            read_plotted(self.directory)
+
+
 SUBJECTS: Mapping[str, type[Subject]] = {
     "configurations": Configurations,
     "manifests": Manifests,
@@ -616,4 +662,5 @@ SUBJECTS: Mapping[str, type[Subject]] = {
     "preferences": Preferences,
     "indexed": Indexed,
     "tables": Tables,
+    "runs": Runs,
 }

@@ -20,7 +20,7 @@ CORE = ROOT / "nxdt_core"
 LAYERS = (
     {"_version", "capabilities", "deprecation", "garbage_collection", "visible_text"},
     {"errors"},
-    {"api", "compile_counts", "mounts", "regular_files", "torch_versions"},
+    {"api", "compile_counts", "http_server", "mounts", "regular_files", "torch_versions"},
     {"device_operations"},
     {"trainium"},
     {"devices"},

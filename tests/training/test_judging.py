@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from html import unescape
 
 import datasets
 import numpy as np
 import pytest
 from nxdt_plugin_megatron_data.writer import IndexedWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
@@ -25,9 +28,11 @@ from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
 from nxdt_core.inference.evaluate import Answer, Question, questions, scores
 from nxdt_core.inference.generate import generate
 from nxdt_core.training.run.train import train
+from nxdt_core.visible_text import visible
 from tests import processes
 from tests.training.small import SMALL
 
+MARKUP = "And\n![b](http://x/c)\r# <img>"
 CALL = {"name": "look", "arguments": "{}"}
 CHAT = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
 
@@ -40,7 +45,7 @@ def judged(where):
         *("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.limit_val_batches=null"),
         "data.validation_fraction=0",
         f"data.validation_sets={{digits: [{where}/digits.txt], words: [{where}/words.txt]}}",
-        "trainer.callbacks=[{name: generations, prompts: [In the, And], max_new_tokens: 5}]",
+        f"trainer.callbacks=[{{name: generations, prompts: [In the, {json.dumps(MARKUP)}], max_new_tokens: 5}}]",
     )
 
 
@@ -78,11 +83,13 @@ def test_loggers_have_them_and_the_texts_that_were_written(trained):
                                              for one in ("digits", "words"))}  # fmt: skip
     assert names <= set(events.Tags()["scalars"])
     written = lines(trained.run_dir / "generations.jsonl")
-    assert [(row["step"], row["prompt"]) for row in written] == [(2, "In the"), (2, "And")]
+    assert [(row["step"], row["prompt"]) for row in written] == [(2, "In the"), (2, MARKUP)]
     texts = [events.Tensors(f"generations/{number}/text_summary")[0] for number in range(2)]
     for row, text in zip(written, texts, strict=True):
         assert text.step == 2
-        assert row["text"] in text.tensor_proto.string_val[0].decode("utf-8", "replace")
+        html = markdown_to_safe_html(text.tensor_proto.string_val[0])
+        assert re.findall("<[a-z]+", html) == ["<pre", "<code"]
+        assert "".join(visible(row["prompt"] + row["text"]).split()) in "".join(unescape(html).split())
 
 
 def test_ranks_write_together_what_one_process_writes(trained):

@@ -19,6 +19,7 @@ from nxdt_core.inference.sampling import Sampling, continue_ids
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.regular_files import regular_opener
 from nxdt_core.training import build
+from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.training.lightning.module import NxdtModule
@@ -93,7 +94,12 @@ class Generations(pl.Callback):
         for logger in trainer.loggers:
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is not None:
-                add_text(f"generations/{number}", f"**{prompt}** {text}", step)
+                add_text(f"generations/{number}", _as_code(prompt + text), step)
+
+
+def _as_code(text: str) -> str:
+    """Return Markdown that shows ``text`` as it is: TensorBoard would load a picture that it names."""
+    return "\n".join(f"    {line}" for line in visible(text).splitlines())
 
 
 def _tokenizer_of(trainer: pl.Trainer) -> Tokenizer:

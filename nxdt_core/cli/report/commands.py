@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
 
-from nxdt_core.cli.report.page import page
+from nxdt_core.cli.report.page import POLICY, notice, page
 from nxdt_core.cli.report.records import read_run
 from nxdt_core.cli.verb import Verb, say
+from nxdt_core.errors.training import NotARunDirectory
+from nxdt_core.http_server import Handler, Server
 
 __all__ = ["report", "watch"]
 
@@ -63,7 +64,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
     for run in runs:
         read_run(run)
     try:
-        server = ThreadingHTTPServer((_HOST, port), _handler(runs))
+        server = Server(_HOST, port, _handler(runs))
     except OSError as error:
         raise CannotServeReport(port=port, reason=error.strerror or str(error)) from error
     with server:
@@ -72,22 +73,18 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
         server.serve_forever()
 
 
-def _handler(runs: Sequence[Path]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            """Answer the one page; a name other than this machine's comes from a page elsewhere."""
-            host = self.headers.get("Host", "").partition(":")[0]
-            if self.path != "/" or host not in (_HOST, "localhost"):
-                self.send_error(404)
+def _handler(runs: Sequence[Path]) -> type[Handler]:
+    class ReportHandler(Handler):
+        def respond(self) -> None:
+            """Answer the one page, or one that says which directory is gone; both load again."""
+            if self.path != "/":
+                self.answer(404, "text/plain", "There is only /.\n")
                 return
-            text = page([read_run(run) for run in runs], refresh_s=_REFRESH_S).encode("utf-8", "replace")
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            try:
+                status, text = 200, page([read_run(run) for run in runs], refresh_s=_REFRESH_S)
+            except NotARunDirectory as error:
+                status, text = 503, notice(str(error), refresh_s=_REFRESH_S)
+            policy = f"{POLICY}; frame-ancestors 'none'"
+            self.answer(status, "text/html; charset=utf-8", text, Content_Security_Policy=policy)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Print nothing per request."""
-
-    return Handler
+    return ReportHandler

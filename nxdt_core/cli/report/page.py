@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from html import escape
 
+from nxdt_core.cli.report.markup import Content, Markup, document, element, policy
 from nxdt_core.cli.report.plot import COLOURS, plot
 from nxdt_core.cli.report.records import Run, Series
-from nxdt_core.visible_text import visible
 
-__all__ = ["page"]
+__all__ = ["POLICY", "notice", "page"]
 
 _CHARTS = (
     ("Loss", ("metrics:loss", "validation:loss"), False),
@@ -59,6 +57,8 @@ summary{cursor:pointer;padding:6px 0}.warning{color:var(--c1)}.error,.critical{c
     f"svg .s{n} polyline{{stroke:var(--c{n})}}svg .s{n} circle{{fill:var(--c{n})}}.b{n}{{background:var(--c{n})}}"
     for n in range(COLOURS)
 )
+POLICY = policy(_STYLE)
+"""Content-Security-Policy of a page."""
 
 
 def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
@@ -68,38 +68,28 @@ def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
         runs: at least one.
         refresh_s: seconds after which a browser loads the page again; None for never.
     """
-    title = _text(", ".join(run.name for run in runs))
-    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
-    sections = [
-        _summary(runs),
-        *_plots(runs),
-        _configuration(runs),
-        _environment(runs),
-        *_events(runs),
-        *_samples(runs),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{refresh}<title>{title}: nxdt</title><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n"
-        + "\n".join(sections)
-        + "\n</body></html>\n"
-    )
+    sections = (_summary(runs), _plots(runs), _configuration(runs), _environment(runs), _events(runs), _samples(runs))
+    return _page(", ".join(run.name for run in runs), *sections, refresh_s=refresh_s)
 
 
-def _text(text: object) -> str:
-    return escape(visible(str(text)))
+def notice(text: str, *, refresh_s: int) -> str:
+    """Return the HTML of a page that says why there is no report; a browser loads it again after ``refresh_s``."""
+    return _page("No report", element("pre", text), refresh_s=refresh_s)
 
 
-def _summary(runs: Sequence[Run]) -> str:
-    rows = []
+def _page(title: str, *content: Content, refresh_s: int | None) -> str:
+    return document(f"{title}: nxdt", element("h1", title), *content, style=_STYLE, refresh_s=refresh_s)
+
+
+def _summary(runs: Sequence[Run]) -> Content:
+    rows: list[list[Content]] = []
     for run in runs:
         goal = run.values.get("trainer.max_steps", "")
         step = "-" if run.last_step is None else f"{run.last_step}{f' of {goal}' if goal else ''}"
         last = [_last(run, column) for column in _SHOWN]
-        rows.append([_text(run.name), step, *last, _text(run.directory)])
+        rows.append([run.name, step, *last, str(run.directory)])
     head = ["Run", "Step", "Loss", "Validation loss", "Tokens/s", "Learning rate", "Gradient norm", "Directory"]
-    return _legend(runs) + _table(head, rows)
+    return _legend([(number, run.name) for number, run in enumerate(runs)]), _table(head, rows)
 
 
 def _last(run: Run, column: str) -> str:
@@ -108,13 +98,17 @@ def _last(run: Run, column: str) -> str:
     return f"{points[max(points)]:.5g}" if points else "-"
 
 
-def _legend(runs: Sequence[Run]) -> str:
-    items = (f'<li><span class="b{n % COLOURS}"></span>{_text(run.name)}</li>' for n, run in enumerate(runs))
-    return f'<ul class="legend">{"".join(items)}</ul>'
+def _legend(lines: Sequence[tuple[int, str]]) -> Markup:
+    items = [element("li", element("span", class_=f"b{colour % COLOURS}"), name) for colour, name in lines]
+    return element("ul", items, class_="legend")
 
 
-def _plots(runs: Sequence[Run]) -> Iterator[str]:
-    yield '<h2>Curves</h2><p class="dim">Over the optimizer steps.</p><div class="grid-of-plots">'
+def _plots(runs: Sequence[Run]) -> Iterator[Markup]:
+    yield from (element("h2", "Curves"), element("p", "Over the optimizer steps.", class_="dim"))
+    yield element("div", _figures(runs), class_="grid-of-plots")
+
+
+def _figures(runs: Sequence[Run]) -> Iterator[Markup]:
     known = {column for _, columns, _ in _CHARTS for column in columns} | _LEFT_OUT
     seen = dict.fromkeys(
         column for run in runs for column in run.curves if column not in known and not column.startswith(_OF_SAVES)
@@ -134,15 +128,14 @@ def _plots(runs: Sequence[Run]) -> Iterator[str]:
             for name in [f"{run.name}: {'validation' if column.startswith('validation') else 'training'}"]
         ]
         picture = plot(lines, label=title, log=log)
-        if picture:
-            note = _validation_legend(runs, lines) if len(columns) > 1 else ""
-            yield f"<figure><h3>{_text(title)}{', log scale' if log else ''}</h3>{picture}{note}</figure>"
-    yield "</div>"
+        if picture is not None:
+            note = _legend([(colour, name) for colour, name, _ in lines]) if len(columns) > 1 else None
+            yield element("figure", element("h3", title, ", log scale" if log else None), picture, note)
 
 
 def _in_mib(title: str, curves: Sequence[Series]) -> str:
     """Return the title of a chart of bytes with MiB in place of GiB where all of its values are small."""
-    largest = max((value for points in curves for value in points.values() if math.isfinite(value)), default=_GIB)
+    largest = max((value for points in curves for value in points.values()), default=_GIB)
     return title.replace("GiB", "MiB") if largest < _GIB / 10 else title
 
 
@@ -151,23 +144,17 @@ def _in_unit(points: Series, title: str) -> Series:
     return {step: value / size for step, value in points.items()}
 
 
-def _validation_legend(runs: Sequence[Run], lines: Sequence[tuple[int, str, object]]) -> str:
-    items = (f'<li><span class="b{colour % COLOURS}"></span>{_text(name)}</li>' for colour, name, _ in lines)
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _configuration(runs: Sequence[Run]) -> str:
+def _configuration(runs: Sequence[Run]) -> Iterator[Markup]:
     keys = list(dict.fromkeys(key for run in runs for key in run.values))
     differing = [key for key in keys if len({run.values.get(key) for run in runs}) > 1]
-    head = ["Key", *(_text(run.name) for run in runs), "From"]
-    text = "<h2>Configuration</h2>"
+    head = ["Key", *(run.name for run in runs), "From"]
+    yield element("h2", "Configuration")
     if len(runs) > 1:
-        text += f"<h3>Differences</h3>{_table(head, _key_rows(runs, differing), differs=True)}"
+        yield from (element("h3", "Differences"), _table(head, _key_rows(runs, differing), differs=True))
     chosen = [key for key in keys if any(_is_set(run, key) for run in runs)]
-    text += f"<details open><summary>Keys that are set ({len(chosen)})</summary>"
-    text += _table(head, _key_rows(runs, chosen)) + "</details>"
-    text += f"<details><summary>All keys ({len(keys)})</summary>{_table(head, _key_rows(runs, keys))}</details>"
-    return text
+    for title, shown, opened in (("Keys that are set", chosen, ""), ("All keys", keys, None)):
+        summary = element("summary", f"{title} ({len(shown)})")
+        yield element("details", summary, _table(head, _key_rows(runs, shown)), open=opened)
 
 
 def _is_set(run: Run, key: str) -> bool:
@@ -175,49 +162,50 @@ def _is_set(run: Run, key: str) -> bool:
     return key in run.values and not run.origins.get(key, "").startswith(("default", "alias"))
 
 
-def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[str]]:
-    rows = []
+def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[Content]]:
+    rows: list[list[Content]] = []
     for key in keys:
         origins = dict.fromkeys(run.origins.get(key, "") for run in runs)
-        values = (f"<code>{_text(run.values[key])}</code>" if key in run.values else "-" for run in runs)
-        rows.append([f"<code>{_text(key)}</code>", *values, _text(", ".join(filter(None, origins)))])
+        values = (element("code", run.values[key]) if key in run.values else "-" for run in runs)
+        rows.append([element("code", key), *values, ", ".join(filter(None, origins))])
     return rows
 
 
-def _environment(runs: Sequence[Run]) -> str:
+def _environment(runs: Sequence[Run]) -> Iterator[Markup]:
+    yield element("h2", "Plugins and environment")
     names = list(dict.fromkeys(name for run in runs for name in (*run.facts, *run.versions)))
-    rows = [[_text(name), *(_text({**run.versions, **run.facts}.get(name, "-")) for run in runs)] for name in names]
-    if not rows:
-        return '<h2>Plugins and environment</h2><p class="dim">No checkpoint to read them from.</p>'
-    return "<h2>Plugins and environment</h2>" + _table(["", *(_text(run.name) for run in runs)], rows)
+    rows = [[name, *({**run.versions, **run.facts}.get(name, "-") for run in runs)] for name in names]
+    yield (_table(["", *(run.name for run in runs)], rows) if rows else _dim("No checkpoint to read them from."))
 
 
-def _events(runs: Sequence[Run]) -> Iterator[str]:
-    yield "<h2>Events</h2>"
+def _events(runs: Sequence[Run]) -> Iterator[Markup]:
+    yield element("h2", "Events")
     for run in runs:
-        yield f"<h3>{_text(run.name)}</h3>"
-        rows = [
-            [_text(time), f'<span class="{_text(level)}">{_text(level)}</span>', _text(text)]
-            for time, level, text in run.events
+        rows: list[list[Content]] = [
+            [time, element("span", level, class_=level), text] for time, level, text in run.events
         ]
-        yield _table(["Time", "Level", "What"], rows) if rows else '<p class="dim">None.</p>'
+        yield from (element("h3", run.name), _table(["Time", "Level", "What"], rows))
 
 
-def _samples(runs: Sequence[Run]) -> Iterator[str]:
+def _samples(runs: Sequence[Run]) -> Iterator[Markup]:
     if any(run.generations for run in runs):
-        yield "<h2>Samples</h2>"
+        yield element("h2", "Samples")
     for run in runs:
         for step, prompt, text in run.generations:
-            yield f"<h3>{_text(run.name)}, step {step}</h3><pre><b>{_text(prompt)}</b>{_text(text)}</pre>"
+            yield from (element("h3", f"{run.name}, step {step}"), element("pre", element("b", prompt), text))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, differs: bool = False) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[Content]], *, differs: bool = False) -> Markup:
     if not rows:
-        return '<p class="dim">None.</p>'
-    mark = ' class="differs"' if differs else ""
-    body = "".join(
-        f'<tr{mark}><td class="key">{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
+        return _dim("None.")
+    lines = [
+        element("tr", element("td", cells[0], class_="key"), [element("td", cell) for cell in cells[1:]], class_=mark)
         for cells in rows
-    )
-    titles = "".join(f"<th>{title}</th>" for title in head)
-    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+        for mark in ["differs" if differs else None]
+    ]
+    titles = element("tr", [element("th", title) for title in head])
+    return element("div", element("table", element("thead", titles), element("tbody", lines)), class_="wide")
+
+
+def _dim(text: str) -> Markup:
+    return element("p", text, class_="dim")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from nxdt_core.cli.report.markup import Markup, element
+from nxdt_core.training.run.metric_rows import drawable
 
 __all__ = ["COLOURS", "plot"]
 
@@ -14,56 +18,78 @@ COLOURS = 6
 _WIDTH, _HEIGHT = 420, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 10, 26
 _MOST_POINTS = 500
+_MOST_DECADES = 12
+"""Labels of a logarithmic axis."""
+
+_Point = tuple[int, float]
 
 
-def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log: bool = False) -> str:
-    """Return an SVG of curves over the steps.
+@final
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Maps ``low`` to ``start`` and ``high`` to ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def place(self, value: float) -> str:
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return f"{self.start + share * (self.end - self.start):.1f}"
+
+
+def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log: bool = False) -> Markup | None:
+    """Return an SVG of curves over the steps; None where there is nothing to see.
+
+    Values that no axis can hold, such as infinities, are left out.
 
     Args:
         lines: class of the colour, name, and value by step of each.
         label: what a screen reader says.
         log: whether the value axis is logarithmic.
     """
-    scaled = [(colour, name, _scaled(points, log)) for colour, name, points in lines]
-    drawn = [(colour, name, points) for colour, name, points in scaled if points]
+    drawn = [(colour, name, points) for colour, name, given in lines if (points := _scaled(given, log))]
     steps = [step for _, _, points in drawn for step, _ in points]
     values = [value for _, _, points in drawn for _, value in points]
     if not steps or not any(values if not log else steps):  # a counter that stays at 0 has no picture
-        return ""
+        return None
     x_ticks = [each for each in _ticks(min(steps), max(steps), 4) if min(steps) <= each <= max(steps)]
     y_ticks = _decades(min(values), max(values)) if log else _ticks(*_widened(min(values), max(values)), 4)
-    x_low, x_high = min(steps), max(steps)
-    y_low, y_high = min(*values, y_ticks[0]), max(*values, y_ticks[-1])
-
-    def x(step: float) -> float:
-        share = (step - x_low) / (x_high - x_low) if x_high > x_low else 0.5
-        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(value: float) -> float:
-        share = (value - y_low) / (y_high - y_low) if y_high > y_low else 0.5
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">']
-    for tick, text in zip(y_ticks, _labels([10**tick if log else tick for tick in y_ticks]), strict=True):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick, text in zip(x_ticks, _labels(x_ticks), strict=True):
-        parts.append(f'<text x="{x(tick):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
-    for colour, name, points in drawn:
-        places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-        parts.append(f'<g class="s{colour % COLOURS}"><title>{escape(name)}</title><polyline points="{places}"/>')
-        if len(points) <= 30:
-            parts += [f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5"/>' for step, value in points]
-        parts.append("</g>")
-    return "".join([*parts, "</svg>"])
+    x = _Axis(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
+    y = _Axis(min(*values, y_ticks[0]), max(*values, y_ticks[-1]), _HEIGHT - _BOTTOM, _TOP)
+    return element(
+        "svg",
+        _across(y, y_ticks, _labels([10**tick if log else tick for tick in y_ticks])),
+        [
+            element("text", text, x=x.place(tick), y=_HEIGHT - 8, text_anchor="middle")
+            for tick, text in zip(x_ticks, _labels(x_ticks), strict=True)
+        ],
+        [_curve(x, y, *each) for each in drawn],
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+        aria_label=label,
+    )
 
 
-def _scaled(points: dict[int, float], log: bool) -> list[tuple[int, float]]:
-    """Finite points, thinned to the smallest and largest of each stretch of steps."""
-    finite = [
-        (step, value) for step, value in sorted(points.items()) if math.isfinite(value) and (value > 0 or not log)
-    ]
-    found = [(step, math.log10(value) if log else value) for step, value in finite]
+def _across(y: _Axis, ticks: Sequence[float], labels: Sequence[str]) -> Iterator[Markup]:
+    for tick, text in zip(ticks, labels, strict=True):
+        place = y.place(tick)
+        yield element("line", class_="grid", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=place, y2=place)
+        yield element("text", text, x=_LEFT - 6, y=place, dy=4, text_anchor="end")
+
+
+def _curve(x: _Axis, y: _Axis, colour: int, name: str, points: Sequence[_Point]) -> Markup:
+    places = [(x.place(step), y.place(value)) for step, value in points]
+    dots = [element("circle", cx=across, cy=down, r=2.5) for across, down in places] if len(places) <= 30 else None
+    line = element("polyline", points=" ".join(map(",".join, places)))
+    return element("g", element("title", name), line, dots, class_=f"s{colour % COLOURS}")
+
+
+def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
+    """Points that can be drawn, thinned to the smallest and largest of each stretch of steps."""
+    kept = [(step, value) for step, value in sorted(points.items()) if drawable(value) and (value > 0 or not log)]
+    found = [(step, math.log10(value) if log else value) for step, value in kept]
     if len(found) <= _MOST_POINTS:
         return found
     size = math.ceil(2 * len(found) / _MOST_POINTS)
@@ -91,9 +117,9 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 def _decades(low: float, high: float) -> list[float]:
     """Logarithms of 1, 2, 5, 10, … that enclose a range of logarithms; of many, powers of ten alone."""
     factors = (1, 2, 5) if high - low < 3 else (1,)
-    found = [
-        decade + math.log10(factor) for decade in range(math.floor(low) - 1, math.ceil(high) + 2) for factor in factors
-    ]
+    size = math.ceil((high - low) / _MOST_DECADES) or 1
+    decades = range(math.floor(low) - size, math.ceil(high) + size + 1, size)
+    found = [decade + math.log10(factor) for decade in decades for factor in factors]
     first = max(index for index, tick in enumerate(found) if tick <= low)
     last = min(index for index, tick in enumerate(found) if tick >= high)
     return found[first : last + 1]
@@ -111,6 +137,6 @@ def _labels(values: Sequence[float]) -> list[str]:
 
 def _number(value: float, digits: int) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
+        if size <= abs(value) < 1e15:
             return f"{value / size:.{digits}g}{letter}"
-    return f"{value:.{digits}g}".replace("e-0", "e-")
+    return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+", "e")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from os.path import isfile, realpath
 from pathlib import Path
-from typing import Any
 
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.regular_files import regular_opener
+from nxdt_core.training.run.metric_rows import Row, finite, json_object, lines_of, rows_by_step
 
 __all__ = ["Run", "Series", "read_run"]
 
 Series = dict[int, float]
 """Value by step."""
 
-_LINE = re.compile(r"(?P<indent> *)(?P<key>[^\s:#][^:]*):(?: +(?P<value>.*?))?(?: {2,}# (?P<origin>.*))?$")
 _EVENT = re.compile(r"(?P<time>[\d-]+ [\d:]+),\d+ (?P<level>[A-Z]+) rank (?P<rank>\d+) [\w.]+: (?P<text>.*)")
 _TOLD = re.compile(
     r"resum|starting from|stop|skipped|not finite|plugins |Lightning adds|learning rate|average|damaged|fall"
@@ -57,17 +57,17 @@ def read_run(directory: Path) -> Run:
     Raises:
         NotARunDirectory: it has neither metrics nor a configuration.
     """
-    if not (directory / "metrics.jsonl").is_file() and not (directory / "config.yaml").is_file():
+    if not isfile(directory / "metrics.jsonl") and not isfile(directory / "config.yaml"):
         raise NotARunDirectory(path=str(directory))
     metrics = _rows(directory / "metrics.jsonl")
     validation = _rows(directory / "validation.jsonl")
     saves = _rows(directory / "saves.jsonl")
     curves = {**_curves("metrics", metrics), **_curves("validation", validation), **_curves("saves", saves)}
-    values, origins = _configuration(_text(directory / "config.yaml"))
+    values, origins = _configuration(_lines(directory / "config.yaml"))
     versions, facts = _checkpoint(directory)
     return Run(
         directory=directory,
-        name=directory.resolve().name,
+        name=Path(realpath(directory)).name,
         curves=curves,
         last_step=max((row["step"] for row in metrics), default=None),
         values=values,
@@ -79,58 +79,50 @@ def read_run(directory: Path) -> Run:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace", opener=regular_opener) as file:
-            return file.read()
-    except OSError:
-        return ""
+def _lines(path: Path) -> Iterator[str]:
+    with suppress(OSError):
+        yield from lines_of(path)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Rows by step; after a resume the last row of a step counts, and a row that a crash cut short does not."""
-    found: dict[int, dict[str, Any]] = {}
-    for line in _text(path).splitlines():
-        row = _json(line)
-        if type(row.get("step")) is int:
-            found[row["step"]] = row
-    return [found[step] for step in sorted(found)]
+def _rows(path: Path) -> list[Row]:
+    return rows_by_step(_lines(path))
 
 
-def _json(text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
+def _paths(directory: Path, pattern: str) -> list[Path]:
+    """Paths that match, sorted; as many as can be listed while the directory may be going away."""
+    found: list[Path] = []
+    with suppress(OSError):
+        found.extend(directory.glob(pattern))
+    return sorted(found)
 
 
-def _curves(name: str, rows: list[dict[str, Any]]) -> dict[str, Series]:
+def _curves(name: str, rows: list[Row]) -> dict[str, Series]:
     curves: dict[str, Series] = {}
     for row in rows:
         sets = row.get("sets")
         parts = [("", row), *((f"/{key}", part) for key, part in (sets if isinstance(sets, dict) else {}).items())]
         for suffix, part in parts:
             for column, value in part.items() if isinstance(part, dict) else ():
-                if column not in _COUNTERS and isinstance(value, int | float) and not isinstance(value, bool):
-                    curves.setdefault(f"{name}:{column}{suffix}", {})[row["step"]] = float(value)
+                number = finite(value)
+                if column not in _COUNTERS and number is not None:
+                    curves.setdefault(f"{name}:{column}{suffix}", {})[row["step"]] = number
     return curves
 
 
-def _configuration(text: str) -> tuple[dict[str, str], dict[str, str]]:
+def _configuration(lines: Iterator[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Value and origin of each key, read line by line, since the origins are comments."""
     values, origins = {}, {}
     above: list[tuple[int, str]] = []
-    for line in text.splitlines():
-        found = _LINE.fullmatch(line)
-        if found is None or line.startswith("#"):
+    for line in lines:
+        text, _, origin = line.rpartition("  # ") if "  # " in line else (line, "", "")
+        key, colon, value = text.lstrip(" ").partition(":")
+        if not colon or not key or key[0] in "#\t" or (value and value[0] != " "):
             continue
-        indent, key = len(found["indent"]), found["key"].strip()
+        indent, key, value = len(text) - len(text.lstrip(" ")), key.strip(), value.strip()
         above = [(depth, name) for depth, name in above if depth < indent]
         path = ".".join([*(name for _, name in above), key])
-        if found["value"]:
-            values[path] = found["value"].strip()
-            origins[path] = found["origin"] or ""
+        if value:
+            values[path], origins[path] = value, origin
         else:
             above.append((indent, key))
     return values, origins
@@ -138,8 +130,8 @@ def _configuration(text: str) -> tuple[dict[str, str], dict[str, str]]:
 
 def _checkpoint(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Versions, layout and fingerprint from the newest manifest below the run's own directory of checkpoints."""
-    for path in sorted((directory / "checkpoints").glob("step-*/manifest.json"), reverse=True):
-        manifest = _json(_text(path))
+    for path in reversed(_paths(directory, "checkpoints/step-*/manifest.json")):
+        manifest = {} if path.parent.is_symlink() else json_object("\n".join(_lines(path)))
         versions, mesh = manifest.get("versions"), manifest.get("mesh")
         if isinstance(versions, dict) and isinstance(mesh, dict):
             facts = {
@@ -147,15 +139,15 @@ def _checkpoint(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
                 "layout": " ".join(f"{name}={size}" for name, size in mesh.items()),
                 "plugins' fingerprint": str(manifest.get("plugin_fingerprint", "")),
             }
-            return {str(name): str(version) for name, version in versions.items()}, facts
+            return {name: str(version) for name, version in versions.items()}, facts
     return {}, {}
 
 
-def _events(directory: Path, metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+def _events(directory: Path, metrics: list[Row]) -> Iterable[tuple[str, str, str]]:
     """Warnings, errors and turning points from the first rank's log, and steps whose update was skipped."""
-    found = []
-    for path in sorted((directory / "logs").glob("globalrank-0_*.txt")):
-        for line in _text(path).splitlines():
+    found: deque[tuple[str, str, str]] = deque(maxlen=_MOST_EVENTS)
+    for path in _paths(directory, "logs/globalrank-0_*.txt"):
+        for line in _lines(path):
             event = _EVENT.fullmatch(line)
             if event is not None and (event["level"] != "INFO" or _TOLD.search(event["text"])):
                 found.append((event["time"], event["level"].lower(), event["text"]))
@@ -170,11 +162,10 @@ def _events(directory: Path, metrics: list[dict[str, Any]]) -> Iterator[tuple[st
     replaced = len(_rows(directory / "metrics.replaced.jsonl"))
     if replaced:
         found.append(("", "info", f"{replaced} logged steps were repeated after a resume (metrics.replaced.jsonl)"))
-    yield from found[-_MOST_EVENTS:]
+    return found
 
 
 def _generations(directory: Path, newest: int = 12) -> Iterator[tuple[int, str, str]]:
-    rows = [_json(line) for line in _text(directory / "generations.jsonl").splitlines()]
-    whole = [row for row in rows if type(row.get("step")) is int]
-    for row in whole[-newest:]:
+    rows = map(json_object, _lines(directory / "generations.jsonl"))
+    for row in deque((row for row in rows if type(row.get("step")) is int), maxlen=newest):
         yield row["step"], str(row.get("prompt", "")), str(row.get("text", ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.training.monitoring.log_lines import strict_json
 from nxdt_core.training.run.files import replace_text
+from nxdt_core.training.run.metric_rows import json_object, lines_of
 
 __all__ = ["mark_failed"]
 
@@ -28,17 +28,18 @@ def mark_failed(config: ResolvedConfig, text: str) -> None:
         text: what the launcher prints about the failure; the code in it becomes the error.
     """
     settings, code = config.run.exp_manager.monitoring, _CODE.search(text)
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         if settings.health_file is not None:
             path = config.run_dir / Path(settings.health_file).expanduser()
-            health = json.loads(path.read_text(encoding="utf-8"))
-            has_consequence = health["state"] == "failed" and not str(health["error"]).startswith("NXDT-")
-            if health["state"] in _LIVING or (code and has_consequence):
+            health = json_object("".join(lines_of(path)))
+            state, error = health.get("state"), str(health.get("error"))
+            has_consequence = state == "failed" and not error.startswith("NXDT-")
+            if state in _LIVING or (code and has_consequence):
                 replace_text(path, strict_json({**health, "state": "failed", "error": code and code[1]}) + "\n")
     with suppress(OSError, ValueError):
         if settings.metrics_file is not None:
             path = config.run_dir / Path(settings.metrics_file).expanduser()
-            metrics = path.read_text(encoding="utf-8")
+            metrics = "\n".join([*lines_of(path), ""])
             if any(re.search(rf'^nxdt_state{{.*state="{state}"}} 1$', metrics, re.MULTILINE) for state in _LIVING):
                 none = re.sub(r"^(nxdt_state{.*}) 1$", r"\1 0", metrics, flags=re.MULTILINE)
                 replace_text(path, re.sub(r'^(nxdt_state{.*state="failed"}) 0$', r"\1 1", none, flags=re.MULTILINE))

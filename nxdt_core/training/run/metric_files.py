@@ -7,7 +7,6 @@ the metrics sees each step once.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.regular_files import regular_opener
 from nxdt_core.training.monitoring.log_lines import strict_json
 from nxdt_core.training.run.files import cannot_write
+from nxdt_core.training.run.metric_rows import json_object
 
 __all__ = ["FigureFiles", "set_later_rows_aside"]
 
@@ -151,9 +151,5 @@ def _step(row: str) -> int | None:
     """The step of a whole row; None where there is none."""
     if not row.endswith("\n"):
         return None
-    try:
-        found = json.loads(row)
-    except ValueError:
-        return None
-    step = found.get("step") if isinstance(found, dict) else None
+    step = json_object(row).get("step")
     return step if type(step) is int else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.errors.training import NothingToPlot
-from nxdt_core.regular_files import regular_opener
+from nxdt_core.training.run.metric_rows import Row, drawable, finite, lines_of, rows_by_step
+from nxdt_core.visible_text import visible
 
 __all__ = ["PlottedRun", "draw", "read_run"]
 
-Row = dict[str, Any]
 _FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -39,7 +38,7 @@ def read_run(run_dir: Path) -> PlottedRun:
     if not training:
         raise NothingToPlot(run=str(run_dir), reason="it has no metrics.jsonl with rows")
     return PlottedRun(
-        name=run_dir.resolve().name,
+        name=visible(run_dir.resolve().name),
         training=training,
         validation=_rows(run_dir, "validation.jsonl"),
         resumes=[row["step"] for row in _rows(run_dir, "resumes.jsonl")],
@@ -58,6 +57,7 @@ def draw(runs: Sequence[PlottedRun], target: Path) -> None:
         )
     try:
         from matplotlib.figure import Figure
+        from matplotlib.text import Text
     except ImportError as error:
         advice = "Run: pip install 'nxdt-core[plot]'"
         raise NothingToPlot(
@@ -72,10 +72,12 @@ def draw(runs: Sequence[PlottedRun], target: Path) -> None:
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
     loss.legend()
-    per_step = runs[0].training[-1]["consumed_tokens"] / runs[0].training[-1]["step"]
-    if per_step > 0:
+    per_step = _tokens_per_step(runs[0].training[-1])
+    if per_step is not None:
         above = loss.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
         above.set_xlabel("tokens" if len(runs) == 1 else f"tokens of {runs[0].name}")
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names of runs may have dollar signs
     try:
         figure.savefig(target, dpi=120)
     except OSError as error:
@@ -93,25 +95,22 @@ def _draw_run(loss: Any, rate: Any, run: PlottedRun, label: str, line: str) -> N
     rate.plot(*_points(run.training, "lr"), line, color=drawn.get_color(), linewidth=1)
 
 
+def _tokens_per_step(row: Row) -> float | None:
+    tokens = finite(row.get("consumed_tokens"))
+    return tokens / row["step"] if row["step"] and tokens is not None and tokens >= 1 else None
+
+
 def _points(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; a value that was not finite is a gap."""
-    return [row["step"] for row in rows], [math.nan if row.get(key) is None else row[key] for row in rows]
+    """Steps and values; a value that axes cannot hold, such as one that was not finite, is a gap."""
+    values = (finite(row.get(key)) for row in rows)
+    kept = [math.nan if value is None or not drawable(value) else value for value in values]
+    return [row["step"] for row in rows], kept
 
 
 def _rows(run_dir: Path, name: str) -> list[Row]:
-    """Rows by step; after a resume, the last row of a step counts. A row that a crash cut short is left out."""
     try:
-        with open(run_dir / name, encoding="utf-8", errors="replace", opener=regular_opener) as file:
-            lines = file.readlines()
+        return rows_by_step(lines_of(run_dir / name))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise NothingToPlot(run=str(run_dir), reason=f"{name} cannot be read: {error.strerror or error}") from error
-    by_step: dict[int, Row] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-            by_step[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError):
-            continue
-    return [by_step[step] for step in sorted(by_step)]

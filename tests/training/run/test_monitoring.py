@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -258,6 +259,28 @@ def test_the_code_of_the_launcher_replaces_the_exception_that_a_death_caused(sma
     path.write_text(json.dumps({"state": "failed", "error": written}))
     mark_failed(config, said)
     assert json.loads(path.read_text()) == {"state": "failed", "error": error}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", "{}", '{"state": ["running"]}', "[" * 100_000, '{"state":"running","x":%s}'],
+    ids=("empty", "list", "object", "other type", "too deep", "deep"),
+)
+def test_a_health_file_of_other_content_stays_as_it_is_when_a_rank_dies(small_run, text):
+    config = small_run(HEALTH)
+    config.run_dir.mkdir(parents=True)
+    path = config.run_dir / "health.json"
+    path.write_text(text.replace("%s", "[" * 900 + "]" * 900))
+    before = path.read_text()
+    mark_failed(config, "[NXDT-P048] Rank 1 died")
+    assert path.read_text() == before
+
+
+def test_a_pipe_for_a_health_file_does_not_block_the_report_of_a_death(small_run):
+    config = small_run(HEALTH)
+    config.run_dir.mkdir(parents=True)
+    os.mkfifo(config.run_dir / "health.json")
+    mark_failed(config, "[NXDT-P048] Rank 1 died")
 
 
 DIES = """

@@ -180,13 +180,15 @@ def test_a_resumed_run_has_each_step_once_and_keeps_the_rows_that_it_repeats(sma
     for name in ("metrics.jsonl", "validation.jsonl"):
         with (config.run_dir / name).open("a") as file:
             file.write("\n".join(lost) + '\n{"step": 7, "lo')
-    (config.run_dir / "other.jsonl").write_text('{"mine": 1}\n')
+    others = {"other.jsonl": '{"mine": 1}\n', "deep.jsonl": "[" * 100_000 + "\n"}
+    for name, text in others.items():
+        (config.run_dir / name).write_text(text)
     train(small_run("trainer.max_steps=8", "checkpoint.every_n_train_steps=4", *extra))
     assert steps_of(config.run_dir) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert steps_of(config.run_dir, "validation.jsonl") == [2, 4, 6, 8]
     aside = (config.run_dir / "metrics.replaced.jsonl").read_text().splitlines()
     assert aside == [*lost, '{"step": 7, "lo']
-    assert (config.run_dir / "other.jsonl").read_text() == '{"mine": 1}\n'
+    assert {name: (config.run_dir / name).read_text() for name in others} == others
     assert not (config.run_dir / "saves.replaced.jsonl").exists()
 
 
