@@ -8,13 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.regular_files import read_text, replace_text
 from nxdt_core.training.monitoring.log_lines import strict_json
-from nxdt_core.training.run.files import replace_text
 
 __all__ = ["mark_failed"]
 
 _CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")
 _LIVING = ("starting", "running")
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What files raise that are missing, not ours, or not files."""
 
 
 def mark_failed(config: ResolvedConfig, text: str) -> None:
@@ -28,17 +30,17 @@ def mark_failed(config: ResolvedConfig, text: str) -> None:
         text: what the launcher prints about the failure; the code in it becomes the error.
     """
     settings, code = config.run.exp_manager.monitoring, _CODE.search(text)
-    with suppress(OSError, ValueError):
+    with suppress(*_UNUSABLE):
         if settings.health_file is not None:
             path = config.run_dir / Path(settings.health_file).expanduser()
-            health = json.loads(path.read_text(encoding="utf-8"))
+            health = json.loads(read_text(path))
             has_consequence = health["state"] == "failed" and not str(health["error"]).startswith("NXDT-")
             if health["state"] in _LIVING or (code and has_consequence):
                 replace_text(path, strict_json({**health, "state": "failed", "error": code and code[1]}) + "\n")
-    with suppress(OSError, ValueError):
+    with suppress(*_UNUSABLE):
         if settings.metrics_file is not None:
             path = config.run_dir / Path(settings.metrics_file).expanduser()
-            metrics = path.read_text(encoding="utf-8")
+            metrics = read_text(path)
             if any(re.search(rf'^nxdt_state{{.*state="{state}"}} 1$', metrics, re.MULTILINE) for state in _LIVING):
                 none = re.sub(r"^(nxdt_state{.*}) 1$", r"\1 0", metrics, flags=re.MULTILINE)
                 replace_text(path, re.sub(r'^(nxdt_state{.*state="failed"}) 0$', r"\1 1", none, flags=re.MULTILINE))

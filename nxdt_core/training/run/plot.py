@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.errors.training import NothingToPlot
-from nxdt_core.regular_files import regular_opener
+from nxdt_core.regular_files import regular_opener, replacing
 
 __all__ = ["PlottedRun", "draw", "read_run"]
 
@@ -77,7 +77,8 @@ def draw(runs: Sequence[PlottedRun], target: Path) -> None:
         above = loss.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
         above.set_xlabel("tokens" if len(runs) == 1 else f"tokens of {runs[0].name}")
     try:
-        figure.savefig(target, dpi=120)
+        with replacing(target) as file:
+            figure.savefig(file, format=target.suffix.removeprefix("."), dpi=120)
     except OSError as error:
         reason = f"{target} cannot be written: {error.strerror}"
         raise NothingToPlot(run=runs[0].name, reason=reason, advice="Name another file with --output.") from error
