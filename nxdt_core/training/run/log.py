@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from typing import cast
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import Redaction
+from nxdt_core.config.secrets.messages import Redaction, hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.regular_files import make_directory, regular_opener
@@ -120,7 +120,7 @@ def _printing(info: RankInfo) -> list[logging.Handler]:
         return [logging.lastResort]
     errors = logging.StreamHandler()
     errors.setLevel(logging.ERROR)
-    errors.setFormatter(VisibleFormatter())
+    errors.setFormatter(VisibleFormatter(redact=hide_secrets))
     return [errors]
 
 
