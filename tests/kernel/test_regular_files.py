@@ -10,6 +10,7 @@ from nxdt_core.regular_files import (
     NotRegularFile,
     copy_file,
     make_directory,
+    private_directory,
     read_text,
     replace_text,
     replacing,
@@ -114,6 +115,17 @@ def test_a_directory_is_made_and_is_not_a_link_to_one(tmp_path):
     for name in ("link", "dangling"):
         with pytest.raises(NotRegularFile, match="it is a symbolic link, not a directory"):
             make_directory(tmp_path / name)
+
+
+def test_a_private_directory_is_of_this_user_alone(tmp_path):
+    assert stat.S_IMODE(private_directory(tmp_path / "locks").stat().st_mode) == 0o700
+    assert private_directory(tmp_path / "locks") == tmp_path / "locks"
+    (tmp_path / "locks").chmod(0o755)
+    with pytest.raises(NotRegularFile, match="its mode must be 0700"):
+        private_directory(tmp_path / "locks")
+    (tmp_path / "link").symlink_to(tmp_path / "locks")
+    with pytest.raises(NotRegularFile, match="it is a symbolic link"):
+        private_directory(tmp_path / "link")
 
 
 @pytest.mark.parametrize("kind", KINDS)

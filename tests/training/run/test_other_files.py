@@ -94,6 +94,16 @@ def test_a_link_to_a_directory_is_no_directory_of_a_run(small_run, tmp_path, nam
     assert not list((tmp_path / "theirs").iterdir())
 
 
+def test_the_directories_of_a_run_and_of_its_checkpoints_may_be_links(small_run, tmp_path):
+    config = small_run("trainer.max_steps=1")
+    (tmp_path / "volume" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "volume" / "run").mkdir()
+    config.run_dir.symlink_to(tmp_path / "volume" / "run")
+    (config.run_dir / "checkpoints").symlink_to(tmp_path / "volume" / "checkpoints")
+    assert train(config).step == 1
+    assert (tmp_path / "volume" / "checkpoints" / "step-00000001" / "manifest.json").is_file()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_profile_is_not_written_through_what_stands_in_its_place(small_run, tmp_path, kind):
     config = small_run("trainer.max_steps=1", "trainer.profiler=simple")
