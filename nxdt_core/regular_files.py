@@ -1,19 +1,39 @@
-"""Opening files in directories that others can write to, or that came from somewhere else.
+"""Reading and writing files in directories that others can write to, or that came from somewhere else.
 
 A name in such a directory may be a symbolic link to a file of this user, a named pipe that blocks the process that
 opens it, or a device. Everything that nxdt opens there is a regular file, and a link is followed only where the caller
-says so.
+says so. What is written whole gets a new file, which then takes the name.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
+import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["NotRegularFile", "kind_of", "open_regular", "private_directory", "regular_opener", "require_regular"]
+__all__ = [
+    "NotRegularFile",
+    "copy_file",
+    "kind_of",
+    "make_directory",
+    "open_regular",
+    "private_directory",
+    "read_text",
+    "regular_opener",
+    "replace_text",
+    "replacing",
+    "require_plain_files",
+    "require_regular",
+]
+
+_LONGEST_TEXT_BYTES = 64 << 20
+"""Of a file that is read whole: a configuration or a state of a run has a thousandth of it."""
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -81,6 +101,88 @@ def require_regular(path: Path, *, follow: bool = False) -> os.stat_result:
     return found
 
 
+def read_text(path: Path, *, follow: bool = False, errors: str = "strict") -> str:
+    """Return the text of a regular file of UTF-8; ``path`` may be a link where ``follow`` is true.
+
+    Raises:
+        NotRegularFile: as for :func:`open_regular`.
+        OSError: as for :func:`open_regular`, and for a file of more than 64 MiB.
+        UnicodeDecodeError: it is not UTF-8, and ``errors`` is ``strict``.
+    """
+    with open(open_regular(path, follow=follow), "rb") as file:
+        content = file.read(_LONGEST_TEXT_BYTES + 1)
+    if len(content) > _LONGEST_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_LONGEST_TEXT_BYTES >> 20} MiB", str(path))
+    return content.decode("utf-8", errors)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which takes the place of ``path`` when the block ends; where it fails, ``path`` is unchanged.
+
+    A link or a pipe of that name is replaced, and not opened. A file keeps its permissions.
+
+    Raises:
+        OSError: the file cannot be written, or ``path`` is a directory.
+    """
+    part = path.with_name(f".nxdt-{secrets.token_hex(6)}.part")
+    try:
+        with open(open_regular(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            _copy_mode(path, file.fileno())
+            yield file
+        part.replace(path)
+    except OSError as error:
+        if error.filename == str(part):  # a name that no user has seen
+            error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``path`` whole, or leave it as it was: a full disk must not empty what was there before."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file, its permissions and its times; ``source`` may be a link, and ``target`` is replaced whole.
+
+    Raises:
+        OSError: as for :func:`open_regular` and :func:`replacing`.
+    """
+    with open(open_regular(source, follow=True), "rb") as read, replacing(target) as written:
+        shutil.copyfileobj(read, written)
+        written.flush()
+        found = os.fstat(read.fileno())
+        os.fchmod(written.fileno(), found.st_mode & 0o777)
+        os.utime(written.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def make_directory(path: Path) -> Path:
+    """Return ``path`` as a directory, made with its parents where it is missing; it is not a link to one.
+
+    Raises:
+        NotRegularFile: it is a symbolic link, or something else.
+        OSError: it cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(parents=True)
+    _require_directory(path)
+    return path
+
+
+def require_plain_files(directory: Path) -> None:
+    """Make a directory, or check that every file in it could be written, for libraries that open them by their paths.
+
+    Raises:
+        NotRegularFile: as for :func:`make_directory` and :func:`open_regular`.
+    """
+    for path in make_directory(directory).iterdir():
+        if not path.is_dir() or path.is_symlink():
+            os.close(open_regular(path, os.O_WRONLY))
+
+
 def private_directory(path: Path) -> Path:
     """Return ``path`` as a directory of this user that no other user can enter; it is made where it is missing.
 
@@ -89,14 +191,26 @@ def private_directory(path: Path) -> Path:
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotRegularFile(errno.ENOTDIR, f"it is {kind_of(found.st_mode) or 'a file'}, not a directory", str(path))
+    found = _require_directory(path)
     if found.st_uid != os.geteuid():
         raise NotRegularFile(errno.EPERM, "it belongs to another user", str(path))
     if found.st_mode & 0o077:
         raise NotRegularFile(errno.EPERM, "other users can enter it; its mode must be 0700", str(path))
     return path
+
+
+def _require_directory(path: Path) -> os.stat_result:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotRegularFile(errno.ENOTDIR, f"it is {kind_of(found.st_mode) or 'a file'}, not a directory", str(path))
+    return found
+
+
+def _copy_mode(path: Path, descriptor: int) -> None:
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            os.fchmod(descriptor, mode & 0o777)
 
 
 def _check(path: Path, found: os.stat_result, *, writable: bool) -> None:

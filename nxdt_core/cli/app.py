@@ -116,7 +116,7 @@ def _main(args: Sequence[str] | None) -> int:
     _open_missing_streams()
     _accept_all_characters()
     if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line
-        logging.lastResort.setFormatter(VisibleFormatter())
+        logging.lastResort.setFormatter(VisibleFormatter(redact=_hidden))
     color = _color()
     if os.environ.get("_NXDT_COMPLETE"):
         from nxdt_core.cli.completion import answer
@@ -129,6 +129,7 @@ def _main(args: Sequence[str] | None) -> int:
     except NxdtError as error:
         return _report(error, color)
     except click.ClickException as error:
+        _hide_secrets_in(error)
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -138,9 +139,13 @@ def _main(args: Sequence[str] | None) -> int:
         return _close_stdout()
     except OSError as error:
         if error.errno not in _NO_SPACE or error.filename is not None:
+            _hide_secrets_in(error)
             raise
         click.echo(f"The output is incomplete: {error.strerror}", err=True)
         return _close_stdout()
+    except Exception as error:  # a bug, whose traceback Python prints
+        _hide_secrets_in(error)
+        raise
     return status if isinstance(status, int) else 0
 
 
@@ -170,6 +175,18 @@ def _color() -> bool | None:
     if os.environ.get("NO_COLOR"):
         return False
     return True if os.environ.get("FORCE_COLOR") else None
+
+
+def _hidden(text: str) -> str:
+    from nxdt_core.config.secrets.messages import hide_secrets  # not for `nxdt --help`
+
+    return hide_secrets(text)
+
+
+def _hide_secrets_in(error: Exception) -> None:
+    from nxdt_core.config.secrets.messages import hide_secrets
+
+    hide_secrets.redact_error(error)
 
 
 def _report(error: NxdtError, color: bool | None) -> int:

@@ -38,11 +38,12 @@ def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json
         from nxdt_core.config import load
 
         config = load(source, overrides)
+    from nxdt_core.config.secrets.messages import hide_secrets
     from nxdt_core.kernel import Kernel
     from nxdt_core.training.environment import environment, problems_of_run
 
     kernel = Kernel.start() if config is None else config.kernel
-    problems = [] if config is None else [*problems_of_run(config)]
+    problems = [] if config is None else [*map(hide_secrets, problems_of_run(config))]
     found = environment()
     if json_output:
         run = None if source is None else {"config": source, "can_start": not problems, "problems": problems}

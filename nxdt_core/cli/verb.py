@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_MESSAGES = ("notes", "problems")
+"""Keys of JSON below which texts are messages."""
 
 
 class Verb(click.Command):
@@ -78,12 +80,19 @@ optional_config_arguments = _config_arguments(required=False)
 
 
 def print_json(value: object) -> None:
-    """Write one JSON document to standard output; its keys keep their order, a contract of the ``--json`` option."""
-    say(json.dumps(value, indent=2, ensure_ascii=False))
+    """Write one JSON document to standard output; its keys keep their order, a contract of the ``--json`` option.
+
+    Notes and problems in it hide secrets, as they do on standard error.
+    """
+    say(json.dumps(_with_hidden(value), indent=2, ensure_ascii=False))
 
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
-    """Print text that may hold what files, data or other programs say; their control characters become visible."""
+    """Print text that may hold what files, data or other programs say; their control characters become visible.
+
+    On standard error, where messages go, secrets are hidden.
+    """
+    text = _hidden(text) if err else text
     click.echo(visible(text) + end, nl=False, err=err)
 
 
@@ -91,4 +100,19 @@ def print_note(text: str) -> None:
     """Print a note to standard error."""
     from nxdt_core.cli.terminal.table import print_wrapped
 
-    print_wrapped("note", text, err=True)
+    print_wrapped("note", _hidden(text), err=True)
+
+
+def _hidden(text: str) -> str:
+    from nxdt_core.config.secrets.messages import hide_secrets  # not for `nxdt --help`
+
+    return hide_secrets(text)
+
+
+def _with_hidden(value: Any, message: bool = False) -> Any:
+    """Return the value without the secrets in its notes and problems."""
+    if isinstance(value, str):
+        return _hidden(value) if message else value
+    if isinstance(value, Mapping):
+        return {key: _with_hidden(each, message or key in _MESSAGES) for key, each in value.items()}
+    return [_with_hidden(each, message) for each in value] if isinstance(value, (list, tuple)) else value

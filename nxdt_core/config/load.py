@@ -31,7 +31,7 @@ from nxdt_core.config.resolved import ResolvedConfig, Selected
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.secrets.addresses import hide_credentials
 from nxdt_core.config.secrets.fields import mask_fields
-from nxdt_core.config.secrets.messages import Redaction, notes_on_secrets
+from nxdt_core.config.secrets.messages import hide_secrets, notes_on_secrets
 from nxdt_core.config.sources.files import Source
 from nxdt_core.config.sources.inheritance import read_based
 from nxdt_core.config.sources.node import Node, Origin
@@ -160,7 +160,7 @@ class _Load:
             *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
         )
-        notes = tuple(map(Redaction(reading.tree), notes))
+        notes = tuple(map(hide_secrets, notes))
         return _assemble(source.label, self.overrides, reading.run, reading, composition, extensions, kernel, notes)
 
     def kernel(self) -> Kernel:
@@ -227,7 +227,9 @@ class _Load:
     def _hide(self, filled: Node, composition: Composition, kernel: Kernel) -> Node:
         """The tree with what is shown in place of secrets."""
         sections = ((tuple(section.split(".")), cls) for section, cls in composition.classes.items())
-        return self._keep(hide_credentials(mask_fields(filled, [*sections, *option_sections(filled, kernel)])))
+        hidden = self._keep(hide_credentials(mask_fields(filled, [*sections, *option_sections(filled, kernel)])))
+        hide_secrets.learn_masked(hidden)
+        return hidden
 
     def _validate(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""
@@ -245,9 +247,8 @@ class _Load:
 
     def _error(self, label: str) -> ConfigError:
         followers = self.reading.followers if self.reading is not None else {}
-        redact = Redaction(*(tree for tree in (self.given, self.filled) if tree is not None))
         for problem in self.problems:
-            redact.redact_error(problem)
+            hide_secrets.redact_error(problem)
         return error_report(label, self.problems, followers, self.given, self.passed or self.started)
 
 

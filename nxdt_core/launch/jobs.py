@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -32,6 +33,7 @@ from nxdt_core.errors.clusters import (
 from nxdt_core.errors.configuration import ComponentFinding, ConfigError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.launcher import Job, Submission
+from nxdt_core.regular_files import make_directory, read_text, replace_text
 
 __all__ = ["prepare", "read_options", "submit", "write"]
 
@@ -128,12 +130,12 @@ def write(job: Job, submission: Submission, *, force: bool = False) -> tuple[Pat
     """
     written = []
     try:
-        (job.directory / "logs").mkdir(parents=True, exist_ok=True)
+        make_directory(job.directory / "logs")
         for name, text in submission.files.items():
             path = job.directory / name
-            if path.exists() and not force and path.read_text(encoding="utf-8", errors="replace") != text:
+            if not force and os.path.lexists(path) and read_text(path, errors="replace") != text:
                 raise JobFileExists(path=str(path))
-            path.write_text(text, encoding="utf-8")
+            replace_text(path, text)
             written.append(path)
     except OSError as error:
         raise JobFileUnwritable(

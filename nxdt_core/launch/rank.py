@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from nxdt_core.config.secrets.messages import hide_secrets
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
@@ -33,11 +34,11 @@ def as_rank(place: Place, run: Callable[[Client], int]) -> int:
     try:
         status = run(client)
     except NxdtError as error:
-        client.fail("mistake", str(error), error.exit_status)
+        client.fail("mistake", hide_secrets(str(error)), error.exit_status)
     except KeyboardInterrupt:
         client.fail("interrupt", "", INTERRUPTION.status)
     except BaseException:  # SystemExit, too: no rank may leave alone
-        client.fail("bug", traceback.format_exc(), 1)
+        client.fail("bug", hide_secrets(traceback.format_exc()), 1)
     return client.done(status)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from nxdt_core._version import __version__
 from nxdt_core.api import KINDS
 from nxdt_core.errors.plugins import BadPluginName, KindHasNoTemplates, RepositoryPlaceTaken, UnknownKind
+from nxdt_core.regular_files import replace_text
 
 __all__ = ["SHORT_NAMES", "kind_names", "write_repository"]
 
@@ -99,7 +100,7 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
     for place, text in sorted(texts.items()):
         target = directory / _filled(_HIDDEN.sub(".", str(place)).replace("PACKAGE", package), values)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_filled(text, values), encoding="utf-8")
+        replace_text(target, _filled(text, values))
         written.append(target.relative_to(directory))
     return written
 

@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from nxdt_core.builtins.loggers.config import MLFlowConfig, WandbConfig
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
+from nxdt_core.regular_files import read_text
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
@@ -52,7 +53,7 @@ def wandb(config: WandbConfig, run_dir: Path) -> WandbLogger:
             offline=config.offline or os.environ.get("WANDB_MODE") == "offline",
             prefix=config.prefix,
             resume=config.resume,
-            config=yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
+            config=yaml.safe_load(read_text(run_dir / "config.yaml")),
             **_given(entity=config.entity, group=config.group, job_type=config.job_type, notes=config.notes),
             **_given(tags=config.tags),
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from nxdt_core.config.huggingface.floats import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
+from nxdt_core.regular_files import read_text
 
 __all__ = ["CONFIG", "GENERATION_CONFIG", "json_bytes", "read_json", "read_optional_json"]
 
@@ -25,7 +26,7 @@ def read_json(directory: Path, file: str) -> dict[str, Any]:
     """
     path = directory / file
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path, follow=True))
     except FileNotFoundError as error:
         raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error
     except (OSError, ValueError, RecursionError) as error:

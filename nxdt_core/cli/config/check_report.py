@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.addresses import without_credentials
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 
@@ -41,9 +40,9 @@ def _problem(error: NxdtError) -> dict[str, object]:
     placed = error if isinstance(error, ConfigProblem) else None
     return {
         "code": placed.shown_code if placed else error.code,
-        "place": without_credentials(placed.place) if placed else None,
+        "place": placed.place if placed else None,
         "line": placed.line or None if placed else None,
         "key": placed.key or None if placed else None,
-        "message": without_credentials(error.what()),
-        "fix": without_credentials(error.do()) or None,
+        "message": error.what(),
+        "fix": error.do() or None,
     }

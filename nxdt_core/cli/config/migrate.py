@@ -67,9 +67,10 @@ def migrate(
 
 def _write(path: Path, text: str) -> None:
     from nxdt_core.errors.configuration import MigrationTargetUnwritable
+    from nxdt_core.regular_files import replace_text
 
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise MigrationTargetUnwritable(path=str(path), reason=(error.strerror or str(error)).lower()) from error
 

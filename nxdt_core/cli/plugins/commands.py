@@ -87,11 +87,12 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
     threads, implement no hook or change the environment; distributions that require no range of nxdt-core; and editable
     installations whose metadata are older than their pyproject.toml. The table shows how long each entry module takes.
     """
+    from nxdt_core.config.secrets.messages import hide_secrets
     from nxdt_core.kernel.doctor import complaints
 
     kernel = _start_kernel(source, overrides)
     unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]
-    found = [*complaints(kernel.plugins), *unused]
+    found = [*map(hide_secrets, (*complaints(kernel.plugins), *unused))]
     if json_output:
         seconds = {plugin.name: round(plugin.import_s, 6) for plugin in kernel.plugins if plugin.state == "ok"}
         print_json({"import_s": seconds, "problems": found})

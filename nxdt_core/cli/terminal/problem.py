@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import click
 
 from nxdt_core.cli.terminal.table import wrap
-from nxdt_core.config.secrets.addresses import without_credentials
+from nxdt_core.config.secrets.messages import hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.visible_text import visible
@@ -28,7 +28,7 @@ def error_text(error: NxdtError) -> str:
     last = f"More: nxdt explain {' '.join(codes[:_EXPLAINED])}"
     if sys.stderr.isatty():
         return "\n".join([*_terminal_lines(error, problems), *([""] if problems else []), click.style(last, dim=True)])
-    code, _, rest = without_credentials(str(error)).partition(" ")
+    code, _, rest = hide_secrets(str(error)).partition(" ")
     return f"{click.style(code, fg='red', bold=True)} {rest}\n  {last}"
 
 
@@ -48,8 +48,8 @@ def _terminal_lines(error: NxdtError, problems: tuple[ConfigProblem, ...]) -> It
 
 def _hanging(code: str, place: str, text: str, indent: str) -> Iterator[str]:
     """Lines of one problem; those after the first are indented further."""
-    text = visible(without_credentials(text))
-    place = visible(without_credentials(place))
+    text = visible(hide_secrets(text))
+    place = visible(hide_secrets(place))
     lead = " ".join(filter(None, (code, f"{place}:" if place else "")))
     width = _columns() - len(indent) - len(_INDENT)
     plain = f"{lead} {text}".strip()

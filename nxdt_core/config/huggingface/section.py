@@ -20,6 +20,7 @@ from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
+from nxdt_core.regular_files import read_text
 
 __all__ = ["HFConfig", "merge_hf_values", "read_hf_config"]
 
@@ -48,7 +49,7 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
         return HFConfig()
     try:
         path = path / "config.json" if path.is_dir() else path
-        parsed = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(read_text(path, follow=True))
     except (OSError, UnicodeDecodeError) as error:
         return HFConfig(path=path, problem=file_problem(path, error, place))
     except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 from nxdt_core.config.output.suggest import nearest_keys
 from nxdt_core.config.secrets.environment import from_environment, recording
 from nxdt_core.config.secrets.fields import dotted
+from nxdt_core.config.secrets.messages import hide_secrets
 from nxdt_core.config.sources.node import MASK, Node, from_plain, replaced
 from nxdt_core.errors.configuration import BadInterpolation, ConfigProblem
 
@@ -65,6 +66,7 @@ def interpolate(
             readable = replaced(readable, path, Node(None, node.origin))
     config = OmegaConf.create(_written(readable))
     problems: list[ConfigProblem] = []
+    variables: list[str] = []
     for path, node in pending:
         try:
             if path in malformed:
@@ -75,7 +77,10 @@ def interpolate(
             resolved = from_plain(found, node.origin)
             if variables:
                 resolved = from_environment(resolved, str(node.value))
+            if hide_secrets.learn_variables(variables):
+                hide_secrets.learn(resolved)
         except (OmegaConfBaseException, RecursionError, MalformedInterpolation) as error:
+            hide_secrets.learn_variables(variables)  # the reason may quote what was read
             problems.append(_unresolved(path, node, error, known))
             resolved = Node(UNRESOLVED, node.origin)
         tree = replaced(tree, path, resolved)
@@ -160,6 +165,8 @@ def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str])
         reason, advice = f"there is no key '{missing[1]}'", "Name an existing key by its whole path."
     elif _RAISED.match(lines[0]) and "maximum recursion depth" in lines[0]:
         reason, advice = "the text that it decodes is nested too deep", "Write fewer levels."
+    elif lines[0].startswith("GrammarParseError raised"):  # its text quotes parts of what was read
+        reason, advice = "the text that it decodes is malformed", "Correct the text, or leave out ${oc.decode:…}."
     elif isinstance(error, RecursionError) or "Recursive" in lines[0]:
         reason, advice = "it refers to itself", "Give one of the keys a value."
     elif "oc.env" in str(node.value):

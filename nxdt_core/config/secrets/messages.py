@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nxdt_core.config.fields.types import describe_value
@@ -12,7 +13,7 @@ from nxdt_core.config.secrets.environment import variables_of
 from nxdt_core.config.secrets.fields import dotted, leaf_places
 from nxdt_core.config.sources.node import MASK, Node, to_plain, to_shown
 
-__all__ = ["Redaction", "describe_node", "is_hidden", "notes_on_secrets"]
+__all__ = ["Redaction", "describe_node", "hide_secrets", "is_hidden", "notes_on_secrets"]
 
 _SHORTEST = 6
 """Characters of a value that is looked for within other text: shorter ones are part of ordinary words."""
@@ -35,12 +36,33 @@ class Redaction:
     """Replaces the hidden values of a configuration in any text by what is shown in their place."""
 
     def __init__(self, *trees: Node) -> None:
-        pairs = {value: shown for tree in trees for value, shown in _hidden_texts(tree) if len(value) >= _SHORTEST}
-        self._pairs = sorted(pairs.items(), key=lambda pair: -len(pair[0]))
+        self._shown: dict[str, str] = {}
+        for tree in trees:
+            self.learn(tree)
+
+    def learn(self, tree: Node) -> None:
+        """Replace the hidden values of another tree, too."""
+        self._add(_hidden_texts(tree))
+
+    def learn_masked(self, tree: Node) -> None:
+        """Replace the values of another tree that have a mask, too; those of references may be defaults."""
+        self._add(pair for pair in _hidden_texts(tree) if MASK in pair[1])
+
+    def learn_variables(self, names: Iterable[str]) -> bool:
+        """Replace the values of variables of the environment, too; return whether one of them is set."""
+        found = dict(_values_of(names))
+        self._add(found.items())
+        return bool(found)
+
+    def _add(self, pairs: Iterable[tuple[str, str]]) -> None:
+        for value, shown in pairs:
+            for form in _forms(value):
+                if len(form) >= _SHORTEST and self._shown.get(form, MASK) == MASK:  # a reference says more
+                    self._shown[form] = shown
 
     def __call__(self, text: str) -> str:
         """Return the text without them."""
-        for value, shown in self._pairs:
+        for value, shown in sorted(self._shown.items(), key=lambda pair: -len(pair[0])):
             text = text.replace(value, shown)
         return without_credentials(text)
 
@@ -64,9 +86,13 @@ class Redaction:
         """Return the text, or the list of texts, without them; anything else as it is."""
         if isinstance(found, str):
             return self(found)
-        if isinstance(found, (tuple, list)) and all(isinstance(item, str) for item in found):
+        if type(found) in (tuple, list) and all(isinstance(item, str) for item in found):
             return type(found)(map(self, found))
         return found
+
+
+hide_secrets = Redaction()
+"""Hides the secrets of all configurations that this process has resolved, in a text that is about to be printed."""
 
 
 def notes_on_secrets(tree: Node) -> Iterator[str]:
@@ -93,8 +119,17 @@ def _hidden_texts(tree: Node) -> Iterator[tuple[str, str]]:
             continue
         if isinstance(node.value, str):
             yield node.value, node.shown
-        for name in variables_of(node.shown):
-            if value := os.environ.get(name):
-                yield value, f"${{oc.env:{name}}}"
+        yield from _values_of(variables_of(node.shown))
         if node.shown == MASK and isinstance(node.value, (int, float)):
             yield str(node.value), MASK
+
+
+def _values_of(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        if value := os.environ.get(name):
+            yield value, f"${{oc.env:{name}}}"
+
+
+def _forms(value: str) -> set[str]:
+    """Return the text as messages spell it: as it is, quoted by Python or JSON, or as a path."""
+    return {value, repr(value)[1:-1], json.dumps(value)[1:-1], os.path.normpath(value)}

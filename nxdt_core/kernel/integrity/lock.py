@@ -6,7 +6,6 @@ The file is compared before any plugin is imported, so that one that slipped in 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ from typing import Any, Final
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
 from nxdt_core.kernel.integrity.fingerprint import digest_plugin
 from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.regular_files import replace_text
 
 __all__ = ["compare_with_lock", "write_lock"]
 
@@ -32,11 +32,9 @@ def write_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
     """
     rows = [{"dist": dist, "plugin": name, **facts} for (dist, name), facts in sorted(_entries(plugins).items())]
     text = json.dumps({"format": _FORMAT, "plugins": rows}, indent=2) + "\n"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_text(path, text)
     except OSError as error:
         raise PluginLockUnwritable(path=str(path), reason=error.strerror or str(error)) from error
 

@@ -18,7 +18,7 @@ from nxdt_core.distributed.flight_recorder import read_collectives
 from nxdt_core.launch.supervision.messages import Beat
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.launcher import Place
-from nxdt_core.regular_files import regular_opener
+from nxdt_core.regular_files import make_directory, regular_opener
 
 __all__ = ["STACKS_DIR", "Heartbeat", "is_stopped", "wake"]
 
@@ -80,8 +80,7 @@ class Heartbeat:
             return ""
         directory = self.run_dir / STACKS_DIR
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            path = directory / f"rank-{self._place.rank:05d}.txt"
+            path = make_directory(directory) / f"rank-{self._place.rank:05d}.txt"
             with open(path, "w", encoding="utf-8", opener=regular_opener) as stream:
                 stream.write(self._summary())
                 stream.flush()

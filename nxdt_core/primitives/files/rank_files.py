@@ -41,6 +41,7 @@ from nxdt_core.primitives.layers import GQAQKVColumnParallelLinear
 from nxdt_core.primitives.model import NxDModel
 from nxdt_core.primitives.optimizer import NxDOptimizer
 from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.regular_files import replacing
 
 __all__ = ["load", "save"]
 
@@ -85,11 +86,10 @@ def save(
     def write() -> None:
         if not writes:
             return
-        part = path.with_suffix(".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(_in_nxd_names(held, config), part)
-            part.replace(path)
+            with replacing(path) as file:
+                torch.save(_in_nxd_names(held, config), file)
         except OSError as error:
             advice = "Free space there, or choose another save_dir."
             raise RankFilesDoNotFit(path=str(path), problem=f"cannot be written: {error}", advice=advice) from error

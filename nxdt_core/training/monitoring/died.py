@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.regular_files import read_text, replace_text
 from nxdt_core.training.monitoring.log_lines import strict_json
-from nxdt_core.training.run.files import replace_text
-from nxdt_core.training.run.metric_rows import json_object, lines_of
+from nxdt_core.training.run.metric_rows import json_object
 
 __all__ = ["mark_failed"]
 
@@ -28,10 +28,10 @@ def mark_failed(config: ResolvedConfig, text: str) -> None:
         text: what the launcher prints about the failure; the code in it becomes the error.
     """
     settings, code = config.run.exp_manager.monitoring, _CODE.search(text)
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError):
         if settings.health_file is not None:
             path = config.run_dir / Path(settings.health_file).expanduser()
-            health = json_object("".join(lines_of(path)))
+            health = json_object(read_text(path))
             state, error = health.get("state"), str(health.get("error"))
             has_consequence = state == "failed" and not error.startswith("NXDT-")
             if state in _LIVING or (code and has_consequence):
@@ -39,7 +39,7 @@ def mark_failed(config: ResolvedConfig, text: str) -> None:
     with suppress(OSError, ValueError):
         if settings.metrics_file is not None:
             path = config.run_dir / Path(settings.metrics_file).expanduser()
-            metrics = "\n".join([*lines_of(path), ""])
+            metrics = read_text(path)
             if any(re.search(rf'^nxdt_state{{.*state="{state}"}} 1$', metrics, re.MULTILINE) for state in _LIVING):
                 none = re.sub(r"^(nxdt_state{.*}) 1$", r"\1 0", metrics, flags=re.MULTILINE)
                 replace_text(path, re.sub(r'^(nxdt_state{.*state="failed"}) 0$', r"\1 1", none, flags=re.MULTILINE))

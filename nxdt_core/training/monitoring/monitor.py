@@ -18,10 +18,10 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.regular_files import replace_text
 from nxdt_core.training.monitoring.log_lines import strict_json
 from nxdt_core.training.monitoring.prometheus import Sample, exposition, samples_of_row
 from nxdt_core.training.monitoring.server import MonitorServer
-from nxdt_core.training.run.files import replace_text
 
 __all__ = ["STATES", "Monitor", "State", "monitored"]
 

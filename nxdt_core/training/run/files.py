@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve
 from nxdt_core.config.sources.recipes import RECIPE_SCHEME
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.ranks import RankAgreement
-from nxdt_core.regular_files import open_regular, regular_opener
+from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 
-__all__ = ["cannot_write", "dated", "keep_inputs", "make_run_dir", "other_source", "replace_text", "run_dir_explained"]
+__all__ = ["cannot_write", "dated", "keep_inputs", "make_run_dir", "other_source", "run_dir_explained"]
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
@@ -118,30 +117,13 @@ def cannot_write(run_dir: Path, error: OSError) -> CannotWriteRunDirectory:
     return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write ``path`` whole, or leave it as it was: a full disk must not empty what an earlier start wrote."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "w", encoding="utf-8", opener=regular_opener) as file:
-            file.write(text)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def _copy(files: tuple[str, ...], target: Path) -> None:
     names = [Path(name).name for name in files]
     for name in files:
         if names.count(Path(name).name) > 1:
             raise CannotCopyFile(path=name, reason="another file to copy has the same name")
         source = _source(name)
-        target.mkdir(exist_ok=True)
-        part = target / f".{source.name}.part"
-        try:
-            shutil.copy2(source, part)
-            part.replace(target / source.name)
-        finally:
-            part.unlink(missing_ok=True)
+        copy_file(source, make_directory(target) / source.name)
 
 
 def _source(name: str) -> Path:

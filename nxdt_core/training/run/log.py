@@ -11,10 +11,10 @@ from io import TextIOWrapper
 from typing import cast
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import Redaction
+from nxdt_core.config.secrets.messages import Redaction, hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.parallel.engine import RankInfo
-from nxdt_core.regular_files import regular_opener
+from nxdt_core.regular_files import make_directory, regular_opener
 from nxdt_core.training.monitoring.log_lines import JsonFormatter
 from nxdt_core.training.run.files import run_dir_explained
 from nxdt_core.visible_text import VisibleFormatter, visible
@@ -79,7 +79,7 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     directory, as_json = config.run_dir / "logs", config.run.exp_manager.log_format == "json"
     suffix = "jsonl" if as_json else "txt"
     with run_dir_explained(config):
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
     errors = _File(directory / f"errors.{suffix}", delay=True, encoding="utf-8")
     errors.setLevel(logging.ERROR)
     files = [errors]
@@ -120,7 +120,7 @@ def _printing(info: RankInfo) -> list[logging.Handler]:
         return [logging.lastResort]
     errors = logging.StreamHandler()
     errors.setLevel(logging.ERROR)
-    errors.setFormatter(VisibleFormatter())
+    errors.setFormatter(VisibleFormatter(redact=hide_secrets))
     return [errors]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.errors.training import NothingToPlot
+from nxdt_core.regular_files import replacing
 from nxdt_core.training.run.metric_rows import Row, drawable, finite, lines_of, rows_by_step
 from nxdt_core.visible_text import visible
 
@@ -79,7 +80,8 @@ def draw(runs: Sequence[PlottedRun], target: Path) -> None:
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # names of runs may have dollar signs
     try:
-        figure.savefig(target, dpi=120)
+        with replacing(target) as file:
+            figure.savefig(file, format=target.suffix.removeprefix("."), dpi=120)
     except OSError as error:
         reason = f"{target} cannot be written: {error.strerror}"
         raise NothingToPlot(run=runs[0].name, reason=reason, advice="Name another file with --output.") from error

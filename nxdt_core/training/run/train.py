@@ -28,6 +28,7 @@ from nxdt_core.kernel.discovery.lightning_callbacks import (
 )
 from nxdt_core.nn.flops import token_flops
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
 from nxdt_core.training.callbacks.console import Console
@@ -44,7 +45,7 @@ from nxdt_core.training.run.banner import banner
 from nxdt_core.training.run.callback_order import run_callbacks
 from nxdt_core.training.run.epochs import counts_passes, in_steps
 from nxdt_core.training.run.fast_dev_run import as_trial
-from nxdt_core.training.run.files import dated, keep_inputs, make_run_dir, other_source
+from nxdt_core.training.run.files import dated, keep_inputs, make_run_dir, other_source, run_dir_explained
 from nxdt_core.training.run.log import run_log
 from nxdt_core.training.run.metric_files import FigureFiles
 from nxdt_core.training.run.out_of_memory import memory_errors_explained
@@ -268,6 +269,8 @@ def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:
     if wanted is None:
         return None
     directory = config.run_dir / "profile" / f"rank-{rank:05d}"
+    with run_dir_explained(config):
+        require_plain_files(make_directory(directory.parent) / directory.name)
     return kinds[wanted](dirpath=directory, filename="profile")
 
 

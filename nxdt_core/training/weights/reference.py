@@ -26,7 +26,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.regular_files import regular_opener
+from nxdt_core.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.training import build
 from nxdt_core.training.run.files import run_dir_explained
 
@@ -153,10 +153,8 @@ def _read(path: Path) -> tuple[str, LogProbs] | None:
 
 
 def _write(path: Path, weights: str, found: LogProbs) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    begun = path.with_suffix(".tmp")
-    with open(begun, "wb", opener=regular_opener) as file:
+    make_directory(path.parent)
+    with replacing(path) as file:
         np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
         file.flush()
         os.fsync(file.fileno())
-    begun.replace(path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +171,23 @@ def test_a_truncated_file_is_named(saved):
     (saved / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(HFFileDamaged, match=r"model\.safetensors"):
         load_hf(saved, ToyBuilder())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_a_link_to_a_file_is_read_and_a_pipe_is_not(saved, tmp_path, name):
+    index = {"weight_map": dict.fromkeys(load_file(saved / "model.safetensors"), "model.safetensors")}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    (saved / name).rename(tmp_path / "elsewhere")
+    (saved / name).symlink_to(tmp_path / "elsewhere")
+    load_hf(saved, ToyBuilder())
+    read_hf_config(saved)
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    if name.endswith("index.json"):
+        load_hf(saved, ToyBuilder())  # from model.safetensors, as without an index
+    else:
+        with pytest.raises((HFFileDamaged, HFFileMissing), match=re.escape(name)):
+            (read_hf_config(saved) if name == "config.json" else load_hf(saved, ToyBuilder()))
 
 
 def test_a_missing_shard_is_named(tmp_path, state):

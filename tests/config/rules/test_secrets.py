@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import yaml
 
 from nxdt_core import config
 from nxdt_core.config.secrets.addresses import without_credentials
 from nxdt_core.config.secrets.command_line import drop_replaced, shown_words
-from nxdt_core.config.secrets.messages import Redaction
+from nxdt_core.config.secrets.messages import Redaction, hide_secrets
 from nxdt_core.config.sources.node import MASK
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.ranks import RanksDisagree
@@ -176,6 +179,21 @@ def test_a_redaction_replaces_values_within_text(load, good):
     redact = Redaction(load(good, REFERENCE, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
     assert redact(f"401 for {CANARY}") == "401 for ${oc.env:NXDT_CANARY}"
     assert redact("postgres://a:b@c in a traceback") == f"postgres://{MASK}@c in a traceback"
+
+
+def test_a_redaction_replaces_values_as_python_json_and_paths_spell_them(load, good, monkeypatch):
+    value = 'a "quoted" \\ value/'
+    monkeypatch.setenv("NXDT_CANARY", value)
+    redact = Redaction(load(good, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
+    for text in (value, repr(value), json.dumps(value), str(Path("/data") / value)):
+        assert "quoted" not in redact(text), text
+
+
+def test_a_configuration_that_is_read_is_hidden_from_then_on_and_a_default_is_not(load, good):
+    load(good, REFERENCE, "name=${oc.env:NXDT_UNSET,an-ordinary-word}")
+    assert hide_secrets(f"401 for {CANARY}: an-ordinary-word") == "401 for ${oc.env:NXDT_CANARY}: an-ordinary-word"
+    load(good, LITERAL.replace(CANARY, "literal-0815"))
+    assert hide_secrets("401 for literal-0815") == f"401 for {MASK}"
 
 
 class TwoRanks:

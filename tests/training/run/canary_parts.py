@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger
 
-from nxdt_core.api import CallbackComponent, LoggerComponent, hookimpl
+from nxdt_core.api import CallbackComponent, ConfigFinding, LoggerComponent, hookimpl
 from nxdt_core.config.annotations import SecretText
+from nxdt_core.kernel.contexts import FitContext, ValidateConfigContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,19 @@ class Fail(Callback):
 @hookimpl
 def nxdt_loggers() -> list[LoggerComponent]:
     return [LoggerComponent(name="board", target=f"{__name__}:board", config=f"{__name__}:BoardConfig")]
+
+
+@hookimpl
+def nxdt_fit_start(context: FitContext) -> None:
+    """Keep what hooks receive: the references and masks of the written file."""
+    (context.run_dir / "of_hooks.json").write_text(json.dumps(context.config))
+
+
+@hookimpl
+def nxdt_validate_config(context: ValidateConfigContext) -> list[ConfigFinding]:
+    """Find a value that only the values show, and quote it."""
+    token = context.config["exp_manager"]["loggers"][1]["token"]
+    return [ConfigFinding(key="exp_manager", message=f"{token} is on a list")] if token.startswith("refused-") else []
 
 
 @hookimpl

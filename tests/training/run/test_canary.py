@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -96,6 +97,17 @@ def test_no_file_and_no_output_holds_the_canary(nxdt, tmp_path):
     assert "password: '********'" in (tmp_path / "run" / "config.yaml").read_text().replace('"', "'")
     assert "trainer.callbacks=********" in (tmp_path / "run" / "cmd-args.log").read_text().replace("'", "")
     assert len(list((tmp_path / "run").rglob("events.out.*"))) == 1
+    of_hooks = json.loads((tmp_path / "run" / "of_hooks.json").read_text())
+    assert of_hooks["exp_manager"]["loggers"][1]["token"] == REFERENCE
+    assert of_hooks["trainer"]["callbacks"][0]["password"] == "********"
+
+
+def test_a_plugin_validates_values_and_what_it_quotes_is_the_reference(nxdt, tmp_path, monkeypatch):
+    monkeypatch.setenv("NXDT_CANARY", f"refused-{CANARY}")
+    status, said = nxdt("config", "check", "recipe:llama-tiny", *overrides(tmp_path))
+    assert status == 2
+    assert f"{REFERENCE} is on a list" in said
+    assert CANARY not in said
 
 
 @pytest.mark.parametrize(
@@ -141,6 +153,10 @@ def test_a_run_resumes_from_its_written_configuration_once_its_secrets_are_given
     status, said = nxdt(*again, given)
     assert status == 0, said
     assert checkpoint.latest(build.storage(load(str(tmp_path / "run" / "config.yaml"), [given])), warn=print).step == 3
+    more = ("trainer.max_steps=4", "checkpoint.resume_if_exists=true")
+    status, said = nxdt("train", "recipe:llama-tiny", *overrides(tmp_path), *more)
+    assert status == 0, said
+    assert "resuming from" in said
     assert holding_the_canary(tmp_path) == []
 
 

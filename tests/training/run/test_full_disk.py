@@ -3,6 +3,7 @@
 ``/dev/full`` is a real file that takes nothing: it replaces a file that a run has opened, as a disk that fills does.
 """
 
+import resource
 import shutil
 
 import pytest
@@ -155,9 +156,13 @@ def test_a_full_disk_does_not_empty_the_configuration_of_an_earlier_start(small_
     config = small_run("trainer.max_steps=1")
     train(config)
     before = (config.run_dir / "config.yaml").read_text()
-    (config.run_dir / ".config.yaml.part").symlink_to("/dev/full")
-    with pytest.raises(CannotWriteRunDirectory):
-        train(small_run("trainer.max_steps=2", "checkpoint.resume_if_exists=true"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) - 100, hard))
+    try:
+        with pytest.raises(CannotWriteRunDirectory, match="File too large"):
+            train(small_run("trainer.max_steps=2", "checkpoint.resume_if_exists=true"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (config.run_dir / "config.yaml").read_text() == before
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nxdt_plugin_lora.errors import AdapterDiffers
+from nxdt_plugin_lora.peft.files import write_peft
+from nxdt_plugin_lora.run_files import write_options
 from nxdt_plugin_s3.config import S3StorageConfig
 
 from nxdt_core import checkpoint
@@ -19,10 +21,12 @@ from nxdt_core.checkpoint import TrustedKeys
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.inference.generate import generate
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training.run.train import train
 from tests.checkpoint.signed import load_trusted, write_key
+from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.sampling import slow
 
 RUN = {
@@ -255,6 +259,27 @@ def test_a_run_merges_its_last_step_and_writes_its_options_where_asked_to(run):
     assert not [name for name in manifest.tensors["model"] if "lora" in name]
     options = json.loads((directory / "lora_adapter" / "adapter_config.json").read_text())
     assert (options["r"], options["target_modules"]) == (2, ["all-linear"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_and_exports_replace_a_link_and_a_pipe(tmp_path, kind):
+    (tmp_path / "lora_adapter").mkdir()
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    for name in names:
+        precious = put(kind, tmp_path / "lora_adapter" / name, tmp_path)
+    write_options({"r": 2}, tmp_path)
+    write_peft(tmp_path / "lora_adapter", {"r": 2}, {}, lambda name: torch.zeros(1), base="x")
+    assert precious.read_text() == PRECIOUS
+    assert not any((tmp_path / "lora_adapter" / name).is_symlink() for name in names)
+    assert all((tmp_path / "lora_adapter" / name).is_file() for name in names)
+
+
+def test_options_are_not_written_to_another_directory(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "lora_adapter").symlink_to(tmp_path / "theirs")
+    with pytest.raises(CannotWriteRunDirectory, match="it is a symbolic link"):
+        write_options({"r": 2}, tmp_path)
+    assert not list((tmp_path / "theirs").iterdir())
 
 
 MERGING = ("adapter.save_lora_base=true", "adapter.merge_lora=true")

@@ -35,6 +35,7 @@ from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.testing.processes.terminal import on_terminal
 from tests.carried import carried
+from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.processes import Popen, run
 from tests.sampling import slow
 
@@ -265,6 +266,31 @@ def test_a_run_that_is_killed_goes_on_and_the_files_are_the_same(corpus, nxdt, t
     assert said["documents"] == len(DOCUMENTS) * 4
     assert content(tmp_path / "out") == content(corpus / "whole")
     assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "out.nxdt.json"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["out.bin.part", "out.len.part"])
+def test_tokens_are_not_written_through_what_stands_in_their_place(corpus, nxdt, tmp_path, name, kind):
+    precious = put(kind, tmp_path / name, tmp_path)
+    done = nxdt(*job(corpus, "out"))
+    assert done.returncode == 2
+    assert KINDS[kind] in done.stderr
+    assert precious.read_text() == PRECIOUS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["out.run", "out.run.part", "out.idx.part", "out.nxdt.json"])
+def test_what_is_written_whole_replaces_a_link_and_a_pipe(corpus, nxdt, tmp_path, name, kind):
+    precious = put(kind, tmp_path / name, tmp_path)
+    done = nxdt(*job(corpus, "out"))
+    assert done.returncode == 0, done.stderr
+    assert content(tmp_path / "out") == content(corpus / "whole")
+    assert precious.read_text() == PRECIOUS
+
+
+def test_a_note_that_is_a_pipe_is_no_note(corpus, tmp_path):
+    os.mkfifo(tmp_path / "out.nxdt.json")
+    assert read_note(tmp_path / "out") is None
 
 
 def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, nxdt, tmp_path):

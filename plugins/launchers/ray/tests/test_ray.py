@@ -18,7 +18,7 @@ from nxdt_plugin_ray.launcher import RayLauncher
 
 from nxdt_core.protocols.launcher import Launcher
 from nxdt_core.testing.launcher_contract import LauncherContract
-from tests import processes
+from tests import in_the_way, processes
 from tests.launchers import waits
 from tests.training.small import SMALL
 
@@ -111,6 +111,21 @@ def test_without_ray_the_driver_says_what_to_install(launch, tmp_path):
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, out) == (2, "")
     assert err.startswith("[NXDT-P130] Ray cannot be imported: no module named ray.\n  Install it")
+
+
+@pytest.mark.parametrize("kind", in_the_way.KINDS)
+def test_the_log_of_a_node_is_not_written_through_what_stands_in_its_place(launch, tmp_path, kind):
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/ray.py").write_text("")
+    driver = launch()
+    precious = in_the_way.put(kind, driver.parent / "logs/node-1.log", tmp_path)
+    path = os.pathsep.join(filter(None, [str(tmp_path / "hidden"), os.environ.get("PYTHONPATH")]))
+    process = start(driver, PYTHONPATH=path)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2, err
+    assert "NXDT-P117" in err
+    assert in_the_way.KINDS[kind] in err
+    assert precious.read_text() == in_the_way.PRECIOUS
 
 
 @needs_ray

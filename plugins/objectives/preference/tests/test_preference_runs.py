@@ -116,6 +116,16 @@ def test_a_damaged_reference_is_computed_again_where_its_weights_are_still_there
     assert {path: path.read_bytes() for path in files} == files
 
 
+def test_a_reference_is_not_kept_in_the_directory_that_a_link_leads_to(small, tmp_path):
+    config = small("trainer.max_steps=1")
+    (tmp_path / "theirs").mkdir()
+    config.run_dir.mkdir()
+    (config.run_dir / "reference").symlink_to(tmp_path / "theirs")
+    with pytest.raises(NxdtError, match=r"T007.*reference: it is a symbolic link, not a directory"):
+        train(config)
+    assert not list((tmp_path / "theirs").iterdir())
+
+
 def test_under_an_adapter_the_frozen_base_may_be_the_reference_of_each_step(small):
     precomputed, each_step = (
         small("adapter.name=lora", f"objective.precompute_ref_log_probs={before}", name=f"before-{before}")

@@ -13,7 +13,9 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.regular_files import make_directory, replace_text
 from nxdt_core.training import build
+from nxdt_core.training.run.files import cannot_write
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft.config import peft_config
@@ -29,15 +31,20 @@ _log = logging.getLogger(__name__)
 
 
 def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
-    """Write ``lora_adapter/adapter_config.json``: the section in peft's words, targets as they are named here."""
+    """Write ``lora_adapter/adapter_config.json``: the section in peft's words, targets as they are named here.
+
+    Raises:
+        CannotWriteRunDirectory: it cannot be written.
+    """
     known = {item.name for item in fields(LoraConfig)}
     lora = LoraConfig(**{key: value for key, value in section.items() if key in known})
     content = peft_config(
         lora, base=None, targets=lora.target_modules, whole=lora.modules_to_save, modules=(), transposed=False
     )
-    directory = run_dir / _DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    try:
+        replace_text(make_directory(run_dir / _DIRECTORY) / CONFIG, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
 
 
 def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:

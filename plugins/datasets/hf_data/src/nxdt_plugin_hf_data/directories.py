@@ -14,6 +14,7 @@ from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, near
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.regular_files import read_text
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing
 
 __all__ = ["Saved", "is_saved", "open_saved", "saved_files"]
@@ -78,7 +79,7 @@ def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
     """
     directory = _of_split(path, key, split)
     try:
-        state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_text(directory / _STATE, follow=True))
         return [directory / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedDataset(path=str(directory / _STATE), reason=_first_line(error)) from error

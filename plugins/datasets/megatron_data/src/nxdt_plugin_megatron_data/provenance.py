@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.regular_files import read_text
+
 __all__ = ["Note", "note_path", "read_note"]
 
 
@@ -38,7 +40,7 @@ def note_path(prefix: Path) -> Path:
 def read_note(prefix: Path) -> Note | None:
     """Return the note of a prefix; None where there is none, or where the file is of another program."""
     try:
-        content: Any = json.loads(note_path(prefix).read_text(encoding="utf-8"))
+        content: Any = json.loads(read_text(note_path(prefix), follow=True))
         note = Note(**{**content, "inputs": tuple(content["inputs"])})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.regular_files import regular_opener, replacing
 from nxdt_plugin_megatron_data.format import HEADER, MAGIC, VERSION, bin_path, code_of, idx_path
 
 __all__ = ["IndexedWriter", "write_index"]
@@ -29,7 +30,7 @@ class IndexedWriter:
         self._lengths: list[int] = []
         self._borders = [0]
         self._part = bin_path(prefix).with_suffix(".bin.part")
-        self._bin = self._part.open("wb")
+        self._bin = open(self._part, "wb", opener=regular_opener)  # noqa: SIM115
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -64,16 +65,14 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
     """Write an ``.idx`` of sequences that follow each other in ``.bin`` without gaps.
 
     Args:
-        path: the file, written under another name first.
+        path: the file, replaced whole.
         dtype: of a token.
         lengths: [sequences] tokens of each.
         borders: [documents + 1] first sequence of each document, and the number of sequences.
     """
-    part = path.with_suffix(".idx.part")
-    with part.open("wb") as file:
+    with replacing(path) as file:
         file.write(HEADER.pack(MAGIC, VERSION, code_of(dtype), len(lengths), len(borders)))
         file.write(lengths.astype("<i4").tobytes())
         ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
         file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
         file.write(borders.astype("<i8").tobytes())
-    part.rename(path)

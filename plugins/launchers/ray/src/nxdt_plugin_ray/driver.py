@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.clusters import JobFileUnwritable
+from nxdt_core.regular_files import make_directory, open_regular, regular_opener
 from nxdt_plugin_ray.errors import NoPlaceOnCluster, RayMissing
 
 __all__ = ["Work", "main", "run"]
@@ -59,7 +61,7 @@ class Node:
         """Run the commands as node ``number``; return the first exit status that is not 0."""
         place = {"NODE_RANK": str(number), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         environment = {**os.environ, **work.environment, **place}
-        with (Path(work.logs) / f"node-{number}.log").open("ab") as log:
+        with open(_log(work, number), "ab", opener=regular_opener) as log:
             for words in work.commands:
                 command = [sys.executable, "-m", "nxdt_plugin_ray.child", *words]
                 self._process = subprocess.Popen(
@@ -102,17 +104,18 @@ def run(work: Work) -> int:
     Raises:
         RayMissing: Ray is not installed.
         NoPlaceOnCluster: the cluster does not have what the nodes reserve.
+        JobFileUnwritable: the log of a node cannot be written.
     """
     try:
         import ray
     except ImportError as error:
         raise RayMissing(reason=str(error)) from error
+    _make_logs(work)
     if work.address == "local":
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
     else:
         ray.init(address=work.address, log_to_driver=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    Path(work.logs).mkdir(parents=True, exist_ok=True)
     status = _LOST
     try:
         for attempt in range(work.max_restarts + 1):
@@ -126,6 +129,20 @@ def run(work: Work) -> int:
     finally:
         ray.shutdown()
     return status
+
+
+def _log(work: Work, number: int) -> Path:
+    return Path(work.logs) / f"node-{number}.log"
+
+
+def _make_logs(work: Work) -> None:
+    """Make the log of each node: a node that cannot open its own is lost without a reason."""
+    for path in (_log(work, number) for number in range(work.nodes)):
+        try:
+            make_directory(path.parent)
+            os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
+        except OSError as error:
+            raise JobFileUnwritable(path=str(path), reason=error.strerror or str(error)) from error
 
 
 def _attempt(ray: Any, work: Work) -> int:

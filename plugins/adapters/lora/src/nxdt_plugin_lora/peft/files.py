@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from nxdt_core.checkpoint.hf.json_files import read_json
 from nxdt_core.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.regular_files import replace_text, replacing, require_regular
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
 from nxdt_plugin_lora.peft.config import MERGE
 from nxdt_plugin_lora.peft.names import PeftTensor
@@ -50,8 +51,9 @@ def write_peft(
     """
     written = dict(item for name, tensor in tensors.items() for item in tensor.write(read(name)))
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(written, directory / WEIGHTS, metadata={"format": "pt", _BASE: base})
-    (directory / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    with replacing(directory / WEIGHTS) as file:
+        file.write(save(written, metadata={"format": "pt", _BASE: base}))
+    replace_text(directory / CONFIG, json.dumps(dict(config), indent=2) + "\n")
     return sum(tensor.nbytes for tensor in written.values())
 
 
@@ -69,6 +71,7 @@ def read_peft(
     """
     path = directory / WEIGHTS
     try:
+        require_regular(path, follow=True)
         with safe_open(path, framework="pt", device=HOST.type) as file:
             held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.regular_files import read_text, regular_opener, replace_text, replacing
 from nxdt_plugin_megatron_data.format import bin_path, idx_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Place
 from nxdt_plugin_megatron_data.preprocess.errors import OtherJob
@@ -66,7 +67,10 @@ class Output:
         self._tokens, self._lengths, self._state = self.unfinished(prefix)
         if self._state.exists() and self._tokens.exists():
             self._go_on()
-        self._files = [open(path, "r+b" if path.exists() else "w+b") for path in (self._tokens, self._lengths)]  # noqa: SIM115
+        self._files = [
+            open(path, "r+b" if path.exists() else "w+b", opener=regular_opener)  # noqa: SIM115
+            for path in (self._tokens, self._lengths)
+        ]
         for file, size in zip(self._files, self._sizes(), strict=True):
             file.truncate(size)
             file.seek(size)
@@ -99,12 +103,10 @@ class Output:
             file.flush()
             os.fsync(file.fileno())
         state = {"job": self._job, "place": asdict(self.place), "counts": asdict(self.counts)}
-        part = self._state.with_name(f"{self._state.name}.part")
-        with part.open("w", encoding="utf-8") as written:
-            json.dump(state, written)
+        with replacing(self._state) as written:
+            written.write(json.dumps(state).encode())
             written.flush()
             os.fsync(written.fileno())
-        part.replace(self._state)
 
     def finish(self, note: Note) -> None:
         """Give the files their names. The tokens come last: until then, the run there is unfinished.
@@ -114,9 +116,10 @@ class Output:
         """
         self.save()
         self.close()
-        lengths = np.fromfile(self._lengths, "<i4")
+        with open(self._lengths, "rb", opener=regular_opener) as file:
+            lengths = np.fromfile(file, "<i4")
         write_index(idx_path(self.prefix), self._dtype, lengths, np.arange(len(lengths) + 1, dtype=np.int64))
-        note_path(self.prefix).write_text(note.text(), encoding="utf-8")
+        replace_text(note_path(self.prefix), note.text())
         self._tokens.rename(bin_path(self.prefix))
         self._lengths.unlink()
         self._state.unlink()
@@ -127,7 +130,7 @@ class Output:
             file.close()
 
     def _go_on(self) -> None:
-        state = json.loads(self._state.read_text(encoding="utf-8"))
+        state = json.loads(read_text(self._state))
         if state["job"] != self._job:
             raise OtherJob(path=str(self.prefix))
         self.place = Place(**state["place"])

@@ -20,6 +20,7 @@ from nxdt_core.data.files.paths import read_bytes
 from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+from nxdt_core.regular_files import read_text
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.errors import (
@@ -224,7 +225,7 @@ def _alone(prefix: Path) -> Iterator[None]:
         yield
         return
     if lock is None:
-        raise OutputTaken(path=str(bin_path(prefix)), note=path.read_text(errors="replace"))
+        raise OutputTaken(path=str(bin_path(prefix)), note=read_text(path, errors="replace"))
     try:
         yield
     finally:

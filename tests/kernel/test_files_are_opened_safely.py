@@ -1,0 +1,158 @@
+"""Which calls open files without :mod:`nxdt_core.regular_files`, and why each may.
+
+Others can place links and pipes in a run's directory, a job's directory, a cache or a temporary directory. What is
+opened there is opened by the helper; a call that is in none of the groups below fails the test.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HELPER = "nxdt_core/regular_files.py"
+KITS = ("nxdt_core/testing/", "plugins/checkpoint_backends/s3/src/nxdt_plugin_s3/testing/")
+"""Contracts and servers of tests, which write to directories that the test has made."""
+
+METHODS = {
+    *("open", "open_binary", "open_text", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkfifo"),
+    *("savefig", "tofile", "fromfile", "memmap", "loadtxt", "savetxt", "save_file", "load_file", "safe_open", "FileIO"),
+    *("copy2", "copyfile", "copytree", "copymode", "copystat", "move", "mkstemp", "mkdtemp", "NamedTemporaryFile"),
+    *("TemporaryDirectory", "TemporaryFile", "FileHandler", "export_chrome_trace", "to_csv", "to_json", "to_parquet"),
+    *("symlink_to", "hardlink_to", "save_pretrained", "link", "symlink", "mknod", "memory_map"),
+}
+OF_MODULES = {
+    *(f"np.{name}" for name in ("load", "save", "savez", "savez_compressed")),
+    *(f"torch.{name}" for name in ("load", "save")),
+    *("shutil.copy", "from_file"),
+}
+FUNCTIONS = {"open", "safe_open", "save_file", "load_file", "mkdtemp", "mkstemp", "copyfile", "copy2"}
+
+CORE, MEGATRON = "nxdt_core", "plugins/datasets/megatron_data/src/nxdt_plugin_megatron_data"
+MIGRATE = "plugins/migration/nxd/src/nxdt_plugin_migrate/config"
+ALLOWED = {
+    "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
+        f"{CORE}/checkpoint/formats/installed.py: _loaded(component).open(path)",
+        f"{CORE}/checkpoint/formats/installed.py: chosen.open(path)",
+        f"{CORE}/primitives/files/rank_files.py: torch.save(_in_nxd_names(held, config), file)",
+        f"{CORE}/training/run/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
+        f"{CORE}/training/weights/reference.py: np.load(file, allow_pickle=False)",
+        f"{CORE}/training/weights/reference.py: "
+        "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
+        f"{MEGATRON}/preprocess/progress.py: np.fromfile(file, '<i4')",
+        f"{MIGRATE}/aliases.py: "
+        "document.move(path, alias.key, _CHECKPOINT if alias.key.startswith('checkpoint.') else '')",
+        f"{MIGRATE}/aliases.py: document.move(path, target_of(part, rest) if rest else section)",
+        f"{MIGRATE}/models.py: document.move(old, new)",
+        f"{MIGRATE}/nemo.py: document.move(path, target)",
+        f"{MIGRATE}/nxdt.py: document.move(old, new)",
+        f"{MIGRATE}/nxdt.py: "
+        "document.move(path, target, 'NxD Training finds it by searching the whole file for its name')",
+        f"{MIGRATE}/peft.py: document.move(f'{{_LORA}}.{{old}}', f'adapter.{{new}}')",
+        f"{MIGRATE}/peft.py: document.move(there, here)",
+    },
+    "installed files: packages, their metadata and data": {
+        f"{CORE}/cli/explain/catalogue.py: path.read_text(encoding='utf-8')",
+        f"{CORE}/config/sources/recipes.py: self.path.read_text(encoding='utf-8')",
+        f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
+        f"{CORE}/kernel/components/known.py: _FILE.read_text(encoding='utf-8')",
+        f"{CORE}/kernel/discovery/metadata.py: PathDistribution(Path(folder)).read_text(name)",
+        f"{CORE}/kernel/discovery/metadata.py: dist.read_text(name)",
+        f"{CORE}/kernel/integrity/editable.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
+        f"{CORE}/kernel/integrity/fingerprint.py: open(path, 'rb', buffering=0)",
+        f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
+        f"{CORE}/training/environment.py: module.read_bytes()",
+    },
+    "files of the operating system": {
+        f"{CORE}/checkpoint/ownership/owner.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
+        f"{CORE}/checkpoint/ownership/owner.py: (_PROC / str(pid) / 'stat').read_text()",
+        f"{CORE}/cli/app.py: open(os.devnull, 'w', encoding='utf-8')",
+        f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
+        f"{CORE}/cli/terminal/closed_output.py: os.open(os.devnull, os.O_WRONLY)",
+        f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",
+        f"{CORE}/launch/supervision/heartbeat.py: "
+        "Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace')",
+        f"{CORE}/mounts.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
+        f"{CORE}/training/environment.py: file.read_text()",
+        f"{CORE}/trainium.py: (system / file).read_text()",
+    },
+    "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
+        f"{CORE}/checkpoint/signing.py: path.open('rb')",
+        f"{CORE}/config/sources/files.py: path.read_text(encoding='utf-8-sig')",
+        f"{CORE}/kernel/integrity/lock.py: path.read_text(encoding='utf-8')",
+        f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
+    },
+    "read only, in a directory that is named; links are followed, and the line before checks that it is a file": {
+        f"{CORE}/builtins/tokenizers/files.py: path.read_bytes()",
+        f"{CORE}/builtins/tokenizers/huggingface_chat.py: own.read_text(encoding='utf-8')",
+        f"{CORE}/builtins/tokenizers/huggingface_files.py: (loaded.directory / name).read_bytes()",
+        f"{CORE}/builtins/tokenizers/huggingface_sources.py: path.read_bytes()",
+        f"{CORE}/checkpoint/hf/weights.py: safe_open(path, framework='pt', device=HOST.type)",
+        f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
+        f"{CORE}/data/digest.py: path.open('rb')",
+        f"{CORE}/data/files/compressed.py: path.open('rb')",
+        "plugins/adapters/lora/src/nxdt_plugin_lora/peft/files.py: safe_open(path, framework='pt', device=HOST.type)",
+        f"{MEGATRON}/preprocess/blocks.py: path.open('rb')",
+        f"{MEGATRON}/preprocess/tokenizers.py: path.read_bytes()",
+        f"{MEGATRON}/reader.py: data.open('rb', buffering=0)",
+        f"{MEGATRON}/reader.py: np.memmap(path, dtype=np.uint8, mode='r')",
+    },
+    "in a directory with a new name that only this process has": {
+        f"{CORE}/data/files/array_cache.py: (part / f'{{each.name}}.npy').open('wb')",
+        f"{CORE}/data/files/array_cache.py: np.save(file, getattr(made, each.name))",
+        f"{CORE}/data/files/array_cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
+        f"{CORE}/engines/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
+        f"{CORE}/parallel/rounding/native.py: tempfile.TemporaryDirectory(prefix='nxdt-')",
+    },
+    "checked by `require_regular` in the line before; the library opens paths only": {
+        f"{CORE}/data/files/array_cache.py: np.load(path, mmap_mode='r')",
+    },
+    "of the store of checkpoints: a directory, and a name for a file that it has made": {
+        f"{CORE}/builtins/storage/local.py: os.link(temporary, path)",
+        f"{CORE}/builtins/storage/local.py: os.open(folder, os.O_RDONLY | os.O_DIRECTORY)",
+    },
+}
+
+
+def calls(path: Path) -> Iterator[str]:
+    """Yield each call in a module that opens a file by its name, and is not the helper's."""
+    place = path.relative_to(ROOT).as_posix()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and opens(node) and not is_guarded(node):
+            yield f"{place}: {ast.unparse(node)}"
+
+
+def opens(node: ast.Call) -> bool:
+    called = node.func
+    if isinstance(called, ast.Name):
+        return called.id in FUNCTIONS
+    return isinstance(called, ast.Attribute) and (called.attr in METHODS or ast.unparse(called) in OF_MODULES)
+
+
+def is_guarded(node: ast.Call) -> bool:
+    """Whether the helper opens the file, or the call makes it and fails where something has the name."""
+    text = ast.unparse(node)
+    exclusive = len(node.args) > 1 and isinstance(node.args[1], ast.Constant) and "x" in str(node.args[1].value)
+    return "opener=regular_opener" in text or text.startswith("open(open_regular(") or exclusive
+
+
+def found() -> set[str]:
+    sources = [*(ROOT / "nxdt_core").rglob("*.py"), *(ROOT / "plugins").glob("*/*/src/**/*.py")]
+    assert len(sources) > 500
+    places = {path.relative_to(ROOT).as_posix(): path for path in sources}
+    return {
+        call for place, path in places.items() if place != HELPER and not place.startswith(KITS) for call in calls(path)
+    }
+
+
+def test_each_file_is_opened_by_the_helper_or_has_a_reason():
+    allowed = {call for group in ALLOWED.values() for call in group}
+    unknown = found() - allowed
+    assert not unknown, f"open these with nxdt_core.regular_files, or say why not: {sorted(unknown)}"
+
+
+def test_each_reason_is_for_a_call_that_exists():
+    allowed = [call for group in ALLOWED.values() for call in group]
+    assert len(allowed) == len(set(allowed))
+    assert not set(allowed) - found()
