@@ -28,7 +28,7 @@ def mark_failed(config: ResolvedConfig, text: str) -> None:
         text: what the launcher prints about the failure; the code in it becomes the error.
     """
     settings, code = config.run.exp_manager.monitoring, _CODE.search(text)
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         if settings.health_file is not None:
             path = config.run_dir / Path(settings.health_file).expanduser()
             health = json_object(read_text(path))
