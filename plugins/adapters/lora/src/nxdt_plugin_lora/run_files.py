@@ -12,10 +12,10 @@ from typing import Any
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.regular_files import make_directory, replace_text
 from nxdt_core.training import build
-from nxdt_core.training.run.files import cannot_write
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft.config import peft_config
@@ -44,7 +44,8 @@ def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
     try:
         replace_text(make_directory(run_dir / _DIRECTORY) / CONFIG, json.dumps(content, indent=2) + "\n")
     except OSError as error:
-        raise cannot_write(run_dir, error) from error
+        reason = f"{_DIRECTORY}: {error.strerror or error}"
+        raise CannotWriteRunDirectory(path=str(run_dir), reason=reason) from error
 
 
 def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
