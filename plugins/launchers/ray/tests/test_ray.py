@@ -113,6 +113,12 @@ def test_without_ray_the_driver_says_what_to_install(launch, tmp_path):
     assert err.startswith("[NXDT-P130] Ray cannot be imported: no module named ray.\n  Install it")
 
 
+def test_what_an_actor_starts_ends_with_the_actor_even_before_its_first_line():
+    command = [sys.executable, "-m", "nxdt_plugin_ray.child", "--version"]
+    for parent, status in ((os.getpid(), 0), (1, -signal.SIGTERM)):
+        assert processes.run(command, env={**os.environ, "NXDT_RAY_ACTOR": str(parent)}).returncode == status
+
+
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
