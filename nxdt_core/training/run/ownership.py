@@ -53,6 +53,8 @@ def owned_on_rank_zero(
 
 def _own_directory(config: ResolvedConfig, say: Callable[[str], None]) -> Ownership:
     make_run_dir(config)
+    if (config.run_dir / _LOCK).is_symlink():  # the root of a store may be one
+        raise CannotWriteRunDirectory(path=str(config.run_dir), reason=f"{_LOCK} is a symbolic link")
     try:
         return own(directory_lock(config.run_dir), run=config.run.name, say=say)
     except StoreInUse as error:

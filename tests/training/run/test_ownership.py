@@ -19,6 +19,7 @@ import yaml
 from nxdt_core import checkpoint
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import OwnershipLost
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.training import build, train
 from nxdt_core.training.monitoring.died import mark_failed
 from nxdt_core.training.run.ownership import directory_lock
@@ -139,6 +140,16 @@ def test_a_refused_run_changes_no_file(ended, held, started):
     where = ended.run_dir if held == "directory" else ended.checkpoint_uri
     assert f"[NXDT-S040] {where} belongs to 'live' (process" in done.stderr
     assert done.returncode == (1 if started == "torchrun" else 2), done.stderr
+
+
+def test_a_lock_of_a_run_directory_is_not_written_through_a_link(small_run, tmp_path):
+    config = small_run("trainer.max_steps=1")
+    config.run_dir.mkdir()
+    (tmp_path / "other").mkdir()
+    (config.run_dir / ".nxdt-lock-run").symlink_to(tmp_path / "other")
+    with pytest.raises(CannotWriteRunDirectory, match=r"\.nxdt-lock-run is a symbolic link"):
+        train(config)
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_a_launcher_that_fails_marks_no_run_that_lives(ended):
