@@ -6,11 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from nxdt_core.parent import PARENT_VARIABLE
-from tests.training.launch.launching import finish, gone, ranks_of, start, wait_for_rows, words
+from tests.training.launch import launching
+from tests.training.launch.launching import finish, gone, wait_for_rows, words
 
 SLOW_RANKS = """
 import os, sys, time
@@ -29,6 +32,32 @@ if "RANK" in os.environ:
 """
 """A ``sitecustomize`` of ranks that need long for their first steps, as on a file system that is slow."""
 DEADLINE_S = 10
+
+
+_seen = []
+
+
+@pytest.fixture(autouse=True)
+def all_ended():
+    """End what a test that failed has left."""
+    yield
+    for pid in _seen:
+        with suppress(OSError):
+            if b"nxdt" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    _seen.clear()
+
+
+def start(*arguments, **more):
+    process = launching.start(*arguments, **more)
+    _seen.append(process.pid)
+    return process
+
+
+def ranks_of(process):
+    found = launching.ranks_of(process)
+    _seen.extend(found)
+    return found
 
 
 def slow_ranks(where, what="torch"):
@@ -97,6 +126,7 @@ def test_a_run_ends_with_the_process_that_would_start_it_again(tmp_path):
     (launcher,) = ranks_of(process)
     with open(f"/proc/{launcher}/task/{launcher}/children") as children:
         ranks = [int(pid) for pid in children.read().split()]
+    _seen.extend(ranks)
     process.kill()
     assert gone([launcher, *ranks], DEADLINE_S)
     process.communicate()
