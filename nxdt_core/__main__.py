@@ -2,7 +2,10 @@
 
 import sys
 
-from nxdt_core.cli import main
+from nxdt_core.parent import end_with_parent
 
 if __name__ == "__main__":
+    end_with_parent()  # before anything that takes time
+    from nxdt_core.cli import main
+
     sys.exit(main())

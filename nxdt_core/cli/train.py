@@ -86,7 +86,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
         mark_failed(config, str(error))
         raise
     if outcome.text:
-        mark_failed(config, outcome.text)
+        mark_failed(config, outcome.text, interrupted=outcome.status > 128)
         say(outcome.text, err=True)
     ctx.exit(outcome.status)
 

@@ -239,13 +239,13 @@ class NoSoundCheckpoint(StorageError):
 
 
 class StoreInUse(StorageError):
-    """Another run saves to the store."""
+    """Another run saves to the store, or writes to the run's directory."""
 
     code = "NXDT-S040"
     happened = "{where} belongs to {owner}: {reason}."
     remedy = (
-        "Two runs that share a store would delete each other's checkpoints: give this run its own store (name, or "
-        "checkpoint.uri), or stop the other run, then run the same command again."
+        "Two runs in one place would delete each other's checkpoints and overwrite each other's files. Give this run "
+        "its own place (name, or checkpoint.uri), or stop the other run, then run the same command again."
     )
     owner: str
 

@@ -14,6 +14,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.store import join_timeout_s
 from nxdt_core.launch.command import interpreter_words
 from nxdt_core.launch.node import Node
+from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.torch_versions import run_agent
 
 __all__ = ["run_ranks"]
@@ -39,6 +40,7 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // node.devices)))
     settings = {
         "min_nodes": node.count,

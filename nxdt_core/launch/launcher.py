@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +42,8 @@ __all__ = ["Outcome", "launch"]
 
 _RETRY_S = 1.0
 _SAME_REQUEST_S = 1.0
+_LAST_RANKS_S = 5.0
+"""How long ranks have to end after a run that failed elsewhere."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _Ranks = Callable[[], Mapping[int, int]]
 """Runs this node's ranks, and returns the exit codes of those that failed."""
@@ -140,15 +144,32 @@ def _as_further(client: Client, ranks: _Ranks, node: Node) -> Outcome:
     def ask(number: int, urgent: bool) -> None:
         client.ask_to_stop(number, urgent=urgent)
 
+    ranks_ended = threading.Event()
+    threading.Thread(target=_leave_with_run, args=(client, node, ranks_ended), daemon=True).start()
     with _forwarded(ask) as received:
         codes = _codes(ranks, node, received)
+    ranks_ended.set()
     status, cause = client.outcome()
     if cause is not None:
-        return Outcome(status=status, text=f"Node {node.number} ended with the run, since {cause}.")
+        return Outcome(status=status, text=_ended_with_run(node, cause))
     if codes:
         rank = _cause(codes, None)
         raise RankDied(rank=rank, host=node.place().host, how=_how(codes[rank]))
     return Outcome(status=status)
+
+
+def _leave_with_run(client: Client, node: Node, ranks_ended: threading.Event) -> None:
+    """End this launcher some time after the run has failed. Ranks that were not connected then look for a supervisor
+    that is no more, and end with this process."""
+    client.wait_for_end()
+    status, cause = client.outcome()
+    if cause is not None and not ranks_ended.wait(_LAST_RANKS_S):
+        print(_ended_with_run(node, cause), file=sys.stderr, flush=True)
+        os._exit(status)
+
+
+def _ended_with_run(node: Node, cause: str) -> str:
+    return f"Node {node.number} ended with the run, since {cause}."
 
 
 def _codes(ranks: _Ranks, node: Node, received: list[int]) -> Mapping[int, int]:

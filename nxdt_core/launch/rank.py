@@ -15,6 +15,7 @@ from nxdt_core.launch.supervision import rendezvous
 from nxdt_core.launch.supervision.client import Client
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
 from nxdt_core.launch.supervision.supervisor import Supervisor
+from nxdt_core.parent import outlive_parent
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.visible_text import visible
 
@@ -69,6 +70,8 @@ def _join(place: Place) -> Client:
             reason=error.strerror or str(error),
         ) from error
     client.store = store
+    if client.is_watched_by(os.getppid()):
+        outlive_parent()
     return client
 
 

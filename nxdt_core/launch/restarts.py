@@ -15,6 +15,7 @@ from types import FrameType
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.clusters import RestartsNeedResume
 from nxdt_core.launch.command import interpreter_words
+from nxdt_core.parent import PARENT_VARIABLE
 
 __all__ = ["is_restarted", "run_with_restarts"]
 
@@ -55,7 +56,8 @@ def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[s
 
 def _run(words: Sequence[str]) -> int:
     """Run a command and pass signals on to it; return its exit status, negative for a signal."""
-    process = subprocess.Popen(words, env={**os.environ, _VARIABLE: str(os.getpid())})
+    parent = str(os.getpid())
+    process = subprocess.Popen(words, env={**os.environ, _VARIABLE: parent, PARENT_VARIABLE: parent})
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)

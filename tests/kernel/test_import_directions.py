@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "nxdt_core"
 
 LAYERS = (
-    {"_version", "capabilities", "deprecation", "garbage_collection", "visible_text"},
+    {"_version", "capabilities", "deprecation", "garbage_collection", "parent", "visible_text"},
     {"errors"},
     {"api", "compile_counts", "http_server", "mounts", "regular_files", "torch_versions"},
     {"device_operations"},

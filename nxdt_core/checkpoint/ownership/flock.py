@@ -11,7 +11,7 @@ from nxdt_core.checkpoint.read.committed import greatest_fencing
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.protocols.checkpoint_storage import LockableStorage, StorageLock
 
-__all__ = ["LockedStore", "lock_store"]
+__all__ = ["LockedStore", "is_locked", "lock_store"]
 
 _KEY = "owner"
 _POLL_S = 0.2
@@ -80,3 +80,17 @@ def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None
         owned.release()
         raise
     return owned
+
+
+def is_locked(storage: LockableStorage, me: Owner) -> bool:
+    """Return whether a process has the lock that may still run.
+
+    Raises:
+        LocksUnsupported: the file system has no locks.
+    """
+    note = storage.lock_note(_KEY)
+    lock = storage.try_lock(_KEY, note) if note else None  # without a note there has been no owner
+    if lock is not None:
+        lock.release()
+    holder = decode_owner(note)
+    return bool(note) and lock is None and (holder is None or me.fate_of(holder) != "gone")

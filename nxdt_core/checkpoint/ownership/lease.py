@@ -29,7 +29,7 @@ from nxdt_core.checkpoint.read.committed import greatest_fencing, read_object
 from nxdt_core.errors.checkpoints import OwnershipLost, StorageError, StoreInUse
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["Lease", "take_lease"]
+__all__ = ["Lease", "is_leased", "take_lease"]
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +130,12 @@ def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], No
                 return lease
             continue  # another taker was faster: see who
         time.sleep(min(1.0, expiry_s / (2 * _BEATS)))
+
+
+def is_leased(storage: CheckpointStorage, me: Owner) -> bool:
+    """Return whether a process has the lease that may still run."""
+    found = _current_lease(storage)
+    return found is not None and not found.released and _fate(found, me) != "gone"
 
 
 def _fate(found: _CurrentLease, me: Owner) -> str:

@@ -6,16 +6,16 @@ By a lock of the operating system where the store has one, else by a lease. Read
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from nxdt_core.checkpoint.os_errors import explained_os_errors
-from nxdt_core.checkpoint.ownership.flock import lock_store
-from nxdt_core.checkpoint.ownership.lease import take_lease
+from nxdt_core.checkpoint.ownership.flock import is_locked, lock_store
+from nxdt_core.checkpoint.ownership.lease import is_leased, take_lease
 from nxdt_core.checkpoint.ownership.owner import Owner, this_process
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LockableStorage, LocksUnsupported
 
-__all__ = ["Ownership", "own", "owned"]
+__all__ = ["Ownership", "is_owned", "own", "owned"]
 
 EXPIRY_S = 60.0
 """Silence after which an owner counts as dead."""
@@ -81,3 +81,18 @@ def owned(
         yield ownership
     finally:
         ownership.release()
+
+
+def is_owned(storage: CheckpointStorage) -> bool:
+    """Return whether a process owns ``storage`` that may still run, without waiting; nothing in it changes.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    me = this_process("")
+    with explained_os_errors(storage.uri):
+        if isinstance(storage, LockableStorage):
+            with suppress(LocksUnsupported):
+                if is_locked(storage, me):
+                    return True
+        return is_leased(storage, me)

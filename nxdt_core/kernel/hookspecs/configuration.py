@@ -45,6 +45,8 @@ def nxdt_validate_config(context: ValidateConfigContext) -> Iterable[ConfigFindi
 def nxdt_configure(context: ConfigureContext) -> None:
     """Called on every process when the configuration is valid and final, before anything is built.
 
+    The run's directory exists, and no other run writes to it.
+
     Example::
 
         @hookimpl

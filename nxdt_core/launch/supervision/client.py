@@ -77,6 +77,10 @@ class Client:
         """Whether no other process of the run has read the configuration before: rank 0, without our launcher."""
         return self.place.rank == 0 and self._supervisor.in_rank_zero
 
+    def is_watched_by(self, pid: int) -> bool:
+        """Return whether the supervisor is in that process of this host: the connection ends with it."""
+        return (self._supervisor.host, self._supervisor.pid) == (self.place.host, pid)
+
     def watch(self, limit_s: float) -> None:
         """Send heartbeats from now on, so that the supervisor finds out whether this rank hangs.
 
@@ -114,6 +118,10 @@ class Client:
         self._send(Done(rank=self.place.rank, status=status))
         self._ended.wait()
         return status if self._supervisor.in_rank_zero else 0
+
+    def wait_for_end(self) -> None:
+        """Return once the run has ended, or the connection."""
+        self._ended.wait()
 
     def outcome(self) -> tuple[int, str | None]:
         """Return the exit status and why the run failed (None where it did not), once a launcher's ranks have ended."""

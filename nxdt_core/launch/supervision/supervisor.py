@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-from nxdt_core.errors.ranks import RanksMissing
+from nxdt_core.errors.ranks import RankDied, RanksMissing
 from nxdt_core.launch.supervision.hangs import Hang, HangWatch
 from nxdt_core.launch.supervision.heartbeat import is_stopped, wake
 from nxdt_core.launch.supervision.messages import (
@@ -152,8 +152,10 @@ class Supervisor:
         self._members[writer] = hello
         if hello.rank is not None:
             self._arrived.add(hello.rank)
-        if self._stop is not None:
-            writer.write(encode(self._stop))
+        if self.root_cause is not None:  # it comes late
+            self._send(_down(self.root_cause), [writer])
+        elif self._stop is not None:
+            self._send(self._stop, [writer])
 
     def _receive(self, message: Message, sender: Hello, writer: asyncio.StreamWriter) -> None:
         match message:
@@ -177,8 +179,20 @@ class Supervisor:
     def _remove_member(self, hello: Hello) -> None:
         """A connection ended."""
         silent = hello.rank not in self._done and all(failure.rank != hello.rank for failure in self._failures)
-        if hello.rank is not None and silent and self.root_cause is None:
+        if hello.rank is None:
+            self._schedule(self._end_without(hello.host))
+        elif silent and self.root_cause is None:
             self._add_failure(Failure(rank=hello.rank, host=hello.host, kind="death", text="", status=1))
+
+    async def _end_without(self, host: str) -> None:
+        """End the run of a further launcher that has ended: its ranks end with it, also those that are still to come.
+        If they are connected, their own reports name the cause."""
+        await asyncio.sleep(_WINDOW_S)
+        if self._failures or len(self._done) == self._world_size:
+            return
+        rank = min(set(range(self._world_size)) - self._arrived, default=0)
+        died = RankDied(rank=rank, host=host, how=" with its launcher")
+        await self._end(RootCause(status=died.exit_status, text=str(died), cause=f"the launcher on {host} died"))
 
     def _add_failure(self, failure: Failure) -> None:
         self._failures.append(failure)
@@ -238,7 +252,7 @@ class Supervisor:
             return
         self.root_cause = root_cause
         self._on_root_cause(root_cause)
-        down = Down(status=root_cause.status, cause=root_cause.cause)
+        down = _down(root_cause)
         own = [writer for writer, hello in self._members.items() if self._in_rank_zero and hello.rank == 0]
         self._send(down, [writer for writer in self._members if writer not in own])
         self._decided.set()
@@ -252,6 +266,10 @@ class Supervisor:
         for writer in list(members):
             with suppress(OSError):
                 writer.write(encode(message))
+
+
+def _down(root_cause: RootCause) -> Down:
+    return Down(status=root_cause.status, cause=root_cause.cause)
 
 
 def keep_alive(connection: socket.socket) -> None:

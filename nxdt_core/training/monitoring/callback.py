@@ -58,6 +58,13 @@ class MonitorReports(pl.Callback):
         """Take the last checkpoint."""
         self._take(pl_module)
 
+    def on_exception(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: NxdtModule, exception: BaseException
+    ) -> None:
+        """Take a checkpoint that was committed since the last step."""
+        if hasattr(pl_module, "model"):
+            self._take(pl_module)
+
     def _take(self, module: NxdtModule) -> None:
         state, newest = module.train_state, module.saved or module.resumed
         counters = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
@@ -27,8 +27,8 @@ __all__ = ["STATES", "Monitor", "State", "monitored"]
 
 _log = logging.getLogger(__name__)
 
-State = Literal["starting", "running", "finished", "stopped", "failed"]
-STATES: tuple[State, ...] = ("starting", "running", "finished", "stopped", "failed")
+State = Literal["starting", "running", "finished", "stopped", "interrupted", "failed"]
+STATES: tuple[State, ...] = get_args(State)
 
 
 class Monitor:
@@ -193,7 +193,10 @@ def monitored(config: ResolvedConfig, ranks: RankAgreement) -> Iterator[Monitor]
         ranks.on_rank_zero(monitor.begin)
         yield monitor
     except BaseException as error:
-        monitor.enter("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
+        if isinstance(error, KeyboardInterrupt):
+            monitor.enter("interrupted")
+        else:
+            monitor.enter("failed", error)
         raise
     finally:
         monitor.close()

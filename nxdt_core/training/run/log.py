@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from io import TextIOWrapper
 from typing import cast
@@ -19,7 +19,7 @@ from nxdt_core.training.monitoring.log_lines import JsonFormatter
 from nxdt_core.training.run.files import run_dir_explained
 from nxdt_core.visible_text import VisibleFormatter, visible
 
-__all__ = ["run_log"]
+__all__ = ["printed", "run_log"]
 
 _OURS = logging.getLogger("nxdt_core")
 _FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
@@ -66,8 +66,27 @@ class _File(logging.FileHandler):
 
 
 @contextmanager
+def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
+    """Print warnings and errors of a block on standard error; with JSON lines, also what the console says, and what
+    ended the block.
+
+    Values from the environment and secrets are replaced in the error that ends the block.
+    """
+    as_json, redact = config.run.exp_manager.log_format == "json", Redaction(config.tree)
+    printing = [_printing_json(info, JsonFormatter(rank=info.rank, redact=redact))] if as_json else _printing(info)
+    try:
+        with _attached(printing), _warnings_logged() if as_json else nullcontext():
+            yield
+    except Exception as error:
+        redact.redact_error(error)
+        for handler in printing if as_json else ():
+            handler.handle(_failure(error))
+        raise
+
+
+@contextmanager
 def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
-    """Keep this rank's log during a block, below ``logs`` of the run's directory.
+    """Keep this rank's log during a block, below ``logs`` of the run's directory, which the run owns.
 
     Values from the environment and secrets are replaced in it, and in the error that ends the block.
 
@@ -87,17 +106,17 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         name = f"globalrank-{info.rank}_localrank-{info.local_rank}.{suffix}"
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     redact = Redaction(config.tree)
-    lines = JsonFormatter(rank=info.rank, redact=redact)
     text = VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact)
     for file in files:
-        file.setFormatter(lines if as_json else text)
-    printing = [_printing_json(info, lines)] if as_json else _printing(info)
+        file.setFormatter(JsonFormatter(rank=info.rank, redact=redact) if as_json else text)
     try:
-        with _attached([*files, *printing]), _warnings_logged() if as_json else nullcontext():
+        with _attached(files):
             yield
     except Exception as error:
         redact.redact_error(error)
-        _log_failure(files, printing if as_json else [], error)
+        for file in files:
+            file.quiet = True
+            file.handle(_failure(error))
         raise
     finally:
         for file in files:
@@ -133,7 +152,7 @@ def _printing_json(info: RankInfo, lines: JsonFormatter) -> logging.Handler:
 
 
 @contextmanager
-def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
+def _attached(handlers: Sequence[logging.Handler]) -> Iterator[None]:
     root, level = logging.getLogger(), _OURS.level
     for handler in handlers:
         root.addHandler(handler)
@@ -160,12 +179,7 @@ def _warnings_logged() -> Iterator[None]:
         yield
 
 
-def _log_failure(files: list[_File], lines: list[logging.Handler], error: Exception) -> None:
-    """Write a failure to the files, and to standard error as JSON: the command line prints its text."""
-    known = isinstance(error, NxdtError)
-    trace = None if known else (type(error), error, error.__traceback__)
-    record = _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)
-    for file in files:
-        file.quiet = True
-    for handler in (*files, *lines):
-        handler.handle(record)
+def _failure(error: Exception) -> logging.LogRecord:
+    """Return the record of what ended a run; the command line prints its text."""
+    trace = None if isinstance(error, NxdtError) else (type(error), error, error.__traceback__)
+    return _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)

@@ -45,8 +45,8 @@ from nxdt_core.training.run.banner import banner
 from nxdt_core.training.run.callback_order import run_callbacks
 from nxdt_core.training.run.epochs import counts_passes, in_steps
 from nxdt_core.training.run.fast_dev_run import as_trial
-from nxdt_core.training.run.files import dated, keep_inputs, make_run_dir, other_source, run_dir_explained
-from nxdt_core.training.run.log import run_log
+from nxdt_core.training.run.files import dated, keep_inputs, other_source, run_dir_explained
+from nxdt_core.training.run.log import printed, run_log
 from nxdt_core.training.run.metric_files import FigureFiles
 from nxdt_core.training.run.out_of_memory import memory_errors_explained
 from nxdt_core.training.run.ownership import owned_on_rank_zero
@@ -84,29 +84,30 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
     strategy.start()
     ranks = strategy.engine.ranks
     config = strategy.config = as_trial(dated(config, ranks))
-    if supervisor is not None:
-        supervisor.keep_stacks_in(config.run_dir)
     console = Console(
         config.run.trainer.max_steps,
         speaks=strategy.is_global_zero,
         bar=config.run.trainer.enable_progress_bar,
         prints=config.run.exp_manager.log_format == "text",
     )
-    config.kernel.hooks.nxdt_configure(
-        ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
-    )
     own = build.storage(config)
     ranks.on_rank_zero(lambda: build.check_signing(config))
-    ranks.on_rank_zero(lambda: make_run_dir(config))
-    with run_log(config, strategy.engine.rank_info), monitored(config, ranks) as monitor:
-        if monitor.url is not None:
-            console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
-        if config.run.checkpoint.enabled:
-            ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
-        with owned_on_rank_zero(config, own, console.say, ranks) as ownership:
+    # Nothing below the run's directory changes before it is owned: another run may use it.
+    with printed(config, strategy.engine.rank_info), owned_on_rank_zero(config, own, console.say, ranks) as ownership:
+        if supervisor is not None:
+            supervisor.keep_stacks_in(config.run_dir)
+        config.kernel.hooks.nxdt_configure(
+            ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
+        )
+        with run_log(config, strategy.engine.rank_info), monitored(config, ranks) as monitor:
+            if monitor.url is not None:
+                console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
+            if config.run.checkpoint.enabled:
+                ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
             summary = _train(config, strategy, console, own, ownership, supervisor, monitor)
-        monitor.enter("finished" if summary.exit_status == 0 else "stopped")
-        return summary
+            # A run that is stopped before its end has saved a checkpoint, unless it saves none.
+            monitor.enter("finished" if summary.exit_status == 0 or summary.step >= summary.max_steps else "stopped")
+            return summary
 
 
 def _train(
@@ -142,6 +143,9 @@ def _train(
             for adapter in build.adapters(config):
                 adapter.finish(build.step_uri(own, start.manifest.step), config, ranks)
         strategy.engine.shutdown()
+        monitor.row({"step": start.manifest.step, "consumed_tokens": start.manifest.facts.consumed_tokens})
+        monitor.checkpoint(start.manifest.step, start.manifest.created)
+        monitor.expect(config.run.trainer.max_steps)
         return _finished(config, start)
     base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
     config = with_start_step(config, base or start)

@@ -25,7 +25,7 @@ from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
 from nxdt_core.checkpoint.ownership.lease import take_lease
 from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner, this_process
-from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
+from nxdt_core.checkpoint.ownership.store_owner import Ownership, is_owned, own
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LocksUnsupported
 from nxdt_core.testing.stores.faults import FaultyStorage, When
@@ -133,6 +133,21 @@ def test_a_second_run_is_refused_at_once_and_told_who_has_the_place(
         take(STORES[kind](str(tmp_path / "c")), expiry_s=600)
     assert "running on this machine" in caught.value.reason
     assert "checkpoint.uri" in str(caught.value)
+
+
+def test_a_store_is_owned_while_its_owner_lives_and_to_ask_changes_nothing(
+    tmp_path: Path, kind: str, child: Callable[..., Child]
+) -> None:
+    storage = STORES[kind](str(tmp_path / "c"))
+    assert not is_owned(storage)
+    assert not (tmp_path / "c").exists()
+    first = child(kind, str(tmp_path / "c"))
+    first.process.send_signal(signal.SIGSTOP)
+    before = {path: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    assert is_owned(storage)
+    first.kill()
+    assert not is_owned(storage)
+    assert {path: path.read_bytes() for path in (tmp_path / "c").iterdir()} == before
 
 
 def test_after_sigkill_the_next_run_has_it_at_once(

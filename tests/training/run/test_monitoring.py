@@ -92,7 +92,7 @@ def test_a_run_that_ends_leaves_its_state_and_metrics(small_run):
     (validation,) = [json.loads(line) for line in (config.run_dir / "validation.jsonl").read_text().splitlines()][-1:]
     assert value(found, "nxdt_validation_metric", metric="loss") == pytest.approx(validation["loss"])
     assert value(found, "nxdt_run_info", plugins=config.kernel.fingerprint(), model="llama:llama") == 1
-    assert sorted(path.name for path in config.run_dir.iterdir() if path.name.startswith(".")) == []
+    assert [path.name for path in config.run_dir.iterdir() if path.name.startswith(".")] == [".nxdt-lock-run"]
 
 
 def test_nothing_is_written_by_default(small_run):

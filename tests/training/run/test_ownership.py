@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,10 +19,16 @@ import yaml
 from nxdt_core import checkpoint
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import OwnershipLost
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.training import build, train
+from nxdt_core.training.monitoring.died import mark_failed
+from nxdt_core.training.run.ownership import directory_lock
 from tests import processes
+from tests.sampling import slow
+from tests.training.small import SMALL
 
 Run = Callable[..., "Child"]
+MONITORED = ("exp_manager.monitoring.health_file=health.json", "exp_manager.monitoring.metrics_file=nxdt.prom")
 ENDLESS = ("trainer.max_steps=100000", "checkpoint.every_n_train_steps=1", "checkpoint.save_top_k=2")
 
 
@@ -53,6 +62,12 @@ def command(tmp_path: Path) -> Iterator[Run]:
         child.process.wait()
 
 
+def files_of(run_dir: Path, *but: str) -> dict[str, tuple[int, bytes]]:
+    """Return the time and the content of each file below a directory, and the time of each directory."""
+    kept = (path for path in run_dir.rglob("*") if not {path.name, path.parent.name} & {*but})
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in kept}
+
+
 def wait_for_steps(config: Any, count: int, child: Child, deadline_s: float = 120) -> list[int]:
     """Wait until step ``count`` or a later one is committed; returns those that are."""
     store = build.storage(config)
@@ -68,16 +83,18 @@ def wait_for_steps(config: Any, count: int, child: Child, deadline_s: float = 12
 
 def test_a_second_run_is_refused_in_words_and_one_in_a_copied_directory_is_not(small_run, command, tmp_path):
     """The first goes on, undisturbed by both."""
-    config = small_run(*ENDLESS)
+    config = small_run(*ENDLESS, *MONITORED)
     first = command(config)
     wait_for_steps(config, 2, first)
-    kept = (config.run_dir / "config.yaml").read_bytes()
-    second = command(small_run(*ENDLESS, "seed=99"))
+    first.process.send_signal(signal.SIGSTOP)
+    kept = files_of(config.run_dir)
+    second = command(small_run(*ENDLESS, *MONITORED, "seed=99"))
     assert second.process.wait(timeout=120) == 2, second.said
     assert "[NXDT-S040]" in second.said
-    assert f"{config.checkpoint_uri} belongs to 'run' (process {first.process.pid} on " in second.said
+    assert f"{config.run_dir} belongs to 'run' (process {first.process.pid} on " in second.said
     assert "Traceback" not in second.said
-    assert (config.run_dir / "config.yaml").read_bytes() == kept, "a run that is refused changes nothing"
+    assert files_of(config.run_dir) == kept, "a run that is refused changes nothing"
+    first.process.send_signal(signal.SIGCONT)
 
     copied = tmp_path / "elsewhere"
     while True:
@@ -91,6 +108,59 @@ def test_a_second_run_is_refused_in_words_and_one_in_a_copied_directory_is_not(s
     assert summary.step == newest.step + 2
     assert first.process.poll() is None, first.said
     wait_for_steps(config, newest.step + 4, first)
+
+
+@pytest.fixture
+def ended(small_run):
+    """A run with checkpoints, whose files describe it as running."""
+    config = small_run("trainer.max_steps=1", *MONITORED)
+    train(config)
+    for name in ("health.json", "nxdt.prom"):
+        path = config.run_dir / name
+        path.write_text(re.sub(r'(state="running"}) 0', r"\1 1", path.read_text().replace('"finished"', '"running"')))
+    return config
+
+
+@pytest.mark.parametrize("held", ["directory", "checkpoints"])
+@pytest.mark.parametrize("started", ["process", "launcher", slow("torchrun")])
+def test_a_refused_run_changes_no_file(ended, held, started):
+    """This process owns what the run wants."""
+    store = directory_lock(ended.run_dir) if held == "directory" else build.storage(ended)
+    keys = ["checkpoint.enabled=false"] if held == "directory" else []
+    words = [] if started == "process" else ["trainer.devices=2"]
+    run = (*SMALL, *MONITORED, "name=run", f"exp_manager.exp_dir={ended.run_dir.parent}")
+    command = ["-m", "nxdt_core", "train", "recipe:llama-tiny", *run, *keys, *words]
+    if started == "torchrun":
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    own_lock = () if held == "directory" else (".nxdt-lock-run", ".nxdt-lock-owner")
+    with checkpoint.owned(store, run="live", say=pytest.fail):
+        before = files_of(ended.run_dir, *own_lock)
+        done = processes.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+        assert files_of(ended.run_dir, *own_lock) == before
+    where = ended.run_dir if held == "directory" else ended.checkpoint_uri
+    assert f"[NXDT-S040] {where} belongs to 'live' (process" in done.stderr
+    assert done.returncode == (1 if started == "torchrun" else 2), done.stderr
+
+
+def test_a_lock_of_a_run_directory_is_not_written_through_a_link(small_run, tmp_path):
+    config = small_run("trainer.max_steps=1")
+    config.run_dir.mkdir()
+    (tmp_path / "other").mkdir()
+    (config.run_dir / ".nxdt-lock-run").symlink_to(tmp_path / "other")
+    with pytest.raises(CannotWriteRunDirectory, match=r"\.nxdt-lock-run is a symbolic link"):
+        train(config)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_launcher_that_fails_marks_no_run_that_lives(ended):
+    """Its port is taken, and that run is another."""
+    with checkpoint.owned(directory_lock(ended.run_dir), run="live", say=pytest.fail):
+        before = files_of(ended.run_dir)
+        mark_failed(ended, "[NXDT-P044] Port 1 of 127.0.0.1 is taken.")
+        assert files_of(ended.run_dir) == before
+    mark_failed(ended, "[NXDT-P048] Rank 1 died.")
+    health = json.loads((ended.run_dir / "health.json").read_text())
+    assert (health["state"], health["error"]) == ("failed", "NXDT-P048")
 
 
 def test_a_killed_run_is_followed_at_once_by_the_same_command(small_run, command):

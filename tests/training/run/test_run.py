@@ -56,6 +56,7 @@ def test_a_run_writes_one_row_a_logged_step_with_the_promised_keys(small_run, me
     assert all(rows[6][key] > 0 for key in ("tokens_per_s", "step_time_s", "max_memory_bytes", "grad_norm"))
     assert rows[6]["loss"] == summary.loss < rows[2]["loss"] < math.log(272) + 0.5
     assert {path.name.partition(".out")[0] for path in config.run_dir.iterdir()} == {
+        ".nxdt-lock-run",
         "cmd-args.log",
         "config.yaml",
         "logs",
