@@ -22,10 +22,9 @@ from nxdt_core.checkpoint.format.file_names import (
     step_of,
     step_prefix,
 )
-from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, state_tensors
+from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shard_headers import StoredTensor, check_header, tensors_by_file
 from nxdt_core.checkpoint.format.signature import claimed_signer
-from nxdt_core.checkpoint.format.state_tree import decode_state
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.committed import read_manifest
 from nxdt_core.checkpoint.signing import TrustedKeys
@@ -186,7 +185,8 @@ def _check_content(
         check_header(file, stored)
     if is_state_name(name):
         tensors = dict.fromkeys(state_tensors(manifest, name))
-        decode_state(read_whole(storage, manifest, name), tensors, where=f"{storage.uri}/{manifest.prefix}{name}")
+        where = f"{storage.uri}/{manifest.prefix}{name}"
+        decode_rank_state(read_whole(storage, manifest, name), tensors, manifest, where=where)
 
 
 def latest(
