@@ -9,6 +9,7 @@ from typing import Any
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import Origin, ResolvedConfig, load
+from nxdt_core.config.huggingface.bounds import oversized
 from nxdt_core.config.resolve.interpolation import has_interpolation, interpolate
 from nxdt_core.config.sources.node import from_plain, to_plain
 from nxdt_core.data.chat.keys import ChatKeys
@@ -88,6 +89,10 @@ def saved_config(manifest: Manifest, *, where: str) -> ResolvedConfig:
         },
         "checkpoint": {},
     }
+    tensors = sum(map(len, manifest.tensors.values()))
+    reason = oversized(given["model"], tensors=tensors, size_bytes=manifest.size_bytes)
+    if reason is not None:
+        raise SavedConfigUnusable(where=where, problems=[f"model.{reason}"])
     try:
         return load(given, _ONE_PROCESS)
     except ConfigError as error:
