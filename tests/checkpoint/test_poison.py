@@ -28,6 +28,7 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.format.digests import BlockDigests, digest
+from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, encode_manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.hf.source import HFSource
@@ -66,7 +67,7 @@ def load_all(store: LocalStorage, step: int = 1) -> Any:
 
 
 def path_of(store: LocalStorage, manifest: Manifest, name: str) -> Path:
-    return Path(store.uri) / ("step-00000001/manifest.json" if name == "manifest.json" else manifest.prefix + name)
+    return Path(store.uri) / (manifest_key(manifest.step) if name == "manifest.json" else manifest.prefix + name)
 
 
 def forge(store: LocalStorage, manifest: Manifest, name: str, data: bytes) -> None:
@@ -431,6 +432,40 @@ def test_an_index_that_exchanges_two_tensors_is_damage(store: LocalStorage, save
 def test_a_state_that_is_none_is_damage_to_verify(store: LocalStorage, save: Any) -> None:
     forge(store, save(store, 1), STATE, b'{"$":"tensor","name":"nowhere"}')
     assert any("it is not a state" in problem for problem in verify(store, 1))
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        {"step": 1, "consumed_samples": 16},
+        {"step": 2, "consumed_samples": 8},
+        {"step": "2", "consumed_samples": 16},
+        {"step": True},
+        5,
+    ],
+)
+def test_a_state_of_another_step_than_its_manifest_is_damage(store: LocalStorage, save: Any, progress: Any) -> None:
+    """The weights of step 2 must not resume as step 3000, nor read the data from another sample."""
+    save(store, 1)
+    manifest = save(store, 2)
+    forge(store, manifest, STATE, json.dumps({"train": progress}).encode())
+    assert any(STATE in problem for problem in verify(store, 2))
+    lines: list[str] = []
+    newest = latest(store, warn=lines.append)
+    assert newest is not None
+    assert newest.step == 1
+    assert STATE in lines[0]
+    with pytest.raises(CheckpointDamaged, match=r"and that of the manifest|mapping"):
+        load_state(store, read_manifest(store, 2))
+
+
+def test_a_missing_state_between_two_ranks_is_damage(store: LocalStorage, save: Any) -> None:
+    def drop(table: dict[str, Any]) -> None:
+        table["files"]["state/rank-00002.json"] = table["files"][STATE]
+
+    forged_table(store, save, drop)
+    with pytest.raises(CheckpointDamaged, match="files"):
+        read_manifest(store, 1)
 
 
 def test_what_a_directory_says_is_read_from_a_manifest_of_a_later_version(store: LocalStorage, save: Any) -> None:

@@ -213,6 +213,22 @@ def test_a_damaged_newest_checkpoint_never_makes_retention_delete_good_ones(smal
     assert steps(resumed) == [5, 6]
 
 
+@pytest.mark.parametrize(("kept", "reads"), [(-1, 1), (8, 2)])
+def test_a_resumed_run_reads_older_manifests_at_its_start_only(small_run, monkeypatch, kept, reads):
+    """Once for the number of its ownership; once more to apply a policy that deletes, however many saves follow."""
+    settings = ("checkpoint.every_n_train_steps=1", f"checkpoint.save_top_k={kept}")
+    train(small_run("trainer.max_steps=4", *settings))
+    read, opened = LocalStorage.open_read, []
+    monkeypatch.setattr(
+        LocalStorage, "open_read", lambda self, key, *where: opened.append(key) or read(self, key, *where)
+    )
+    config = small_run("trainer.max_steps=8", *settings, "exp_manager.resume_if_exists=true")
+    train(config)
+    monkeypatch.undo()
+    assert [opened.count(f"step-{step:08d}/manifest.json") for step in (1, 2, 3)] == [reads] * 3
+    assert steps(config) == list(range(1, 9))
+
+
 def test_checkpoints_by_the_clock(small_run, monkeypatch):
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))

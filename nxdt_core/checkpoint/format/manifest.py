@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from nxdt_core.checkpoint.format import file_names
 from nxdt_core.checkpoint.format.digests import FAST, STRONG, Algorithm, digest
-from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
+from nxdt_core.checkpoint.format.state_tree import decode_state, decode_tree, encode_tree
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, check_places, decode_index, encode_index
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew
@@ -26,6 +26,7 @@ __all__ = [
     "Keep",
     "Manifest",
     "decode_manifest",
+    "decode_rank_state",
     "encode_facts",
     "encode_manifest",
     "state_tensors",
@@ -177,12 +178,32 @@ def state_tensors(manifest: Manifest, name: str) -> list[str]:
     return [tensor for tensor in manifest.tensors.get("state", {}) if tensor.startswith(f"{own}/")]
 
 
+def decode_rank_state(data: bytes, tensors: Mapping[str, Any], manifest: Manifest, *, where: str) -> dict[str, Any]:
+    """Return the state tree of a rank as :func:`decode_state` does, after comparing its progress with the manifest.
+
+    Raises:
+        CheckpointDamaged: it is not a state, or it is that of another step.
+    """
+    state = decode_state(data, tensors, where=where)
+    progress = state.get("train", {})
+    if not isinstance(progress, Mapping):
+        raise CheckpointDamaged(where=where, reason="its 'train' is not a mapping")
+    wanted = {"step": manifest.step, "consumed_samples": manifest.facts.consumed_samples}
+    for name, value in wanted.items():
+        found = progress.get(name, value)
+        if type(found) is not int or found != value:
+            raise CheckpointDamaged(where=where, reason=f"its {name} is {found!r}, and that of the manifest {value}")
+    return state
+
+
 def _from_table(table: Mapping[str, Any]) -> Manifest:
     # Facts that a later version adds are missing in what this one wrote, and have defaults.
     known = [item.name for item in fields(CheckpointFacts) if item.name in table]
     facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in known})
     _check_facts(facts)
     files = {_plain(name): _file_entry(name, row) for name, row in table["files"].items()}
+    ranks = sorted(filter(file_names.is_state_name, files))
+    _require(ranks == [file_names.state_name(rank) for rank in range(len(ranks))], "files")
     digests = _FORMATS[table["format"]]
     for name, entry in files.items():
         _require(entry.digests_digest.startswith(f"{digests}:"), f"files.{name}.digests_digest")

@@ -12,6 +12,7 @@ from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.hf.json_files import CONFIG, read_json
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.checkpoint.hf.weights import HFWeights
+from nxdt_core.config.huggingface.bounds import oversized, weights_in
 from nxdt_core.config.huggingface.values import architectures_of
 from nxdt_core.errors.exchange import ArchitectureUnread
 from nxdt_core.errors.models import HFFileDamaged
@@ -46,8 +47,13 @@ class HFReader:
 
         Raises:
             ArchitectureUnread: no installed plugin does.
+            HFFileDamaged: its sizes are not those of its weights.
         """
         self._check_architecture()
+        tensors, size_bytes = weights_in(self._path) or (0, 0)
+        reason = oversized(self._config, tensors=tensors, size_bytes=size_bytes)
+        if reason is not None:
+            raise HFFileDamaged(path=str(self._path / CONFIG), reason=reason)
         keys: dict[str, Any] = {"model.model_config": str(self._path)}
         for file, (library, name) in _TOKENIZERS.items():
             if (self._path / file).is_file():
@@ -56,8 +62,8 @@ class HFReader:
 
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
         """Return every parameter, from the headers of the files; such a directory has weights alone."""
-        self._sources = {source.name: source for source in sources(builder)}
         with HFWeights(self._path) as weights:
+            self._sources = {source.name: source for source in sources(builder)}
             weights.check(list(self._sources.values()), exchange_of(builder).hf_ignored)
             dtypes = {name: weights.dtype_of(source) for name, source in self._sources.items()}
         return {

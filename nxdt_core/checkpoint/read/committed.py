@@ -9,10 +9,14 @@ from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
 from nxdt_core.checkpoint.format.signature import Signature, read_signature
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.signing import TrustedKeys, check_signature
+from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
 __all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_object", "verify_signature"]
+
+_THREADS = 8
+"""Manifests that are read at the same time; an object store takes tens of milliseconds for each."""
 
 
 def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
@@ -81,10 +85,12 @@ def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
 
 def greatest_fencing(storage: CheckpointStorage) -> int:
     """Return the greatest number of an ownership that a readable manifest names; 0 where none does."""
-    greatest = 0
-    for info in storage.list("step-"):
-        step = step_of(info.key.partition("/")[0])
-        if step is not None and info.key == manifest_key(step):
-            with suppress(CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
-                greatest = max(greatest, read_manifest(storage, step).facts.fencing)
-    return greatest
+
+    def fencing(step: int) -> int:
+        with suppress(CheckpointNotFound, CheckpointDamaged, CheckpointTooNew):
+            return read_manifest(storage, step).facts.fencing
+        return 0
+
+    found = ((step_of(info.key.partition("/")[0]), info.key) for info in storage.list("step-"))
+    steps = [step for step, key in found if step is not None and key == manifest_key(step)]
+    return max(in_threads(fencing, steps, threads=_THREADS), default=0)

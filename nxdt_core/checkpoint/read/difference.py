@@ -17,8 +17,7 @@ import torch
 
 from nxdt_core.checkpoint.format.digested_files import read_whole
 from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
-from nxdt_core.checkpoint.format.manifest import Manifest, state_tensors
-from nxdt_core.checkpoint.format.state_tree import decode_state
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
@@ -281,7 +280,7 @@ def _state(side: Side, name: str) -> Any:
     where = f"{side.storage.uri}/{side.manifest.prefix}{name}"
     with explained_os_errors(where):
         data = read_whole(side.storage, side.manifest, name)
-    decode_state(data, dict.fromkeys(state_tensors(side.manifest, name)), where=where)
+    decode_rank_state(data, dict.fromkeys(state_tensors(side.manifest, name)), side.manifest, where=where)
     return json.loads(data)
 
 

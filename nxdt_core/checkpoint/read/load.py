@@ -13,8 +13,7 @@ import torch
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.digested_files import read_whole
 from nxdt_core.checkpoint.format.file_names import state_name
-from nxdt_core.checkpoint.format.manifest import Manifest, state_tensors
-from nxdt_core.checkpoint.format.state_tree import decode_state
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.pieces import empty_like, storable_piece
@@ -225,4 +224,4 @@ def _state_of(storage: CheckpointStorage, manifest: Manifest, rank: int) -> dict
     with explained_os_errors(where):
         data = read_whole(storage, manifest, name)
         tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
-    return decode_state(data, tensors, where=where)
+    return decode_rank_state(data, tensors, manifest, where=where)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,10 +22,9 @@ from nxdt_core.checkpoint.format.file_names import (
     step_of,
     step_prefix,
 )
-from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, state_tensors
+from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shard_headers import StoredTensor, check_header, tensors_by_file
 from nxdt_core.checkpoint.format.signature import claimed_signer
-from nxdt_core.checkpoint.format.state_tree import decode_state
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.committed import read_manifest
 from nxdt_core.checkpoint.signing import TrustedKeys
@@ -41,6 +40,7 @@ __all__ = [
     "find_problems",
     "latest",
     "list_checkpoints",
+    "newest_first",
     "verify",
     "with_archive_states",
 ]
@@ -81,13 +81,25 @@ class CheckpointStatus:
 def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> list[CheckpointStatus]:
     """Return all steps that have a file in ``storage``, ascending, or ``step`` alone; an address that does not exist
     has none."""
+    return [*newest_first(storage, step)][::-1]
+
+
+def newest_first(
+    storage: CheckpointStorage, step: int | None = None, *, names_only: bool = False
+) -> Iterator[CheckpointStatus]:
+    """Yield what :func:`list_checkpoints` returns, descending, after one listing of the store.
+
+    The manifest of a step is read when the step is yielded. With ``names_only`` none is read: every step that has a
+    manifest counts as ``committed``, and its facts are unknown.
+    """
     sizes: dict[int, dict[str, int]] = defaultdict(dict)
     with explained_os_errors(storage.uri):
         for info in storage.list("step-" if step is None else step_name(step)):
             found = step_of(info.key.partition("/")[0])
             if found is not None and step in (None, found):
                 sizes[found][info.key] = info.size_bytes
-        return [_status(storage, step, sizes[step]) for step in sorted(sizes)]
+        for found in sorted(sizes, reverse=True):
+            yield _status(storage, found, sizes.pop(found), names_only=names_only)
 
 
 def with_archive_states(storage: CheckpointStorage, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
@@ -173,7 +185,8 @@ def _check_content(
         check_header(file, stored)
     if is_state_name(name):
         tensors = dict.fromkeys(state_tensors(manifest, name))
-        decode_state(read_whole(storage, manifest, name), tensors, where=f"{storage.uri}/{manifest.prefix}{name}")
+        where = f"{storage.uri}/{manifest.prefix}{name}"
+        decode_rank_state(read_whole(storage, manifest, name), tensors, manifest, where=where)
 
 
 def latest(
@@ -200,7 +213,8 @@ def latest(
         CheckpointTooNew: the newest sound one was written by a later version. (Resuming from an older one would
             throw its steps away.)
     """
-    for status in reversed(on_first_rank(ranks, lambda: list_checkpoints(storage), where=storage.uri)):
+    statuses = newest_first(storage)
+    while (status := on_first_rank(ranks, lambda: next(statuses, None), where=storage.uri)) is not None:
         if status.state == "unfinished":
             continue
         problems = [status.problem]
@@ -252,7 +266,9 @@ def find_checkpoint(
     return manifest
 
 
-def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> CheckpointStatus:
+def _status(
+    storage: CheckpointStorage, step: int, sizes: Mapping[str, int], *, names_only: bool = False
+) -> CheckpointStatus:
     own_name = step_name(step)
 
     def status(state: State, problem: str = "", manifest: Manifest | None = None) -> CheckpointStatus:
@@ -273,6 +289,8 @@ def _status(storage: CheckpointStorage, step: int, sizes: Mapping[str, int]) -> 
         return status("damaged", f"{storage.uri}/{own_name}: {unreadable}")
     if manifest_key(step) not in sizes:
         return status("unfinished")
+    if names_only:
+        return status("committed")
     try:
         manifest = read_manifest(storage, step)
     except CheckpointNotFound:  # deleted since it was listed

@@ -12,7 +12,7 @@ from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, verify
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
-__all__ = ["PrunePlan", "Retention", "delete_step", "plan_prune", "prune"]
+__all__ = ["PrunePlan", "Retention", "delete_step", "plan_of", "plan_prune", "prune"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,13 @@ class Retention:
 
     def kept(self, committed: Sequence[CheckpointStatus]) -> set[int]:
         """Return the steps of those that stay; ``committed`` ascends."""
+        return self.counted(committed) | {status.step for status in committed if _kind(status) == "permanent"}
+
+    def counted(self, committed: Sequence[CheckpointStatus]) -> set[int]:
+        """Return the steps of those that stay as the newest, or by one of the two counts; ``committed`` ascends."""
         regular = [status for status in committed if _kind(status) != "ephemeral"]
         best = sorted(regular, key=self._goodness, reverse=True)
-        chosen = [status for status in committed if _kind(status) == "permanent"]
-        chosen += committed[-1:]
+        chosen = list(committed[-1:])
         chosen += regular[-self.keep_last :] if self.keep_last else []
         chosen += best if self.save_top_k < 0 else best[: self.save_top_k]
         return {status.step for status in chosen}
@@ -78,14 +81,29 @@ def plan_prune(
         if keep < 1:
             raise ValueError(f"keep_last is {keep}; the last checkpoint is never deleted")
         keep = Retention(keep_last=keep)
-    found = list_checkpoints(storage)
+    return plan_of(
+        list_checkpoints(storage),
+        keep,
+        is_sound=lambda step: not verify(storage, step, deep=deep),
+        passed_over=passed_over,
+    )
+
+
+def plan_of(
+    found: Sequence[CheckpointStatus],
+    keep: Retention,
+    *,
+    is_sound: Callable[[int], bool],
+    passed_over: Callable[[int], bool],
+) -> PrunePlan:
+    """Return the plan of :func:`plan_prune` for the steps ``found``, which ascend; ``is_sound`` verifies one."""
     usable = [status for status in found if status.state == "committed" and not passed_over(status.step)]
     kept = keep.kept(usable)
-    sound = next((step for step in sorted(kept, reverse=True) if not verify(storage, step, deep=deep)), None)
+    sound = next((step for step in sorted(kept, reverse=True) if is_sound(step)), None)
     others = [status.step for status in usable if status.step not in kept]
     while others and sound is None:
         kept.add(others[-1])
-        sound = others[-1] if not verify(storage, others[-1], deep=deep) else None
+        sound = others[-1] if is_sound(others[-1]) else None
         others.pop()
     if sound is None:
         return PrunePlan(keep=tuple(sorted(kept)), delete=(), sound=False)

@@ -82,10 +82,16 @@ def open_one(uri: str) -> tuple[CheckpointStorage, Manifest]:
         CheckpointDamaged: its manifest is not what was written.
         CheckpointTooNew: a later version wrote it.
     """
-    from nxdt_core.checkpoint import read_manifest
+    from nxdt_core.checkpoint import list_checkpoints, locate, read_manifest
+    from nxdt_core.checkpoint.read.status import newest_first
+    from nxdt_core.errors.checkpoints import CheckpointNotFound
+    from nxdt_core.kernel import Kernel
 
-    storage, found = look_for_committed(uri)
-    return storage, read_manifest(storage, found[-1].step)
+    storage, step = locate(uri, Kernel.start())
+    newest = next((status.step for status in newest_first(storage, step) if status.state != "unfinished"), None)
+    if newest is None:
+        raise CheckpointNotFound(where=uri, reason=nothing_at(uri, storage, list_checkpoints(storage, step)))
+    return storage, read_manifest(storage, newest)
 
 
 def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[Ownership]:

@@ -12,6 +12,7 @@ from nxdt_core.config.fields.component import NamesHFKeys, ReadsHFConfig
 from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.fields.types import FilePath
+from nxdt_core.config.huggingface.bounds import oversized, weights_in
 from nxdt_core.config.huggingface.values import architectures_of
 from nxdt_core.config.resolve.path_values import Locator
 from nxdt_core.config.sources.files import file_problem
@@ -60,6 +61,11 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
         architectures_of(parsed)
     except HFFileDamaged as error:
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=error.reason))
+    weights = weights_in(path.parent)
+    reason = None if weights is None else oversized(parsed, tensors=weights[0], size_bytes=weights[1])
+    if reason is not None:
+        damaged = HFFileDamaged(path=str(path), reason=reason)
+        return HFConfig(path=path, problem=BadComponentChoice(**place, error=damaged))
     return HFConfig(values=parsed, path=path)
 
 

@@ -1,4 +1,4 @@
-"""Messages → text by a chat template, in the sandbox of transformers; and the tokens of a question."""
+"""Messages → text by a chat template, in a sandbox; and the tokens of a question."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ _MOST_CHARACTERS = 100_000_000
 
 _ANSWER = "This one"
 """Answer of a conversation that shows what follows an answer."""
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may hold its reasoning; templates read the first two."""
 
 
 class TemplateRunner:
@@ -77,21 +81,23 @@ class TemplateRunner:
 
         Raises:
             TemplateUnreadable: the template is invalid.
-            TemplateRefuses: it raises an exception for these messages, does not end, or writes without end.
+            TemplateRefuses: it raises an exception for these messages, does not end, or makes texts without end.
         """
         from jinja2.exceptions import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
+
+        from nxdt_core.data.chat.template_environment import compiled
 
         try:
+            variables = {
+                **_plain(self._variables),
+                "messages": [_with_reasoning(message) for message in _plain(messages)],
+                "tools": _plain(tools),
+                "documents": None,
+                "add_generation_prompt": prompts,
+            }
             with time_limit(_MOST_SECONDS):
-                texts, blocks = render_jinja_template(
-                    [list(messages)],
-                    tools=None if tools is None else list(tools),
-                    chat_template=self._source,
-                    return_assistant_tokens_mask=marks,
-                    add_generation_prompt=prompts,
-                    **self._variables,
-                )
+                environment, template = compiled(self._source, _MOST_CHARACTERS)
+                return environment.render(template, variables, marks=marks)
         except TemplateSyntaxError as error:
             reason = f"line {error.lineno}: {error.message}"
             raise TemplateUnreadable(origin=self.template.origin, reason=reason) from error
@@ -101,12 +107,26 @@ class TemplateRunner:
             raise self._refuses(place, f"it has not ended after {_MOST_SECONDS} seconds") from error
         except Exception as error:  # a template is a program, which can fail in every way that Python can
             raise self._refuses(place, str(error).rstrip(".") or type(error).__name__) from error
-        if len(texts[0]) > _MOST_CHARACTERS:
-            raise self._refuses(place, f"it writes {len(texts[0]):,} characters, more than {_MOST_CHARACTERS:,}")
-        return str(texts[0]), list(blocks[0]) if marks else []
 
     def _refuses(self, place: str, reason: str) -> TemplateRefuses:
         return TemplateRefuses(place=place, origin=self.template.origin, reason=reason)
+
+
+def _plain(value: object) -> Any:
+    """Return ``value`` as JSON types: an object of another type could have methods that the sandbox does not know."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return f"<{type(value).__name__}>"
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return ``message`` with its reasoning under both keys that templates read, as transformers gives it."""
+    found = [message[key] for key in _REASONING if message.get(key) is not None]
+    return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
 
 
 def runner_of(keys: ChatKeys, tokenizer: ChatTokenizer) -> TemplateRunner | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 
-from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership, Retention, SaveReport
 from nxdt_core.checkpoint.format.manifest import Keep
+from nxdt_core.checkpoint.write.run_retention import RunRetention
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
 from nxdt_core.kernel.contexts import CheckpointContext
@@ -56,11 +56,15 @@ class CheckpointSaver(pl.Callback):
         self._metrics = metrics
         self._figures = figures
         self._ownership = ownership
-        self._retention = Retention(
-            keep_last=self._config.keep_last or 0,
-            save_top_k=self._config.save_top_k,
-            monitor=self._config.monitor,
-            mode=self._config.mode,
+        self._retention = RunRetention(
+            storage,
+            Retention(
+                keep_last=self._config.keep_last or 0,
+                save_top_k=self._config.save_top_k,
+                monitor=self._config.monitor,
+                mode=self._config.mode,
+            ),
+            saves_ephemeral=self._config.ephemeral_every_n_steps is not None,
         )
         interval = self._config.train_time_interval
         self._interval_s = None if interval is None else seconds_of(interval)
@@ -69,9 +73,6 @@ class CheckpointSaver(pl.Callback):
         """Step of the newest save that was begun."""
         self._saved_at = 0.0
         self._after_validation: Keep | None = None
-        self._resumed_step = -1
-        self._committed: set[int] = set()
-        """Steps that this process has committed, on the first rank."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
         """Get ready to save; a resumed step is saved already."""
@@ -91,7 +92,7 @@ class CheckpointSaver(pl.Callback):
             signer=build.signer(pl_module.config),
         )
         if pl_module.resumed is not None:
-            self._resumed_step = pl_module.resumed.step
+            self._retention.resumed(pl_module.resumed)
             self._figures.resumed(pl_module.resumed)
             self._hooks.nxdt_checkpoint_loaded(self._context(pl_module.resumed, pl_module))
 
@@ -187,14 +188,9 @@ class CheckpointSaver(pl.Callback):
 
     def _prune(self, manifest: Manifest) -> None:
         """After a commit, on the first rank, in the background."""
-        self._committed.add(manifest.step)
-        checkpoint.prune(self._storage, self._retention, deep=False, passed_over=self._is_passed_over)
+        self._retention.after_commit(manifest)
         if self._config.monitor != "step" and self._config.monitor not in manifest.facts.metrics:
             _log.warning("step %d has no metric %r to rank its checkpoint by", manifest.step, self._config.monitor)
-
-    def _is_passed_over(self, step: int) -> bool:
-        """Whether the run did not resume from ``step`` although it is later: it is damaged."""
-        return step > self._resumed_step and step not in self._committed
 
     def _report_saved(self, module: NxdtModule, report: SaveReport) -> None:
         manifest = module.saved = report.manifest

@@ -16,6 +16,7 @@ from pytorch_lightning.strategies import Strategy
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
@@ -176,7 +177,7 @@ class NxdtStrategy(Strategy):
         """Delete the step that ``filepath`` names, or every step of the root that it names."""
         if self.is_global_zero:
             storage, step = build.locate(self.config, str(filepath))
-            steps = [entry.step for entry in checkpoint.list_checkpoints(storage)] if step is None else [step]
+            steps = [each.step for each in newest_first(storage, names_only=True)] if step is None else [step]
             for number in steps:
                 checkpoint.delete_step(storage, number)
 

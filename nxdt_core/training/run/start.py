@@ -10,7 +10,8 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.formats.installed import format_of
+from nxdt_core.checkpoint.formats.installed import format_of, open_checkpoint
+from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.sources.node import Node
@@ -65,10 +66,10 @@ def decide_start(
         if newest is not None:
             return Start(storage=own, manifest=newest, weights_only=False)
     else:
-        found = on_first_rank(ranks, lambda: checkpoint.list_checkpoints(own), where=own.uri)
-        committed = [entry.step for entry in found if entry.state == "committed"]
-        if committed and wanted.enabled:
-            raise RunAlreadyHasCheckpoints(uri=own.uri, step=max(committed))
+        committed = (status.step for status in newest_first(own) if status.state == "committed")
+        newest_step = on_first_rank(ranks, lambda: next(committed, None), where=own.uri)
+        if newest_step is not None and wanted.enabled:
+            raise RunAlreadyHasCheckpoints(uri=own.uri, step=newest_step)
     if wanted.resume_from is not None:
         return _named(config, wanted.resume_from, say, ranks)
     if wanted.resume_if_exists and not wanted.resume_ignore_no_checkpoint:
@@ -143,8 +144,15 @@ def _named(
         if not weights_only:
             raise ForeignHasWeightsOnly(path=uri, format=format)
         refuse_foreign(trusted, uri)
+        on_first_rank(ranks, lambda: _check_fits(config, Path(uri)), where=uri)
         return ForeignStart(path=Path(uri))
     storage, step = build.locate(config, uri)
     wanted = began if step is None else step
     manifest = checkpoint.find_checkpoint(storage, wanted, warn=say, ranks=ranks, trusted=trusted)
     return Start(storage=storage, manifest=manifest, weights_only=weights_only)
+
+
+def _check_fits(config: ResolvedConfig, path: Path) -> None:
+    """Compare names and shapes before the run takes memory for the model that its configuration describes."""
+    _, found = open_checkpoint(path, config.kernel)
+    found.listing(build.model_builder(config), weights_only=True)

@@ -16,6 +16,7 @@ from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.checkpoint.hf.write import read_from, write_hf
 from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template
 from nxdt_core.errors.checkpoints import CheckpointNotFound
@@ -158,9 +159,8 @@ def plan_export(
 def _find(storage: CheckpointStorage, step: int | None, trusted: TrustedKeys | None) -> Manifest:
     """Return the manifest of ``step``, or of the newest committed one; damage in its files shows when they are read."""
     if step is None:
-        steps = [status.step for status in checkpoint.list_checkpoints(storage) if status.state == "committed"]
-        if not steps:
+        step = next((status.step for status in newest_first(storage) if status.state == "committed"), None)
+        if step is None:
             raise CheckpointNotFound(where=storage.uri, reason="no step there is committed")
-        step = max(steps)
     with explained_os_errors(storage.uri):
         return checkpoint.read_manifest(storage, step, trusted=trusted)

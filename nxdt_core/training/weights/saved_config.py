@@ -16,6 +16,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name, step_of
 from nxdt_core.config import Origin, ResolvedConfig, load
+from nxdt_core.config.huggingface.bounds import oversized
 from nxdt_core.config.resolve.bind import read_part
 from nxdt_core.config.resolve.interpolation import interpolations
 from nxdt_core.config.resolve.path_values import Locator
@@ -119,6 +120,8 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     if config is not None and began is not None and step is not None and locate(began, config)[1] is None:
         kept = kept.set("checkpoint.resume_from", Node(f"{began.rstrip('/')}/{step_name(step)}", origin))
     keys = _checked_keys(tree, kept, where) if config is None else build.chat_keys(config)
+    if config is None:
+        _check_sizes(manifest, kept, where)
     try:
         given = to_plain(merge(kept, from_plain(_ONE_PROCESS, origin)))
         run = load(given, kernel=None if config is None else config.kernel)
@@ -204,6 +207,13 @@ def _checked_keys(tree: Node, kept: Node, where: str) -> ChatKeys:
     if wrong:
         raise SavedConfigUnusable(where=where, problems=wrong)
     return keys
+
+
+def _check_sizes(manifest: Manifest, kept: Node, where: str) -> None:
+    tensors = sum(map(len, manifest.tensors.values()))
+    reason = oversized(kept.plain("model", {}), tensors=tensors, size_bytes=manifest.size_bytes)
+    if reason is not None:
+        raise SavedConfigUnusable(where=where, problems=[f"model.{reason}"])
 
 
 def _refused(kept: Node, held: Mapping[str, Node], where: str) -> Iterator[str]:

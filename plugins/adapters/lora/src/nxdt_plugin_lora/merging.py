@@ -158,7 +158,13 @@ def _write(
     rank = rank_of(ranks)
     written = write_listed(writer, "model", held, read, rank=rank)
     if rank == 0:
-        train = TrainState(step=saved.manifest.step, consumed_samples=saved.manifest.facts.consumed_samples)
+        facts = saved.manifest.facts
+        train = TrainState(
+            step=saved.manifest.step,
+            consumed_samples=facts.consumed_samples,
+            consumed_tokens=facts.consumed_tokens,
+            updates=facts.updates,
+        )
         with writer.file(state_name(0)) as stream:
             stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, {}, 0))
     return {("model", name): part for name, part in written.items()}

@@ -1,0 +1,206 @@
+"""The Jinja environment of chat templates: that of transformers, in which no operation makes a text without limit.
+
+Python cannot interrupt a single operation, and ``'a' * 10**10`` is one. Operations that can make much of little are
+therefore estimated before they run: operators, blocks, methods of texts, and filters. What they and slices return is
+counted, so that a template cannot collect copies either. Jinja is imported here, so this module is imported when the
+first template runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, wraps
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from nxdt_core.data.chat.template_sizes import (
+    FILTERS,
+    METHODS,
+    digits_of,
+    length_of,
+    nothing,
+    numbers_in,
+    printed,
+    size_of,
+)
+
+__all__ = ["BoundedEnvironment", "TooLarge", "compiled"]
+
+_LONGEST_NUMBER = 100_000
+"""Decimal digits of an integer; powers and products of longer ones take seconds."""
+_DROPPED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
+"""Filters of Jinja that can make much of little; no chat template has a use for them."""
+
+
+class _Budget(threading.local):
+    """Characters that the rendering of this thread may still make."""
+
+    single = total = 0
+
+
+class TooLarge(Exception):
+    """A template asked for more than it may have."""
+
+
+class _CountedSlices(CodeGenerator):
+    """Lets slices, which no environment can intercept, go through :meth:`BoundedEnvironment.counted`."""
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if not isinstance(node.arg, nodes.Slice):
+            return super().visit_Getitem(node, frame)
+        self.write("environment.counted(")
+        super().visit_Getitem(node, frame)
+        return self.write(")")
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles chat templates as transformers does, with the same filters, globals and ``generation`` blocks.
+
+    Args:
+        single: characters that one operation may make; a rendering may make ten times as many.
+    """
+
+    code_generator_class = _CountedSlices
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, single: int) -> None:
+        theirs = _compile_jinja_template("").environment
+        extensions = [type(extension) for extension in theirs.extensions.values()]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self._checked)
+        self._single = single
+        self._budget = _Budget()
+        self.globals = {name: value for name, value in theirs.globals.items() if name != "lipsum"}
+        self.filters = {name: value for name, value in theirs.filters.items() if name not in _DROPPED_FILTERS}
+        for name, function in self.filters.items():
+            self.filters[name] = self._bounded(function, FILTERS.get(name, nothing))
+        self.begin()
+
+    def begin(self) -> None:
+        """Grant this thread what one compilation or rendering may make."""
+        self._budget.single, self._budget.total = self._single, 10 * self._single
+
+    def compile_template(self, source: str) -> Template:
+        """Return the compiled template."""
+        self.begin()
+        template = self.from_string(source)
+        names = template.root_render_func.__globals__
+        for name in ("str_join", "markup_join"):  # what the operator ~ calls
+            names[name] = self._joined(names[name])
+        return template
+
+    def render(self, template: Template, variables: Mapping[str, Any], *, marks: bool) -> tuple[str, list[Any]]:
+        """Return the text, and the spans of the generation blocks where ``marks`` is set."""
+        self.begin()
+        pieces: list[str] = []
+        spans: list[Any] = []
+        if not marks:
+            return self.concat(template.root_render_func(template.new_context(dict(variables)))), spans
+        with self.activate_tracker(pieces, spans):  # type: ignore[attr-defined]
+            pieces.extend(self._counted(template.root_render_func(template.new_context(dict(variables)))))
+            return self.concat(pieces), spans
+
+    def spend(self, size: int) -> None:
+        """Take ``size`` characters from the budget.
+
+        Raises:
+            TooLarge: it has fewer.
+        """
+        budget = self._budget
+        budget.total -= size
+        if size > budget.single or budget.total < 0:
+            raise TooLarge(f"one of its operations, or all of them, write more than {budget.single:,} characters")
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        """Return the texts of a block, or of the whole template, as one."""
+        return "".join(list(self._counted(pieces)))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator, unless its result is too large."""
+        if operator == "%" and isinstance(left, (str, bytes)):
+            self.spend(printed(left, right))
+        elif isinstance(left, int) and isinstance(right, int):
+            digits = digits_of(left) * abs(right) if operator == "**" else digits_of(left) + digits_of(right)
+            if digits > _LONGEST_NUMBER:
+                raise TooLarge(f"it calculates a number of more than {_LONGEST_NUMBER:,} digits")
+        elif operator == "*":
+            value, times = (right, left) if isinstance(left, int) else (left, right)
+            self.spend(length_of(value) * max(times, 0) if isinstance(times, int) else 0)
+        elif operator == "+":
+            self.spend(length_of(left) + length_of(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, called: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function or method, unless its result is too large."""
+        owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+        if isinstance(owner, (str, bytes, int)) and name in METHODS:
+            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+            self.spend(METHODS[name](owner, *args, **kwargs))
+        return self.counted(super().call(context, called, *args, **kwargs))
+
+    def counted(self, value: Any) -> Any:
+        """Return ``value`` after taking its size from the budget."""
+        self.spend(length_of(value))
+        return value
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return ``str.format`` with limited widths, where ``value`` is that."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text, formatter = str(value.__self__), _BoundedFormatter(self)
+        if value.__name__ == "format_map":
+            return lambda values: formatter.vformat(text, (), values)
+        return lambda *args, **kwargs: formatter.vformat(text, args, kwargs)
+
+    def _bounded(self, function: Callable[..., Any], estimate: Callable[..., int]) -> Callable[..., Any]:
+        skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+            self.spend(estimate(*args[skipped:], **kwargs))
+            return self.counted(function(*args, **kwargs))
+
+        return bounded
+
+    def _joined(self, function: Callable[[Iterable[Any]], str]) -> Callable[[Iterable[Any]], str]:
+        def joined(values: Iterable[Any]) -> str:
+            found = tuple(values)
+            self.spend(size_of(found))
+            return function(found)
+
+        return joined
+
+    def _counted(self, pieces: Iterable[str]) -> Iterator[str]:
+        written = 0
+        for piece in pieces:
+            written += len(piece)
+            if written > self._budget.single:
+                raise TooLarge(f"it writes more than {self._budget.single:,} characters")
+            yield piece
+        self.spend(written)
+
+    def _checked(self, value: Any) -> Any:
+        """Return what is written, unless it is a list or mapping whose text is too large."""
+        if not isinstance(value, (str, int, float)):
+            self.spend(size_of(value))
+        return value
+
+
+@lru_cache(maxsize=64)
+def compiled(source: str, single: int) -> tuple[BoundedEnvironment, Template]:
+    """Return a template and its environment, compiled once; arguments are those of :class:`BoundedEnvironment`."""
+    environment = BoundedEnvironment(single)
+    return environment, environment.compile_template(source)
+
+
+class _BoundedFormatter(SandboxedFormatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        self._env.spend(size_of(value) + numbers_in(format_spec))  # type: ignore[attr-defined]
+        return super().format_field(value, format_spec)
