@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,18 @@ def test_cheap_status_sees_what_names_and_sizes_show(store: LocalStorage, save: 
     assert states[1].size_bytes == sum(path.stat().st_size for path in (root / "step-00000001").rglob("*.*"))
     assert verify(store, 2, deep=False) == [states[2].problem]
     assert verify(store, 6, deep=False) == []
+
+
+@pytest.mark.parametrize("ends", [("",), ("", ".digests")], ids=["file", "file and digests"])
+@pytest.mark.parametrize("name", ["model/shard-00000-00000.safetensors", "state/rank-00000.json"])
+def test_a_file_of_another_step_is_damage(store: LocalStorage, save: Any, name: str, ends: tuple[str, ...]) -> None:
+    """As a copy that mixes up two checkpoints leaves it; the file itself is sound."""
+    other, manifest = save(store, 1), save(store, 2)
+    for end in ends:
+        shutil.copyfile(path_of(store, other, name + end), path_of(store, manifest, name + end))
+    assert str(path_of(store, manifest, name)) in verify(store, 2)[0]
+    with pytest.raises(CheckpointDamaged, match=name):
+        load_all(store, 2)
 
 
 def test_damage_in_another_block_does_not_hinder_a_partial_load(store: LocalStorage, save: Any) -> None:

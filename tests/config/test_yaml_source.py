@@ -113,6 +113,20 @@ def test_documents_without_end_are_refused_with_their_line(name, pure, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("largest", "larger"),
+    [
+        ("[" * 100 + "]" * 100, "[" * 101 + "]" * 101),
+        ("[" + "1," * 99_999 + "]", "[" + "1," * 100_000 + "]"),
+        ("[&a [1,1]," + "*a," * 33_332 + "]", "[&a [1,1]," + "*a," * 33_333 + "]"),
+    ],
+    ids=["levels", "values", "values of aliases"],
+)
+def test_the_largest_document_is_read_and_a_larger_one_is_a_problem(largest, larger):
+    assert parse_yaml(largest, "f")[1] == []
+    assert [problem.code for problem in parse_yaml(larger, "f")[1]] == ["NXDT-C008"]
+
+
+@pytest.mark.parametrize(
     "text",
     ["1" * 10_000, "0" + "1" * 10_000, "0x" + "f" * 10_000, "0b" + "1" * 64, str(2**63), str(-(2**63) - 1)],
     ids=["decimal", "octal", "hexadecimal", "binary", "one too large", "one too small"],

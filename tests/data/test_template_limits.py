@@ -27,6 +27,10 @@ def run(text):
     return TemplateRunner(ChatTemplate(text, "of the test"), {}).run(HELLO, place="chats.jsonl:7")
 
 
+def test_the_limits_are_those_of_the_documentation():
+    assert (rendering._MOST_SECONDS, rendering._MOST_CHARACTERS) == (10, 100_000_000)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -46,8 +50,9 @@ def test_what_a_template_does_wrong_is_its_error(text, reason, monkeypatch):
     monkeypatch.setattr(rendering, "_MOST_CHARACTERS", 1_000_000)  # writing 100 million takes seconds
     with pytest.raises(TemplateRefuses) as caught:
         run(text)
-    assert reason in str(caught.value)
-    assert "chats.jsonl:7" in str(caught.value)
+    assert caught.value.code == "NXDT-D316"
+    for said in (reason, "chats.jsonl:7", "of the test"):
+        assert said in str(caught.value)
 
 
 GROWING = {

@@ -75,9 +75,12 @@ def test_a_checkpoint_holds_its_step_whatever_training_did_meanwhile(small_run):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model_of(long, 2).items())
 
 
-def test_every_save_is_reported(small_run, metric_rows):
+def test_every_save_is_reported(small_run, metric_rows, capsys):
     config = small_run("trainer.max_steps=26", "checkpoint.every_n_train_steps=12", "data.global_batch_size=4")
     train(config)
+    said = capsys.readouterr().err
+    for step in (12, 24, 26):
+        assert f"step {step}: checkpoint saved to {config.checkpoint_uri}/step-{step:08d} (" in said
     saves = {row["step"]: row for row in rows(config.run_dir / "saves.jsonl")}
     assert list(saves) == [12, 24, 26]
     for row in saves.values():

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,21 @@ def test_random_generators_come_back():
     assert draw() != first
     restore_rng(state, torch.device("cpu"))
     assert draw() == first
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_random_generators_come_back_in_the_same_layout_only(small_run, same):
+    config = small_run("trainer.max_steps=2")
+    with TrainSession(config) as session:
+        torch.manual_seed(11)
+        saved, manifest = torch.get_rng_state(), session.save()
+    if not same:
+        manifest = replace(manifest, facts=replace(manifest.facts, mesh={**manifest.facts.mesh, "dp": 2}))
+    with TrainSession(config) as session:
+        torch.manual_seed(22)
+        before = torch.get_rng_state()
+        session.load_checkpoint(build.storage(config), manifest)
+        assert torch.equal(torch.get_rng_state(), saved if same else before)
 
 
 def test_a_session_does_not_import_lightning():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import TrustedKeys
+from nxdt_core.checkpoint import CheckpointManager, TrustedKeys
 from nxdt_core.checkpoint.format.signature import Signature
 from nxdt_core.cli import main
 from nxdt_core.errors.signing import (
@@ -20,7 +22,7 @@ from nxdt_core.errors.signing import (
     SigningKeyUnusable,
 )
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import build, train
+from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.run.start import decide_start
 from tests.checkpoint.signed import load_trusted, write_key
 from tests.training.small import SMALL
@@ -41,6 +43,13 @@ def train_on_this_rank(arguments):
     return main(arguments)
 
 
+def train_and_say_which_are_opened(arguments, files):
+    opened = set()
+    sys.addaudithook(lambda event, values: opened.add(str(values[0])) if event == "open" else None)
+    assert main(arguments) == 0
+    return [str(file) in opened for file in files]
+
+
 def test_two_ranks_sign_save_and_resume(tmp_path, key):
     settings = [*signing(key), "trainer.devices=2", "name=two", "checkpoint.hf_every_n_saves=1"]
     words = ["train", "recipe:llama-tiny", *SMALL, *settings, f"exp_manager.exp_dir={tmp_path}"]
@@ -55,6 +64,26 @@ def test_two_ranks_sign_save_and_resume(tmp_path, key):
     present = {info.key for info in store.list(manifest.prefix)}
     assert present - covered == {f"{manifest.prefix}manifest.sig"}
     load_trusted(store, TrustedKeys([key[1]]), step=2)
+
+
+def test_the_private_key_is_read_by_the_first_rank_only_and_the_public_ones_by_all(tmp_path, key):
+    settings = [*signing(key), "trainer.devices=2", "name=two"]
+    words = ["train", "recipe:llama-tiny", *SMALL, *settings, f"exp_manager.exp_dir={tmp_path}"]
+    pool = RankPool(2)
+    assert pool.run(train_and_say_which_are_opened, [*words, "trainer.max_steps=1"], key, timeout_s=120)[1][0] is False
+    opened = pool.run(train_and_say_which_are_opened, [*words, "trainer.max_steps=2", RESUME], key, timeout_s=120)
+    assert opened == [[True, True], [False, True]]
+
+
+def test_the_key_is_in_no_file_of_a_run_and_its_path_is_in_the_configuration(small_run, key):
+    config = small_run("trainer.max_steps=1", *signing(key), "checkpoint.hf_every_n_saves=1")
+    train(config)
+    raw = load_pem_private_key(key[0].read_bytes(), None).private_bytes_raw()
+    forms = (key[0].read_bytes().splitlines()[1], raw, raw.hex().encode())
+    files = [path for path in config.run_dir.rglob("*") if path.is_file()]
+    assert [path for path in files if any(form in path.read_bytes() for form in forms)] == []
+    manifest = checkpoint.read_manifest(build.storage(config), 1)
+    assert manifest.facts.config["checkpoint"]["sign"]["key"] == str(key[0])
 
 
 def test_a_run_refuses_what_a_trusted_key_has_not_signed(small_run, key, tmp_path):
@@ -122,3 +151,43 @@ def test_the_path_of_the_key_may_come_from_the_environment(small_run, key, monke
     signer = build.signer(small_run(setting))
     assert signer is not None
     assert signer.public_key == build.signer(small_run(f"checkpoint.sign.key={key[0]}")).public_key
+
+
+def test_a_key_to_sign_with_and_trusted_ones_may_be_set_alone(small_run, key, tmp_path):
+    sign, trust = signing(key)
+    train(small_run("trainer.max_steps=1", sign, name="signed"))
+    start = (f"checkpoint.resume_from={tmp_path}/signed/checkpoints", "checkpoint.weight_init_only=true")
+    train(small_run("trainer.max_steps=1", trust, *start, name="trusting"))
+    with pytest.raises(CheckpointNotSigned):
+        train(small_run("trainer.max_steps=2", trust, RESUME, name="trusting"))
+
+
+def test_a_loop_of_ones_own_signs_and_checks_as_configured(small_run, key):
+    config = small_run("trainer.max_steps=2", *signing(key))
+    store, trusted = build.storage(config), build.trusted_keys(config)
+    with TrainSession(config) as session:
+        session.save()
+        manager = CheckpointManager(store, signer=build.signer(config))
+        session.step(next(iter(session.batches())))
+        session.begin_save(manager)
+        manager.wait()
+    for step in (0, 1):
+        load_trusted(store, trusted, step)
+        checkpoint.read_manifest(store, step, trusted=trusted)
+    with TrainSession(config) as session:
+        assert session.resume().step == 1
+    next((config.run_dir / "checkpoints" / "step-00000001").rglob("manifest.sig")).unlink()
+    with TrainSession(config) as session, pytest.raises(CheckpointNotSigned):
+        session.resume()
+    with pytest.raises(CheckpointNotSigned):
+        checkpoint.latest(store, warn=print, trusted=trusted)
+    with pytest.raises(CheckpointNotSigned):
+        checkpoint.read_manifest(store, 1, trusted=trusted)
+
+
+def test_an_export_of_a_signed_checkpoint_has_no_signature(small_run, key, tmp_path):
+    config = small_run("trainer.max_steps=1", *signing(key))
+    train(config)
+    assert main(["checkpoint", "export", config.checkpoint_uri, str(tmp_path / "out")]) == 0
+    assert "model.safetensors" in {path.name for path in (tmp_path / "out").iterdir()}
+    assert list((tmp_path / "out").rglob("*.sig")) == []

@@ -242,6 +242,20 @@ def test_a_lock_and_a_lease_show_in_no_listing_of_steps(tmp_path: Path, take: Ca
     assert list_checkpoints(unlockable) == []
 
 
+def test_a_lease_names_its_owner_and_is_renewed_every_ten_seconds() -> None:
+    """A process that waits for a sign of life gives up after six of these."""
+    storage = MemoryStorage()
+    lease: Any = own(storage, run="first", say=said_nothing)
+    note, beat = f"owner-{lease.fencing:08d}.json", f"owner-{lease.fencing:08d}.beat"
+    assert storage.objects.keys() == {note, beat}
+    owner = decode_owner(storage.objects[note][0])
+    assert owner is not None
+    assert owner.run == "first"
+    assert lease._heartbeat._every_s == 10
+    assert (own.__kwdefaults__ or {})["expiry_s"] == 60
+    lease.release()
+
+
 def test_an_owner_elsewhere_that_gives_signs_of_life_is_not_disturbed(take: Callable[..., Ownership]) -> None:
     storage, lines = MemoryStorage(), list[str]()
     lease = take_lease(storage, elsewhere(), say=said_nothing, expiry_s=EXPIRY_S)
@@ -269,6 +283,7 @@ def test_an_owner_that_ended_in_good_order_is_followed_at_once(take: Callable[..
 
 
 SLURM = {"SLURM_JOB_ID": "77"}
+BATCH = {"AWS_BATCH_JOB_ID": "5b6c", "AWS_BATCH_JOB_ATTEMPT": "1"}
 ELASTIC = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
@@ -276,6 +291,8 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "0"}
     ("before", "after", "at_once"),
     [
         (SLURM, {**SLURM, "SLURM_RESTART_COUNT": "1"}, True),
+        (BATCH, {**BATCH, "AWS_BATCH_JOB_ATTEMPT": "2"}, True),
+        (BATCH, BATCH, False),
         (ELASTIC, {**ELASTIC, "TORCHELASTIC_RESTART_COUNT": "2"}, True),
         ({**SLURM, **ELASTIC}, {**SLURM, **ELASTIC, "SLURM_RESTART_COUNT": "1"}, True),
         (SLURM, SLURM, False),

@@ -120,6 +120,20 @@ def test_a_sound_one_is_left_whatever_is_damaged(save: Any) -> None:
         assert sound or not deleted
 
 
+@pytest.mark.parametrize("shorter", [True, False])
+def test_the_last_one_with_all_its_files_is_not_deleted_after_a_commit(save: Any, shorter: bool) -> None:
+    storage = MemoryStorage()
+    for step in (1, 2, 3):
+        save(storage, step)
+        if step > 1:
+            key = next(key for key in storage.objects if key.startswith(f"step-{step:08d}/") and "/model/shard" in key)
+            data, modified = storage.objects.pop(key)
+            storage.objects |= {key: (data[:-1], modified)} if shorter else {}
+    assert prune(storage, 1, deep=False) == []
+    save(storage, 4)
+    assert prune(storage, 1, deep=False) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("policy", [{"keep_last": 1}, {"save_top_k": 1, "monitor": "loss", "mode": "min"}])
 def test_what_a_run_passed_over_counts_for_nothing(save: Any, policy: dict[str, Any]) -> None:
     """Damage that names and sizes do not show: steps 4 and 8 are later than the one that the run resumed from."""

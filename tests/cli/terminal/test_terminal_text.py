@@ -109,3 +109,19 @@ def test_a_run_whose_addresses_are_hostile(nxdt_on_terminal, tmp_path):
     assert status == 0, shown
     assert r"checkpoint: " in shown
     assert raw_controls(shown) == []
+
+
+def test_what_a_model_says_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(nxdt, nxdt_on_terminal, tmp_path):
+    """An untrained model of bytes says anything."""
+    from nxdt_core.training import TrainSession
+
+    few = ("model.num_layers=1", "data.seq_length=16", f"checkpoint.uri={tmp_path}/saved")
+    with TrainSession.load("recipe:llama-tiny", few) as session:
+        session.save()
+    words = ("generate", f"{tmp_path}/saved", "In", "--max-new-tokens", "60", "--temperature", "9")
+    status, shown = nxdt_on_terminal(*words)
+    assert (status, raw_controls(shown)) == (0, [])
+    done = nxdt(*words)
+    assert done.returncode == 0, done.stderr
+    assert raw_controls(done.stdout) != []
+    assert visible(done.stdout).split() == shown.split()

@@ -62,6 +62,14 @@ def train_by_rank(arguments):
     return main(arguments[rank()])
 
 
+def train_with_another_python(arguments):
+    import platform
+
+    if rank() == 1:
+        platform.python_version = lambda: "3.99.0"
+    return main(arguments)
+
+
 def train_under_slurm(arguments):
     """As a task of ``srun``, which sets no other variables."""
     port, number = os.environ["MASTER_PORT"], os.environ["RANK"]
@@ -222,6 +230,14 @@ def test_different_configurations_are_refused_by_key_rank_and_host(pool, tmp_pat
     host = os.uname().nodename
     assert written.count("[NXDT-P047]") == 1
     assert f"do not run the same: model.optim.lr is 0.1 on rank 0 ({host}) and 0.2 on rank 1 ({host})." in written
+
+
+def test_different_versions_are_refused_by_name(pool, tmp_path):
+    written, codes = failing(pool, train_with_another_python, command(tmp_path))
+    assert codes == {0: "2", 1: "2"}
+    assert written.count("[NXDT-P047]") == 1
+    assert "version of Python is " in written
+    assert f"3.99.0 on rank 1 ({os.uname().nodename})" in written
 
 
 def test_different_plugins_are_refused_by_name(pool, tmp_path):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
@@ -158,6 +159,68 @@ def test_a_run_resumes_from_its_written_configuration_once_its_secrets_are_given
     assert status == 0, said
     assert "resuming from" in said
     assert holding_the_canary(tmp_path) == []
+
+
+def test_a_run_resumes_from_the_users_own_file_without_giving_secrets_again(nxdt, tmp_path):
+    keys = overrides(tmp_path)
+    assert nxdt("train", "recipe:llama-tiny", *keys)[0] == 0
+    status, said = nxdt("train", "recipe:llama-tiny", *keys, "trainer.max_steps=3", "checkpoint.resume_if_exists=true")
+    assert status == 0, said
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+    assert holding_the_canary(tmp_path) == []
+
+
+HOOKS = """
+import json
+from pathlib import Path
+
+from nxdt_core.api import hookimpl
+
+
+def keep(name, config):
+    (Path(__file__).parent / f"{name}.json").write_text(json.dumps(config))
+
+
+@hookimpl
+def nxdt_config_defaults(context):
+    keep("defaults", context.config)
+
+
+@hookimpl
+def nxdt_validate_config(context):
+    keep("validate", context.config)
+    return []
+
+
+@hookimpl
+def nxdt_configure(context):
+    keep("configure", context.config)
+
+
+@hookimpl
+def nxdt_fit_start(context):
+    keep("start", context.config)
+
+
+@hookimpl
+def nxdt_fit_end(context):
+    keep("end", context.config)
+"""
+
+
+def test_hooks_of_a_run_receive_what_is_written_and_those_before_it_what_is_used(nxdt, tmp_path):
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks" / "watching.py").write_text(HOOKS)
+    keys = [*overrides(tmp_path), f"plugins.local=['{PARTS}', '{tmp_path}/hooks/watching.py']"]
+    status, said = nxdt("train", "recipe:llama-tiny", *keys)
+    assert status == 0, said
+    seen = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "hooks").glob("*.json")}
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert seen.keys() == {"defaults", "validate", "configure", "start", "end"}
+    assert all(seen[name] == written for name in ("configure", "start", "end"))
+    for name, token in (("defaults", REFERENCE), ("validate", CANARY)):
+        assert seen[name]["exp_manager"]["loggers"][1]["token"] == token
+        assert seen[name]["trainer"]["callbacks"][0]["password"] == PASSWORD
 
 
 def test_a_checkpoint_is_used_without_variables_and_by_a_named_configuration_with_them(small_run, monkeypatch):

@@ -17,12 +17,14 @@ import pytest
 import yaml
 
 from nxdt_core import checkpoint
+from nxdt_core.cli import main
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.checkpoints import OwnershipLost
+from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.training import build, train
 from nxdt_core.training.monitoring.died import mark_failed
 from nxdt_core.training.run.ownership import directory_lock
+from nxdt_core.training.run.start import decide_start
 from tests import processes
 from tests.sampling import slow
 from tests.training.small import SMALL
@@ -218,3 +220,34 @@ def test_a_run_that_saves_nothing_needs_no_place(small_run):
     ownership = checkpoint.own(build.storage(config), run="other", say=pytest.fail)
     assert train(small_run("trainer.max_steps=1", "checkpoint.enabled=false")).step == 1
     ownership.release()
+
+
+def test_a_place_is_owned_before_the_checkpoint_to_start_from_is_chosen(small_run, monkeypatch):
+    config = small_run("trainer.max_steps=1")
+    refused: list[StoreInUse] = []
+
+    def own_then_decide(*arguments: Any, **keywords: Any) -> Any:
+        with pytest.raises(StoreInUse) as caught:
+            checkpoint.own(build.storage(config), run="other", say=pytest.fail)
+        refused.append(caught.value)
+        return decide_start(*arguments, **keywords)
+
+    monkeypatch.setattr("nxdt_core.training.run.train.decide_start", own_then_decide)
+    train(config)
+    assert len(refused) == 1
+
+
+def test_whatever_only_reads_works_while_a_run_owns_the_place(small_run, tmp_path, capfd):
+    config = small_run("trainer.max_steps=1")
+    train(config)
+    uri = config.checkpoint_uri
+    with checkpoint.owned(build.storage(config), run="other", say=pytest.fail) as ownership:
+        for words in (
+            ("checkpoint", "list", uri),
+            ("checkpoint", "verify", uri, "--deep"),
+            ("checkpoint", "diff", uri, uri),
+            ("checkpoint", "export", uri, str(tmp_path / "out")),
+            ("generate", uri, "In", "--max-new-tokens", "1"),
+        ):
+            assert main([*words]) == 0, (words, capfd.readouterr().err)
+        ownership.check()

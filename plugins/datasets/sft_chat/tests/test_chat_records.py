@@ -8,6 +8,7 @@ import json
 import pytest
 
 from nxdt_core.data.chat.records import read_record
+from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES
 from nxdt_core.data.files.records import Place, read_records
 from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, UnknownRecord, UnknownRole
 from nxdt_core.errors.data import ArrowUnreadable, BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords, TextNotUtf8
@@ -259,6 +260,19 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, fou
     with pytest.raises(error) as caught:
         read_records([wanted], "data.train_files")
     assert found in str(caught.value)
+
+
+def test_a_parquet_file_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pq = pytest.importorskip("pyarrow.parquet")
+    assert (EXPANDS_TO_BYTES, EXPANDS_BY) == (2**30, 200)
+    monkeypatch.setattr("nxdt_core.data.files.records.EXPANDS_TO_BYTES", 2**20)
+    for name, letters in (("a", 1 << 12), ("b", 1 << 7)):
+        pq.write_table(pa.table({"input": ["a" * letters] * 5000}), tmp_path / f"{name}.parquet")
+    with pytest.raises(ArrowUnreadable, match="expands to more than 200 times its size") as caught:
+        read_records([tmp_path / "a.parquet"], "data.train_files")
+    assert caught.value.code == "NXDT-D309"
+    assert len(read_records([tmp_path / "b.parquet"], "data.train_files")[0]) == 5000
 
 
 def test_a_line_that_is_no_record_is_shown_one(write, load):
