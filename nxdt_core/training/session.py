@@ -58,7 +58,7 @@ from nxdt_core.training.primitives import (
     train_step,
 )
 from nxdt_core.training.run.versions import versions_of
-from nxdt_core.training.state import TrainState, capture_rng, restore_rng, seed_all
+from nxdt_core.training.state import TrainState, capture_rng, restore_rng, seed_all, state_explained
 from nxdt_core.training.weights.average import WeightAverage, take_average
 from nxdt_core.training.weights.frozen import base_digest, without_base
 from nxdt_core.training.weights.loading import load_weights
@@ -484,6 +484,7 @@ class TrainSession:
         Raises:
             AdapterOfAnotherBase: it leaves out what is frozen, and that is something else here.
             WeightsDoNotFit: names or shapes differ.
+            CheckpointDamaged: a file is not what was written, or the state is not that of a run.
         """
         if strict is None:
             strict = self.config.run.checkpoint.strict
@@ -510,13 +511,14 @@ class TrainSession:
                 if self.average is not None:
                     self.average.load_state_dict(averaged)
                 optimizer.load_state_dict(found)
-                if same_layout:
-                    restore_rng(saved["rng"], self.engine.device)
-        if not weights_only:
-            self.state.update(saved["train"])
-            self.resumed = manifest
-        extra: dict[str, Any] = saved["extra"]
-        return extra
+        with state_explained(build.step_uri(storage, manifest.step)):
+            if optimizer is not None and same_layout:
+                restore_rng(saved["rng"], self.engine.device)
+            if not weights_only:
+                self.state.update(saved["train"])
+                self.resumed = manifest
+            extra: dict[str, Any] = saved["extra"]
+            return extra
 
     @cached_property
     def hf_facts(self) -> Mapping[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,8 +12,9 @@ import numpy as np
 import torch
 
 from nxdt_core.devices import HOST, profile_of
+from nxdt_core.errors.checkpoints import CheckpointDamaged
 
-__all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all"]
+__all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all", "state_explained"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,9 +35,16 @@ class TrainState:
         return asdict(self)
 
     def update(self, saved: dict[str, Any]) -> None:
-        """Take over the values of :meth:`to_dict`; older checkpoints lack some."""
+        """Take over the values of :meth:`to_dict`; older checkpoints lack some.
+
+        Raises:
+            TypeError: a value has another type.
+        """
         for name in self.__slots__:
-            setattr(self, name, saved.get(name, getattr(self, name)))
+            value = saved.get(name, getattr(self, name))
+            if type(value) is not type(getattr(self, name)):
+                raise TypeError(f"'{name}' is {value!r}")
+            setattr(self, name, value)
 
 
 def seed_all(seed: int, device: torch.device = HOST) -> None:
@@ -43,6 +53,20 @@ def seed_all(seed: int, device: torch.device = HOST) -> None:
     np.random.seed(seed % 2**32)  # the legacy global generator: third-party datasets draw from it
     torch.manual_seed(seed)
     profile_of(device).operations.seed(seed)
+
+
+@contextmanager
+def state_explained(where: str) -> Iterator[None]:
+    """Say of a state that a block takes over, and that no run has written, that the checkpoint at ``where`` is damaged.
+
+    Raises:
+        CheckpointDamaged: a value is missing, or has another type or shape.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = f"its state is not that of a run ({type(error).__name__}: {error})"
+        raise CheckpointDamaged(where=where, reason=reason) from error
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nxdt_core.checkpoint import CheckpointManager
+from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, save_checkpoint
+from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.state import capture_rng, restore_rng, seed_all
@@ -69,6 +70,34 @@ def test_a_session_saves_and_resumes(small_run):
         assert equal(weights_of(session), whole)
         kept = session.average.state_dict()
         assert all(torch.equal(piece.tensor, kept[name].tensor) for name, piece in average.items())
+
+
+NO_STATES = {
+    "empty": {},
+    "counters missing": {"train": None},
+    "counters of another type": {"train": {"consumed_tokens": "many"}},
+    "position of another type": {"train": {"data": [1]}},
+    "generators missing": {"rng": None},
+    "generator of another shape": {"rng": {"torch": torch.zeros(3)}},
+    "nothing of the loop": {"extra": None},
+}
+"""Changes to a state; None takes a key away."""
+
+
+@pytest.mark.parametrize("kind", NO_STATES)
+def test_a_state_that_no_run_has_written_is_damage(small_run, kind):
+    config = small_run("trainer.max_steps=1")
+    with TrainSession(config) as session:
+        losses_of(session, 1)
+        parts = {"model": session.model.state_dict(), "optimizer": session.optimizer.state_dict()}
+        state = {"train": session.state.to_dict(), "rng": capture_rng(session.engine.device), "extra": {}}
+        for name, change in NO_STATES[kind].items():
+            state[name] = {**state[name], **change} if change is not None else None
+        state = {name: value for name, value in state.items() if value is not None and NO_STATES[kind]}
+        facts = CheckpointFacts(consumed_samples=8, mesh=dict(session.engine.rank_info.mesh))
+        save_checkpoint(build.storage(config), step=1, state=state, facts=facts, **parts)
+    with TrainSession(config) as session, pytest.raises(CheckpointDamaged, match="its state is not that of a run"):
+        session.resume()
 
 
 def test_a_session_saves_while_it_trains(small_run):

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.regular_files import open_regular, read_text
+
 __all__ = ["oversized", "weights_in"]
 
 _WEIGHTS = "model.safetensors"
@@ -38,7 +40,11 @@ def weights_in(directory: Path) -> tuple[int, int] | None:
     try:
         sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
         index = directory / f"{_WEIGHTS}.index.json"
-        names = json.loads(index.read_bytes())["weight_map"] if index.is_file() else _header(directory / _WEIGHTS)
+        names = (
+            json.loads(read_text(index, follow=True))["weight_map"]
+            if index.is_file()
+            else _header(directory / _WEIGHTS)
+        )
         return (len(names), sum(sizes)) if sizes else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -63,7 +69,7 @@ def oversized(values: Mapping[str, Any], *, tensors: int, size_bytes: int) -> st
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    with path.open("rb") as stream:
+    with open(open_regular(path, follow=True), "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header: dict[str, Any] = json.loads(stream.read(min(size, _MOST_HEADER_BYTES)))
     return header

@@ -23,7 +23,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.training.weights.importing import import_checkpoint
-from nxdt_core.training.weights.saved_config import saved_config
+from nxdt_core.training.weights.saved_config import saved_run
 from tests.checkpoint.poison import weights
 
 CONFIG = {
@@ -138,12 +138,12 @@ def test_a_checkpoints_own_configuration_is_limited_by_its_tensors(tmp_path: Pat
     import_checkpoint(str(write(tmp_path / "hf")), str(tmp_path / "imported"))
     storage = LocalStorage(str(tmp_path / "imported"))
     manifest = checkpoint.read_manifest(storage, 0)
-    saved_config(manifest, where="here")
+    saved_run(manifest, where="here")
     config = {**manifest.facts.config, "model": {**manifest.facts.config["model"], key: value}}
     forged = dataclasses.replace(manifest, facts=dataclasses.replace(manifest.facts, config=config))
     (Path(storage.uri) / manifest_key(0)).write_bytes(encode_manifest(forged))
     with pytest.raises(SavedConfigUnusable, match=f"model.{key} is {value}"):
-        saved_config(checkpoint.read_manifest(storage, 0), where="here")
+        saved_run(checkpoint.read_manifest(storage, 0), where="here")
 
 
 def test_weights_that_cannot_be_read_are_explained_by_their_reader(tmp_path: Path) -> None:
