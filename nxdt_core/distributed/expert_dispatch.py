@@ -32,6 +32,11 @@ class ExchangingDispatcher(LocalDispatcher):
         super().__init__(chunks if group is not None else 1)
         self.group = group
 
+    @property
+    def rank(self) -> int:
+        """Which of equal parts of the experts this process has."""
+        return 0 if self.group is None else self.group.rank()
+
     def ordered(self, routing: Routing) -> tuple[Placement, torch.Tensor]:
         """Return the rows by chunk and then by expert, and how many of each there are [chunks, experts]. A chunk has an
         equal part of the assignments, in the order of their tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.moe.router import Routing
+from nxdt_core.nn.random.row_masks import TokenNumbers, run_numbered
 
 __all__ = ["LocalDispatcher", "Placement", "collect", "spread"]
 
@@ -77,6 +79,34 @@ class LocalDispatcher(nn.Module):
         travels while another one is computed."""
         super().__init__()
         self.chunks = chunks
+        self.numbers: TokenNumbers | None = None
+        """A slot: engines fill it where the experts have dropout, whose masks follow from the tokens' numbers."""
+
+    @property
+    def rank(self) -> int:
+        """Which of equal parts of the experts this process has."""
+        return 0
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        routing: Routing,
+        experts: nn.Module,
+        by: Callable[[torch.Tensor, Routing, Any], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return what :meth:`forward` or ``by`` returns; while training, experts with dropout know each row's token."""
+        by = by or self
+        numbers = self.numbers.of(hidden.shape[:-1].numel(), hidden.device) if self.numbers and self.training else None
+        if numbers is None or hidden.is_meta:
+            return by(hidden, routing, experts)
+        return run_numbered(
+            lambda tokens, called: by(tokens, routing, called),
+            hidden,
+            experts,
+            numbers=numbers,
+            count=len(routing.counts),
+            rank=self.rank,
+        )
 
     def forward(self, hidden: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token.

@@ -38,7 +38,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape."""
         routing = self.router(hidden)
-        output: torch.Tensor = self.dispatcher(hidden, routing, self.experts)
+        output: torch.Tensor = self.dispatcher.run(hidden, routing, self.experts)
         if self.shared is not None:
             output = output + self.shared(hidden)
         return output if routing.aux_loss is None else add_aux_loss(output, routing.aux_loss)

@@ -1,11 +1,11 @@
 """Dropout (Srivastava et al. 2014) whose masks differ on ranks that hold different values and agree on those that
 hold the same.
 
-Masks of hidden states follow from positions and are the same in every layout
-(:mod:`nxdt_core.nn.random.dropout_masks`). Those of attention probabilities and of experts' rows depend on the layout,
-by salts: every rank of a run has the same global generator, so that all that is drawn from it agrees. A module with a
-``salt`` draws one number there and combines it with its salt, so that masks differ where an engine sets different
-salts. Recomputation and a resumed run repeat the masks, since both restore the generator.
+Masks of hidden states and of experts' rows follow from positions and are the same in every layout
+(:mod:`nxdt_core.nn.random.dropout_masks`, :mod:`nxdt_core.nn.random.row_masks`). Those of attention probabilities
+depend on the layout, by salts: every rank of a run has the same global generator, so that all that is drawn from it
+agrees. A module with a ``salt`` draws one number there and combines it with its salt, so that masks differ where an
+engine sets different salts. Recomputation and a resumed run repeat the masks, since both restore the generator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nxdt_core.devices import HOST, profile_of
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.nn.random.dropout_masks import MaskPart
+from nxdt_core.nn.random.row_masks import RowPart
 
 __all__ = ["CausalAttentionWithDropout", "Dropout", "Salt", "causal_attention"]
 
@@ -58,7 +59,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
         self.dispatched = dispatched
-        self.part: MaskPart | None = None
+        self.part: MaskPart | RowPart | None = None
         """A slot: engines say which part of the masks by position is this process's."""
         self._salt: torch.Tensor | None = None
         self.whole = False

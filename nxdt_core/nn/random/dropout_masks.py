@@ -21,7 +21,17 @@ import torch
 from nxdt_core.devices import HOST, profile_of
 from nxdt_core.nn.scoped import Scoped
 
-__all__ = ["MaskPart", "draws_of_step", "encoded_name", "rows_of_batch", "same_draws", "whole_sequence"]
+__all__ = [
+    "MaskPart",
+    "decoded_name",
+    "drawing",
+    "draws_of_step",
+    "encoded_name",
+    "rows_of_batch",
+    "rows_of_experts",
+    "same_draws",
+    "whole_sequence",
+]
 
 _NAME_BYTES = 128
 """Names of modules fill up to a multiple of this, so that those of all layers are tensors of one shape."""
@@ -54,7 +64,7 @@ class MaskPart:
         """Return what is kept of ``hidden`` [rows, tokens, features], of its shape; None where no row is known."""
         if _DRAWS.value is None or hidden.is_meta or hidden.dim() != 3:
             return None
-        numbers, ids = _DRAWS.value
+        numbers, ids, _ = _DRAWS.value
         part, parts = self.sequence_parts
         rows, tokens = ids.shape
         if hidden.shape[0] != rows or hidden.shape[1] not in (tokens, tokens // parts):
@@ -79,9 +89,10 @@ class MaskPart:
 
 _STEP: Scoped[tuple[int, int] | None] = Scoped(None)
 """Seed and number of the step."""
-_DRAWS: Scoped[tuple[torch.Tensor, torch.Tensor] | None] = Scoped(None)
+_Draws = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+_DRAWS: Scoped[_Draws | None] = Scoped(None)
 """Seed, number of the step, and first row of the micro-batch in the global batch, int64 [3] on the host; the
-micro-batch's ids in this process, for their shape."""
+micro-batch's ids in this process, for their shape; within experts, the number of each of their rows."""
 
 
 def draws_of_step(seed: int, step: int) -> AbstractContextManager[None]:
@@ -94,7 +105,18 @@ def rows_of_batch(first: int | None, ids: torch.Tensor) -> AbstractContextManage
     row ``first`` of the global batch."""
     if first is None or _STEP.value is None:
         return _DRAWS.set(None)
-    return _DRAWS.set((torch.tensor((*_STEP.value, first), device=HOST), ids))
+    return _DRAWS.set((torch.tensor((*_STEP.value, first), device=HOST), ids, None))
+
+
+def rows_of_experts(keys: torch.Tensor) -> AbstractContextManager[None]:
+    """Set the numbers of the rows that experts compute within the block."""
+    assert _DRAWS.value is not None, "numbers of rows follow from those of a micro-batch"
+    return _DRAWS.set((*_DRAWS.value[:2], keys))
+
+
+def drawing() -> _Draws | None:
+    """Return what masks follow from: seed, step and first row; the micro-batch's ids; the numbers of experts' rows."""
+    return _DRAWS.value
 
 
 def same_draws() -> AbstractContextManager[None]:
@@ -106,6 +128,11 @@ def encoded_name(name: str) -> torch.Tensor:
     """Return the bytes of ``name`` and zeros behind them, on the host."""
     encoded = name.encode()
     return torch.tensor([*encoded, *bytes(-len(encoded) % _NAME_BYTES)], dtype=torch.uint8, device=HOST)
+
+
+def decoded_name(name: torch.Tensor) -> str:
+    """Return the name that :func:`encoded_name` encoded."""
+    return bytes(name.tolist()).rstrip(b"\0").decode()
 
 
 @torch.library.custom_op("nxdt::position_mask", mutates_args=())
@@ -134,7 +161,7 @@ def _position_mask(
         device: of the result.
     """
     seed, step, first_row = numbers.tolist()
-    module = bytes(name.tolist()).rstrip(b"\0").decode()
+    module = decoded_name(name)
     rows, tokens, width = shape
     drawing = HOST if profile_of(device).host_random else device
     kept = torch.ones((rows, tokens, width), dtype=torch.bool, device=drawing)

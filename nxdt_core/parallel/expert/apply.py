@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
 from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.nn.random.dropout import Dropout
 from nxdt_core.nn.updates import Update
 from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher, Sliced
 from nxdt_core.parallel.expert.tokens import token_shards
@@ -102,8 +103,14 @@ def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
             owner, _, leaf = name.rpartition(".")
             setattr(experts.get_submodule(owner), leaf, _cut(parameter, cuts, mesh))
     experts.local = local_part  # type: ignore[assignment]
-    for update in (part for part in experts.modules() if isinstance(part, Update)):
+    for name, update in experts.named_modules():
+        if not isinstance(update, Update):
+            continue
         update.local = local_part
+        matrix = f"{path}.{name.rpartition('.')[2]}"
+        column = any(side == "column" and matches(pattern, matrix) for pattern, side in plan.expert_tensor.items())
+        for dropout in (part for part in update.modules() if isinstance(part, Dropout)):
+            dropout.whole = column  # its rows have all features
 
 
 def _cuts(

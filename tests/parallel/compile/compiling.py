@@ -45,6 +45,10 @@ def _chunks(model: dict[str, Any]) -> dict[str, Any]:
     return {**model, "moe": {**model["moe"], "exchange_chunks": 2}}
 
 
+def _moe_dropout(model: dict[str, Any]) -> dict[str, Any]:
+    return {**model, "moe": {**model["moe"], "dropout": 0.3}}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A run, and how many graphs it may have."""
@@ -74,6 +78,10 @@ CASES = {
     "lora-dropout": Case(model=_LLAMA, adapter=KINDS["dora-dropout"][1], graphs=3),
     "capacity": Case(model=_CAPACITY),
     "dropless": Case(model=_DROPLESS),
+    "dropless-dropout": Case(model=_moe_dropout(_DROPLESS)),
+    "capacity-dropout": Case(model=_moe_dropout(_CAPACITY)),
+    "dropless-dropout-ep2": Case(model=_chunks(_moe_dropout(_DROPLESS)), layout=Layout(dp=2, ep=2)),
+    "lora-experts-dropout": Case(model=_DROPLESS, adapter=KINDS["experts-dropout"][1], graphs=3),
     "every-second": Case(model={**_CAPACITY, "moe": {**_CAPACITY["moe"], "frequency": 2}}, graphs=4),
     "hf": Case(model=_HF, packed=True, graphs=4),  # every second layer has a window
     "selective": Case(model={**_LLAMA, **_selective("CoreAttention"), "num_layers": 12}),

@@ -64,6 +64,8 @@ KINDS = {
     "linear-dropout": (_LLAMA, _lora(lora_dropout=0.3)),
     "dora-dropout": (_LLAMA, _lora(use_dora=True, lora_dropout=0.3)),
     "fused-dropout": (_GPT, _lora("qkv_proj", "o_proj", "up_proj", "down_proj", lora_dropout=0.3)),
+    "experts-dropout": (_MIXTRAL, _lora("experts", "q_proj", lora_dropout=0.3)),
+    "hf-experts-dropout": (_HF_EXPERTS, _lora(lora_dropout=0.3)),
     "hf-dropout": (_HF, _lora("q_proj", "o_proj", "mlp", lora_dropout=0.3)),
 }
 _MICRO_BATCHES = 4

@@ -1,7 +1,7 @@
 """With dropout a layout trains as one process does: masks follow from positions.
 
-``--samples`` decides which of the cases run (tests/sampling.py). Masks of attention probabilities, and of the rows of
-experts, are left out: they differ by rank.
+``--samples`` decides which of the cases run (tests/sampling.py). Masks of attention probabilities are left out: they
+differ by rank.
 """
 
 from tests.parallel.layouts.adapting import KINDS, numbers_of, sized
@@ -11,10 +11,14 @@ from tests.parallel.matrix.training import train
 from tests.sampling import sampled
 
 STEPS = 4
-MODELS = {name: KINDS[name] for name in ("linear-dropout", "dora-dropout", "fused-dropout", "hf-dropout")}
+MODELS = {name: KINDS[name] for name in KINDS if name.endswith("-dropout")}
 MODELS["gpt-dropout"] = (KINDS["fused-dropout"][0] | {"hidden_dropout": 0.3, "ffn_dropout": 0.3}, None)
 MODELS["gpt-gated-dropout"] = (MODELS["gpt-dropout"][0] | {"activation": "swiglu", "hidden_dropout": 0.0}, None)
-TP2, TP2_SP = Layout(tp=2), Layout(tp=2, sp=True)
+_MOE = KINDS["experts-dropout"][0]
+MODELS["moe-dropout"] = (_MOE | {"moe": {**_MOE["moe"], "dropout": 0.3}}, None)
+MODELS["moe-capacity-dropout"] = (_MOE | {"moe": {**_MOE["moe"], "dropout": 0.3, "capacity_factor": 4.0}}, None)
+MODELS["moe-chunks-dropout"] = (_MOE | {"moe": {**_MOE["moe"], "dropout": 0.3, "exchange_chunks": 2}}, None)
+TP2, TP2_SP, EP2 = Layout(tp=2), Layout(tp=2, sp=True), Layout(dp=2, ep=2)
 CASES = {
     "linear-dp2": ("linear-dropout", Layout(dp=2)),
     "linear-zero3": ("linear-dropout", Layout(dp=2, zero=3)),
@@ -41,13 +45,29 @@ CASES = {
     "gpt-cp2": ("gpt-dropout", Layout(cp=2, cp_method="ring")),
     "gpt-zero3-recomputed": ("gpt-dropout", Layout(dp=2, zero=3, recompute="full")),
     "gpt-gated-tp2": ("gpt-gated-dropout", TP2),
+    "experts-dp2": ("experts-dropout", Layout(dp=2)),
+    "experts-ep2": ("experts-dropout", EP2),
+    "experts-tp2": ("experts-dropout", TP2),
+    "experts-tp2-sp": ("experts-dropout", TP2_SP),
+    "experts-pp2": ("experts-dropout", Layout(pp=2)),
+    "experts-cp2": ("experts-dropout", Layout(cp=2, cp_method="ring")),
+    "experts-ep2-tp2-sp": ("experts-dropout", Layout(dp=2, ep=2, tp=2, sp=True)),
+    "experts-ep2-zero3": ("experts-dropout", Layout(dp=4, ep=2, zero=3)),
+    "experts-ep2-recomputed": ("experts-dropout", Layout(dp=2, ep=2, recompute="full")),
+    "moe-ep2": ("moe-dropout", EP2),
+    "moe-tp2": ("moe-dropout", TP2),
+    "moe-chunks-ep2": ("moe-chunks-dropout", EP2),
+    "moe-chunks-ep2-tp2-selective": ("moe-chunks-dropout", Layout(dp=2, ep=2, tp=2, recompute="LlamaMLP")),
+    "moe-capacity-ep2": ("moe-capacity-dropout", EP2),
+    "hf-experts-ep2": ("hf-experts-dropout", EP2),
+    "hf-experts-tp2": ("hf-experts-dropout", TP2),
 }
 SAMPLE = 2
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("gpt-cp2",)))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("gpt-cp2", "experts-ep2")))
 
 
 def test_a_layout_drops_what_one_process_drops(ranks, alone, steps, case):

@@ -57,7 +57,7 @@ class RoutedExperts(nn.Module):
         experts per token]."""
         chosen = top_k_index.new_zeros(len(top_k_index), self.experts).scatter_(1, top_k_index, 1)
         routing = Routing(experts=top_k_index, weights=top_k_weights, counts=chosen.sum(0))
-        return self.dispatcher.mixed(hidden_states, routing, self.stack)
+        return self.dispatcher.run(hidden_states, routing, self.stack, by=self.dispatcher.mixed)
 
 
 def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
