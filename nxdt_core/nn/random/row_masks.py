@@ -142,7 +142,7 @@ def _(numbers: torch.Tensor, rows: int, length: int, runs: Sequence[int], device
 def _row_mask(
     numbers: torch.Tensor, name: torch.Tensor, keys: torch.Tensor, width: int, first_feature: int, p: float
 ) -> torch.Tensor:
-    """Draw the mask [*keys, width]. Each row gets two words of its own, so that no two rows have shifted masks."""
+    """Draw the mask [*keys, width]. Each row gets two separate words, so that no two rows have shifted masks."""
     seed, step, _ = numbers.tolist()
     module = decoded_name(name)
     words = [

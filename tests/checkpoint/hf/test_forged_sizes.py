@@ -81,6 +81,23 @@ def test_an_import_takes_the_sizes_that_the_weights_have(tmp_path: Path) -> None
     assert import_checkpoint(str(source), str(tmp_path / "imported")).tensors == 21
 
 
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, 2**22) for key in ("hidden_size", "moe_intermediate_size", "num_attention_heads", "vocab_size")),
+        *((key, 10**9) for key in ("num_experts", "num_hidden_layers")),
+    ],
+)
+def test_a_model_of_transformers_takes_no_memory_for_forged_sizes(tmp_path: Path, key: str, value: int) -> None:
+    plugin = pytest.importorskip("nxdt_plugin_hf", reason="nxdt-plugin-hf is not installed")
+    path = Path(str(plugin.__file__)).with_name("configs") / "qwen3-moe-tiny" / "config.json"
+    source = write(tmp_path / "hf")
+    (source / "config.json").write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(NxdtError, match=rf"NXDT-(M050|C001).*|{key}"):
+        import_checkpoint(str(source), str(tmp_path / "imported"))
+
+
 def test_a_models_own_configuration_is_not_limited(tmp_path: Path) -> None:
     """Without weights next to it, a ``config.json`` describes a model to train."""
     directory = write(tmp_path / "hf")

@@ -99,7 +99,8 @@ def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
         raise UnsupportedArchitecture(model=model, reason=f"its experts '{path}' {problem}")
     gate_up: Any = theirs.gate_up_proj
     experts, twice_wide, hidden_size = gate_up.shape
-    return RoutedExperts(hidden_size, twice_wide // 2, experts).to(gate_up.device)
+    with gate_up.device:
+        return RoutedExperts(hidden_size, twice_wide // 2, experts)
 
 
 def _problem(theirs: Any) -> str | None:
