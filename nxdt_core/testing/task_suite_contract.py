@@ -131,4 +131,5 @@ def _small_model() -> LoadedModel:
 
     with tempfile.TemporaryDirectory(prefix="nxdt-suite-") as place:
         config = small_config(Path(place), "judged", trainer={"limit_val_batches": 0}, exp_manager={})
-        return load_model(str(train_small(config) / "checkpoints"))
+        run_dir = train_small(config)
+        return load_model(str(run_dir / "checkpoints"), config=str(run_dir / "config.yaml"))

@@ -69,7 +69,9 @@ def a_collective_that_one_rank_skips():
 def one_dies():
     with process_group(timeout_s=300):
         if dist.get_rank() == 1:
+            dist.recv(torch.zeros(1), 0)  # the other rank is connected
             os.kill(os.getpid(), signal.SIGKILL)
+        dist.send(torch.ones(1), 1)
         wait_for_nothing()
 
 

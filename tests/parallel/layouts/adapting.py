@@ -120,7 +120,7 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool,
     TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(storage)
     if merges:
         target = checkpoint.open_storage(str(directory.with_name(MERGED)))
-        merge_lora(storage, None, target, ranks=engine.ranks, keep_others=True)
+        merge_lora(storage, None, target, ranks=engine.ranks, keep_others=True, config=config)
     trained = {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine.shutdown()
     return Went(losses=losses, trained=trained)
