@@ -160,7 +160,7 @@ def _as_further(client: Client, ranks: _Ranks, node: Node) -> Outcome:
 
 def _leave_with_run(client: Client, node: Node, ranks_ended: threading.Event) -> None:
     """End this launcher some time after the run has failed. Ranks that were not connected then look for a supervisor
-    that is no more, and end with this process."""
+    that has ended, and end with this process."""
     client.wait_for_end()
     status, cause = client.outcome()
     if cause is not None and not ranks_ended.wait(_LAST_RANKS_S):

@@ -64,7 +64,7 @@ def oversized(values: Mapping[str, Any], *, tensors: int, size_bytes: int) -> st
         else:
             limit = _LONGEST if _LENGTHS.search(key) else max(size_bytes, _SMALLEST)
         if value > limit:
-            return f"{key} is {value}, too large for weights of {tensors} tensors and {size_bytes} bytes"
+            return f"{key} is {value}, too large for its weights (tensors: {tensors}, bytes: {size_bytes})"
     return None
 
 
