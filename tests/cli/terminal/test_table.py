@@ -59,7 +59,8 @@ def test_a_narrow_terminal_splits_no_word_of_a_table_or_a_note(tmp_path):
         "print_table(titles, [['tp', *4 * ['1,568.00'], 'weights and gradients, data parallel']])\n"
         "print_wrapped('note', 'the schedule ends at step 40, but the run ends earlier: trainer.max_steps is 20')\n"
     )
-    status, text = on_terminal([sys.executable, "-c", program], cwd=tmp_path, env=os.environ, columns=60)
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    status, text = on_terminal([sys.executable, "-c", program], cwd=tmp_path, env=env, columns=60)
     lines = click.unstyle(text).splitlines()
     assert status == 0
     assert max(map(len, lines)) <= 60

@@ -54,7 +54,7 @@ RUN = {
     "exp_manager": {"resume_if_exists": True, "resume_ignore_no_checkpoint": True},
     "checkpoint": {"every_n_train_steps": 2},
     "model": {
-        "name": "llama", "vocab_size": 512, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64,
+        "name": "llama", "vocab_size": 1024, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64,
         "num_attention_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 32,
         "optim": {"name": "adamw", "lr": 1e-3},
     },
@@ -80,7 +80,7 @@ def text(directory, name):
 
 def chats(directory, name):
     path = directory / name
-    said = [[{"role": "user", "content": word[:8]}, {"role": "assistant", "content": word[8:20]}] for word in WORDS]
+    said = [[{"role": "user", "content": word[:8]}, {"role": "assistant", "content": word[8:16]}] for word in WORDS]
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in said))
     tokenizer = {"library": "huggingface", "model": "package://nxdt_plugin_sft_chat/data/tokenizer"}
     return path, {"name": "sft-chat", "train_files": [str(path)], "tokenizer": tokenizer}
