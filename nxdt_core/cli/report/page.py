@@ -73,7 +73,7 @@ def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
 
 
 def notice(text: str, *, refresh_s: int) -> str:
-    """Return the HTML of a page that explains why a report cannot be made; a browser loads it again after ``refresh_s``."""
+    """Return the HTML of a page that explains why there is no report yet; a browser reloads it after ``refresh_s``."""
     return _page("No report", element("pre", text), refresh_s=refresh_s)
 
 
