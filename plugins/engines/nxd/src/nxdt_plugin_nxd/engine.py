@@ -33,12 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = ["NxdEngine"]
 
+_LOCAL_RANKS = "LOCAL_WORLD_SIZE"
+
 
 class NxdEngine:
     """``parallel_engine.name=nxd``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
 
     _started: ClassVar[int] = 0
     """Engines of this process that are running; the library's groups are the process's."""
+    _sets_local_ranks: ClassVar[bool] = False
+    """Whether the first of them has set the variable that the library reads."""
 
     device: torch.device
     rank_info: RankInfo
@@ -92,7 +96,9 @@ class NxdEngine:
     def _build_groups(self) -> None:
         from neuronx_distributed.parallel_layers import parallel_state
 
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self._machine.processes))  # which not every launcher sets
+        if _LOCAL_RANKS not in os.environ:  # not every launcher sets it
+            os.environ[_LOCAL_RANKS] = str(self._machine.processes)
+            NxdEngine._sets_local_ranks = True
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self._sizes.tp,
             pipeline_model_parallel_size=self._sizes.pp,
@@ -210,6 +216,9 @@ class NxdEngine:
 
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_kv_group()
+            if NxdEngine._sets_local_ranks:
+                del os.environ[_LOCAL_RANKS]
+                NxdEngine._sets_local_ranks = False
             if self.ranks.world_size == 1:
                 dist.destroy_process_group()
         self.ranks.stop()
