@@ -14,6 +14,7 @@ import click
 from nxdt_core._version import __version__
 from nxdt_core.cli.groups import LazyGroup
 from nxdt_core.cli.lazy import LazyCommand
+from nxdt_core.cli.verb import without_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.garbage_collection import rare_collections
 from nxdt_core.visible_text import VisibleFormatter
@@ -116,7 +117,7 @@ def _main(args: Sequence[str] | None) -> int:
     _open_missing_streams()
     _accept_all_characters()
     if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line
-        logging.lastResort.setFormatter(VisibleFormatter(redact=_hidden))
+        logging.lastResort.setFormatter(VisibleFormatter(redact=without_secrets))
     color = _color()
     if os.environ.get("_NXDT_COMPLETE"):
         from nxdt_core.cli.completion import answer
@@ -175,12 +176,6 @@ def _color() -> bool | None:
     if os.environ.get("NO_COLOR"):
         return False
     return True if os.environ.get("FORCE_COLOR") else None
-
-
-def _hidden(text: str) -> str:
-    from nxdt_core.config.secrets.messages import hide_secrets  # not for `nxdt --help`
-
-    return hide_secrets(text)
 
 
 def _hide_secrets_in(error: Exception) -> None:

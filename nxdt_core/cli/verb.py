@@ -19,6 +19,7 @@ __all__ = [
     "print_json",
     "print_note",
     "say",
+    "without_secrets",
     "write_examples",
 ]
 
@@ -92,7 +93,7 @@ def say(text: str, *, err: bool = False, end: str = "\n") -> None:
 
     On standard error, where messages go, secrets are hidden.
     """
-    text = _hidden(text) if err else text
+    text = without_secrets(text) if err else text
     click.echo(visible(text) + end, nl=False, err=err)
 
 
@@ -100,10 +101,11 @@ def print_note(text: str) -> None:
     """Print a note to standard error."""
     from nxdt_core.cli.terminal.table import print_wrapped
 
-    print_wrapped("note", _hidden(text), err=True)
+    print_wrapped("note", without_secrets(text), err=True)
 
 
-def _hidden(text: str) -> str:
+def without_secrets(text: str) -> str:
+    """Return a message without the secrets of the configurations that this process has read."""
     from nxdt_core.config.secrets.messages import hide_secrets  # not for `nxdt --help`
 
     return hide_secrets(text)
@@ -112,7 +114,7 @@ def _hidden(text: str) -> str:
 def _with_hidden(value: Any, message: bool = False) -> Any:
     """Return the value without the secrets in its notes and problems."""
     if isinstance(value, str):
-        return _hidden(value) if message else value
+        return without_secrets(value) if message else value
     if isinstance(value, Mapping):
         return {key: _with_hidden(each, message or key in _MESSAGES) for key, each in value.items()}
     return [_with_hidden(each, message) for each in value] if isinstance(value, (list, tuple)) else value
