@@ -21,6 +21,7 @@ from nxdt_core.protocols.model import ModelBuilder
 
 __all__ = [
     "DRESSES",
+    "HF_CONFIG",
     "Payload",
     "builder",
     "dressed",
@@ -34,6 +35,19 @@ __all__ = [
 
 MEMORY_BYTES = 2 * 2**30
 """More than any of these tests needs, and less than any forgery asks for."""
+
+HF_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 8,
+    "max_position_embeddings": 16,
+}
+"""Content of a ``config.json``."""
 
 
 class Payload:

@@ -38,7 +38,7 @@ from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound
 from nxdt_core.errors.exchange import WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.protocols.model import ModelBuilder
-from tests.checkpoint.poison import DRESSES, Payload, dressed, import_all, weights
+from tests.checkpoint.poison import DRESSES, HF_CONFIG, Payload, dressed, import_all, weights
 from tests.sampling import slow_except
 
 SHARDS = tuple(f"{section}/shard-00000-00000.safetensors" for section in ("model", "optim", "state"))
@@ -219,19 +219,6 @@ def test_links_in_place_of_files_are_damage(store: LocalStorage, save: Any, targ
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
-
-
-HF_CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 8,
-    "max_position_embeddings": 16,
-}
 
 
 @pytest.fixture

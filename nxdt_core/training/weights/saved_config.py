@@ -43,7 +43,15 @@ __all__ = [
     "saved_run",
 ]
 
-_KEPT = ("seed", "data.seq_length", "data.tokenizer", "model", "precision", "adapter", "plugins.prefer")
+_KEPT: tuple[str, ...] = (
+    "seed",
+    "data.seq_length",
+    "data.tokenizer",
+    "model",
+    "precision",
+    "adapter",
+    "plugins.prefer",
+)
 """All that the configuration of a checkpoint decides. Components are those of installed plugins."""
 _HERE = ("trainer.accelerator", "parallel_engine", "plugins")
 """Kept of a configuration that the user names, too."""
@@ -51,7 +59,7 @@ _OF_TRAINING = ("model.optim", "model.weight_init_only", "model.pipeline_cuts", 
 """Keys of the model that only training reads, and a file whose values the other keys hold."""
 _BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
 """Kept where the checkpoint leaves out the weights below an adapter: they say where its run read them."""
-_CHAT = tuple({each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)})
+_CHAT = tuple(sorted({each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}))
 _ONE_PROCESS: Mapping[str, Any] = {
     "name": "saved",
     "trainer": {"max_steps": 1},
@@ -107,27 +115,34 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
         SavedConfigUnusable: the model or the tokenizer cannot be built here, or needs what a checkpoint may not
             decide; names the keys.
     """
-    origin = Origin(kind="file", where=where)
-    tree = _saved_tree(manifest, origin) if config is None else from_plain(config.to_values(), origin)
-    kept = Node({}, origin)
-    needed = _BASE if manifest.facts.without_base and base else ()
-    for path in (*_KEPT, *needed, *(() if config is None else _HERE)):
+    if config is None:
+        tree, paths = _saved_tree(manifest, where), _KEPT
+    else:
+        tree, paths = from_plain(config.to_values(), Origin(kind="file", where=where)), (*_KEPT, *_HERE)
+    kept = Node({}, tree.origin)
+    for path in (*paths, *(_BASE if manifest.facts.without_base and base else ())):
         if (node := tree.find(path)) is not None:
             kept = kept.set(path, node)
     for path in _OF_TRAINING:
         kept = kept.without(path)
-    began, step = kept.plain("checkpoint.resume_from"), base_step(manifest)
-    if config is not None and began is not None and step is not None and locate(began, config)[1] is None:
-        kept = kept.set("checkpoint.resume_from", Node(f"{began.rstrip('/')}/{step_name(step)}", origin))
-    keys = _checked_keys(tree, kept, where) if config is None else build.chat_keys(config)
     if config is None:
-        _check_sizes(manifest, kept, where)
+        keys, kernel, files = _checked_keys(manifest, tree, kept, where), None, tree.plain("plugins.local")
+    else:
+        keys, kernel, files = build.chat_keys(config), config.kernel, None
+        kept = _with_base_step(kept, manifest, config)
     try:
-        given = to_plain(merge(kept, from_plain(_ONE_PROCESS, origin)))
-        run = load(given, kernel=None if config is None else config.kernel)
+        run = load(to_plain(merge(kept, from_plain(_ONE_PROCESS, tree.origin))), kernel=kernel)
     except ConfigError as error:
-        raise _unusable(error.problems, where, tree.plain("plugins.local") if config is None else None) from error
+        raise _unusable(error.problems, where, files) from error
     return SavedRun(config=run, chat_keys=keys)
+
+
+def _with_base_step(kept: Node, manifest: Manifest, config: ResolvedConfig) -> Node:
+    """Return ``kept`` with the step of the weights below an adapter, where it names the root of their run."""
+    began, step = kept.find("checkpoint.resume_from"), base_step(manifest)
+    if began is None or began.value is None or step is None or locate(began.value, config)[1] is not None:
+        return kept
+    return kept.set("checkpoint.resume_from", Node(f"{began.value.rstrip('/')}/{step_name(step)}", began.origin))
 
 
 def own_run(config: ResolvedConfig) -> SavedRun:
@@ -180,8 +195,8 @@ def base_step(manifest: Manifest) -> int | None:
     return step_of((saved_base(manifest) or "").rstrip("/").rpartition("/")[2])
 
 
-def _saved_tree(manifest: Manifest, origin: Origin | None = None) -> Node:
-    return from_plain(manifest.facts.config, origin or Origin(kind="file", where="the checkpoint"))
+def _saved_tree(manifest: Manifest, where: str = "the checkpoint") -> Node:
+    return from_plain(manifest.facts.config, Origin(kind="file", where=where))
 
 
 _OTHERWISE = (
@@ -189,11 +204,11 @@ _OTHERWISE = (
 )
 
 
-def _checked_keys(tree: Node, kept: Node, where: str) -> ChatKeys:
+def _checked_keys(manifest: Manifest, tree: Node, kept: Node, where: str) -> ChatKeys:
     """Return the keys of messages that a checkpoint keeps, where neither they nor ``kept`` hold what it may not decide.
 
     Raises:
-        SavedConfigUnusable: they do, or have wrong values.
+        SavedConfigUnusable: they do, or have wrong values, or the model is larger than its weights.
     """
     held = {name: node for name in _CHAT if (node := tree.find(f"data.{name}")) is not None and node.value is not None}
     refused = list(_refused(kept, held, where))
@@ -204,16 +219,11 @@ def _checked_keys(tree: Node, kept: Node, where: str) -> ChatKeys:
     if problems:
         raise _unusable(problems, where)
     wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]
-    if wrong:
-        raise SavedConfigUnusable(where=where, problems=wrong)
-    return keys
-
-
-def _check_sizes(manifest: Manifest, kept: Node, where: str) -> None:
     tensors = sum(map(len, manifest.tensors.values()))
     reason = oversized(kept.plain("model", {}), tensors=tensors, size_bytes=manifest.size_bytes)
-    if reason is not None:
-        raise SavedConfigUnusable(where=where, problems=[f"model.{reason}"])
+    if wrong or reason is not None:
+        raise SavedConfigUnusable(where=where, problems=wrong if reason is None else [*wrong, f"model.{reason}"])
+    return keys
 
 
 def _refused(kept: Node, held: Mapping[str, Node], where: str) -> Iterator[str]:

@@ -24,21 +24,9 @@ from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.training.weights.importing import import_checkpoint
 from nxdt_core.training.weights.saved_config import saved_run
-from tests.checkpoint.poison import weights
+from tests.checkpoint.poison import HF_CONFIG, weights
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 2,
-    "vocab_size": 8,
-    "max_position_embeddings": 16,
-    "rms_norm_eps": 1e-5,
-}
+CONFIG = {**HF_CONFIG, "head_dim": 2, "rms_norm_eps": 1e-5}
 FORGED = [
     *((key, 10**9) for key in CONFIG if type(CONFIG[key]) is int and key != "max_position_embeddings"),
     *((key, 4 * 10**18) for key in CONFIG if type(CONFIG[key]) is int),

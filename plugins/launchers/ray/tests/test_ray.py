@@ -131,7 +131,7 @@ def test_the_log_of_a_node_is_not_written_through_what_stands_in_its_place(launc
 def test_what_an_actor_starts_ends_with_the_actor_even_before_its_first_line():
     command = [sys.executable, "-m", "nxdt_plugin_ray.child", "--version"]
     for parent, status in ((os.getpid(), 0), (1, -signal.SIGTERM)):
-        assert processes.run(command, env={**os.environ, "NXDT_RAY_ACTOR": str(parent)}).returncode == status
+        assert processes.run(command, env={**os.environ, "NXDT_PARENT": str(parent)}).returncode == status
 
 
 @needs_ray

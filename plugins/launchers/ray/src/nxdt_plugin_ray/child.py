@@ -5,20 +5,11 @@ Otherwise what a lost actor has started would train on, next to the next attempt
 
 from __future__ import annotations
 
-import ctypes
-import os
 import runpy
 import signal
-import sys
 
-ACTOR_VARIABLE = "NXDT_RAY_ACTOR"
-"""Process id of the actor, set for its child only."""
-_PARENT_DEATH_SIGNAL = 1
-"""``PR_SET_PDEATHSIG`` of prctl(2)."""
+from nxdt_core.parent import end_with_parent
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.environ.pop(ACTOR_VARIABLE, str(os.getppid())) != str(os.getppid()):  # it ended before this line
-            os.kill(os.getpid(), signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     runpy.run_module("nxdt_core", run_name="__main__", alter_sys=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.clusters import JobFileUnwritable
+from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.regular_files import make_directory, open_regular, regular_opener
-from nxdt_plugin_ray.child import ACTOR_VARIABLE
 from nxdt_plugin_ray.errors import NoPlaceOnCluster, RayMissing
 
 __all__ = ["Work", "main", "run"]
@@ -61,7 +61,7 @@ class Node:
     def carry_out(self, work: Work, number: int, address: str, port: int) -> int:
         """Run the commands as node ``number``; return the first exit status that is not 0."""
         place = {"NODE_RANK": str(number), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        environment = {**os.environ, **work.environment, **place, ACTOR_VARIABLE: str(os.getpid())}
+        environment = {**os.environ, **work.environment, **place, PARENT_VARIABLE: str(os.getpid())}
         with open(_log(work, number), "ab", opener=regular_opener) as log:
             for words in work.commands:
                 command = [sys.executable, "-m", "nxdt_plugin_ray.child", *words]
