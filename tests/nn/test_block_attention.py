@@ -9,6 +9,7 @@ from torch.nn.attention import flex_attention
 from nxdt_core.devices import current_device, profile_of
 from nxdt_core.nn.attention.blocks import BLOCK_ROWS, BlockAttention, document_blocks
 from nxdt_core.nn.attention.grouped_query import CausalAttention
+from tests.integer_widths import IntegerWidths
 
 SEQ = 5 * BLOCK_ROWS - 40
 """The last block is not full."""
@@ -107,6 +108,17 @@ def test_results_and_gradients_are_those_under_a_mask(kv_heads, window, on_hosts
     torch.testing.assert_close(
         torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), rtol=1e-9, atol=1e-9
     )
+
+
+def test_lists_and_masks_have_integers_of_one_width(on_hosts):
+    found = IntegerWidths()
+    core = CausalAttention(window=200)
+    core.blocks = BlockAttention(on_hosts.dtypes, backend=found)
+    inputs = [torch.randn(3, 2, SEQ, 16, requires_grad=True) for _ in range(3)]
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        core(*inputs, IDS).sum().backward()
+        torch.compile(lambda ids: document_blocks(ids, 200).kv_indices, fullgraph=True, backend=found)(IDS)
+    assert (found.dynamic, found.found) == (3, [])
 
 
 def test_what_has_no_kernel_runs_under_a_mask(on_hosts):

@@ -125,18 +125,35 @@ def test_elements_are_numbered_as_in_the_whole(data):
     sizes = [data.draw(st.integers(1, size - start)) for size, start in zip(shape, starts, strict=True)]
     whole = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     expected = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))].flatten()
+    limit = data.draw(st.integers(1, 40))
+    pieces = [piece for rows in rows_of(shape, starts, sizes) for piece in rows.pieces(limit)]
+    assert all(piece.count * piece.columns <= limit for piece in pieces)
     found = [
         element_numbers(
-            torch.tensor(part.first, dtype=torch.int32),
-            end - skipped,
-            skipped=skipped,
-            columns=part.columns if part.count > 1 else 0,
-            gap=part.gap,
+            torch.tensor(piece.first, dtype=torch.int32),
+            piece.count * piece.columns,
+            *(torch.tensor(each, dtype=torch.int32) for each in (piece.columns, piece.gap) if piece.count > 1),
         )
-        for part in rows_of(shape, starts, sizes)
-        for skipped, end in [(0, part.columns), (part.columns, part.count * part.columns)]
+        for piece in pieces
     ]
     assert torch.equal(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "pieces"),
+    [
+        (Rows(7, 1, 10, 0), 4, [Rows(7, 1, 4, 0), Rows(11, 1, 4, 0), Rows(15, 1, 2, 0)]),
+        (Rows(7, 5, 3, 2), 7, [Rows(7, 2, 3, 2), Rows(17, 2, 3, 2), Rows(27, 1, 3, 2)]),
+        (Rows(7, 2, 5, 1), 4, [Rows(7, 1, 4, 1), Rows(11, 1, 1, 1), Rows(13, 1, 4, 1), Rows(17, 1, 1, 1)]),
+        (
+            Rows(2**40, 4, 2**29, 2**35),
+            2**30,
+            [Rows(2**40, 2, 2**29, 2**35), Rows(2**40 + 2**36 + 2**30, 2, 2**29, 2**35)],
+        ),
+    ],
+)
+def test_pieces_are_whole_rows_or_parts_of_one(rows, limit, pieces):
+    assert list(rows.pieces(limit)) == pieces
 
 
 BITS = 2**20

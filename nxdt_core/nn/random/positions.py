@@ -58,6 +58,14 @@ class Rows:
     gap: int
     """Elements of the whole parameter between a row's last element and the next row's first."""
 
+    def pieces(self, limit: int) -> Iterator[Rows]:
+        """Yield these rows in their order, at most ``limit`` elements at a time: whole rows, or a part of one."""
+        height, width = max(1, limit // self.columns), min(limit, self.columns)
+        for row in range(0, self.count, height):
+            for column in range(0, self.columns, width):
+                first = self.first + row * (self.columns + self.gap) + column
+                yield Rows(first, min(height, self.count - row), min(width, self.columns - column), self.gap)
+
 
 def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rows]:
     """Return the rows of a block, equally many in each item. Arguments as for :func:`positions`.

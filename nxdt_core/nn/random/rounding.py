@@ -34,19 +34,22 @@ def rounding_key(seed: int, name: str) -> tuple[int, int, int, int]:
 
 
 def element_numbers(
-    first: torch.Tensor, elements: int, *, skipped: int = 0, columns: int = 0, gap: int = 0
+    first: torch.Tensor, elements: int, columns: torch.Tensor | None = None, gap: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the numbers of a block's elements in the whole parameter, modulo 2³², int32 [elements].
+    """Return the numbers of consecutive elements of a block in the whole parameter, modulo 2³², int32 [elements].
 
     Args:
-        first: int32 scalar, the number of the block's first element.
-        elements: how many.
-        skipped: elements of the block before those.
-        columns: elements of a row, where rows do not follow each other in the whole; else 0.
-        gap: elements of the whole between two rows, as an int32.
+        first: int32 scalar, the number of the first element.
+        elements: how many, fewer than 2³¹.
+        columns: int32 scalar, elements of a row, where rows do not follow each other in the whole; the first element
+            then begins a row.
+        gap: int32 scalar, elements of the whole between two rows; given with ``columns``.
     """
-    index = torch.arange(skipped, skipped + elements, dtype=torch.int32, device=first.device)
-    return index + first + (index // columns) * gap if columns else index + first
+    # Tensors, since ints that vary from call to call have 64 bits in Triton, and so would all that follows from them.
+    index = torch.arange(elements, dtype=torch.int32, device=first.device)
+    if columns is None or gap is None:
+        return index + first
+    return index + first + index.div(columns, rounding_mode="trunc") * gap
 
 
 def noise(numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -43,17 +43,18 @@ Function = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of consecutive elements of a block in the whole parameter, as arguments of a kernel."""
+    """Numbers of consecutive elements of a block in the whole parameter, as arguments of a kernel.
+
+    See :func:`nxdt_core.nn.random.rounding.element_numbers`.
+    """
 
     first: torch.Tensor
-    """int32 scalar on the device."""
-    skipped: int
-    columns: int
-    gap: int
+    columns: torch.Tensor | None = None
+    gap: torch.Tensor | None = None
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return one for each of ``elements``; see :func:`nxdt_core.nn.random.rounding.element_numbers`."""
-        return element_numbers(self.first, elements.numel(), skipped=self.skipped, columns=self.columns, gap=self.gap)
+        """Return one for each of ``elements``."""
+        return element_numbers(self.first, elements.numel(), self.columns, self.gap)
 
 
 def apart(table: torch.Tensor, backend: Backend) -> list[torch.Tensor]:
@@ -112,14 +113,11 @@ class BlockKernel:
     def _run(self, parts: Sequence[Rows], flat: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
         whole, device = flat[0].numel(), flat[0].device
         function, limit = self._on(device)
-        elements = whole // len(parts)
-        for number, rows in enumerate(parts):
-            first = _first_number(rows, device)
-            columns, gap = rows.columns if rows.count > 1 else 0, _int32(rows.gap)
-            for skipped in range(0, elements, limit):
-                start, count = number * elements + skipped, min(limit, elements - skipped)
-                pieces = flat if count == whole else [_plain(each[start : start + count]) for each in flat]
-                function(*pieces, Numbers(first, skipped, columns, gap), *others)
+        end = 0
+        for piece in (piece for rows in parts for piece in rows.pieces(limit)):
+            start, end = end, end + piece.count * piece.columns
+            tensors = flat if end - start == whole else [_plain(each[start:end]) for each in flat]
+            function(*tensors, _numbers(piece, device), *others)
 
     def _on(self, device: torch.device) -> tuple[Function, int]:
         profile = profile_of(device)
@@ -176,11 +174,8 @@ def _rows(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 
 @functools.lru_cache(maxsize=4096)
-def _first_number(rows: Rows, device: torch.device) -> torch.Tensor:
-    """Number of a block's first element. Kept from step to step; layers share theirs."""
-    return torch.tensor(_int32(rows.first), dtype=torch.int32, device=device)
-
-
-def _int32(number: int) -> int:
-    """The int32 that is equal modulo 2³²."""
-    return (number + 2**31) % 2**32 - 2**31
+def _numbers(rows: Rows, device: torch.device) -> Numbers:
+    """Kept from step to step; layers share theirs. Each number has separate memory, as in :func:`apart`."""
+    values = (rows.first, rows.columns, rows.gap) if rows.count > 1 else (rows.first,)
+    int32s = ((value + 2**31) % 2**32 - 2**31 for value in values)  # equal modulo 2³²
+    return Numbers(*(torch.tensor(value, dtype=torch.int32, device=device) for value in int32s))

@@ -15,12 +15,13 @@ from nxdt_core.devices import PROFILES
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState, seed_all
+from tests.integer_widths import IntegerWidths
 from tests.parallel.layouts.adapting import KINDS
 from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Numbers, configuration
 
-__all__ = ["CASES", "STEPS", "Case", "Counted", "counted", "expected", "losses"]
+__all__ = ["CASES", "STEPS", "Case", "Counted", "counted", "expected", "losses", "widths"]
 
 STEPS = 20
 COMPARED = 3
@@ -136,15 +137,24 @@ def counted(case: Case, steps: int, backend: str) -> Counted:
     )
 
 
+def widths(case: Case) -> IntegerWidths:
+    """What is found in the graphs of two steps and validations; the length of the second is a dynamic int."""
+    torch._dynamo.reset()
+    found = IntegerWidths()
+    with _backend(found):
+        list(_losses(replace(case, lengths=(SEQ, SEQ - 8)), 2, compiled=True))
+    return found
+
+
 def expected(case: Case) -> list[float]:
     """The losses of a run that is not compiled. (A process joins its ranks once, and so runs once.)"""
     return list(_losses(case, COMPARED, compiled=False))
 
 
 @contextmanager
-def _backend(name: str) -> Iterator[None]:
+def _backend(backend: Any) -> Iterator[None]:
     """Inductor would take minutes, and counts the same."""
-    with patch.dict(PROFILES, {"cpu": replace(PROFILES["cpu"], compile_backend=name)}):
+    with patch.dict(PROFILES, {"cpu": replace(PROFILES["cpu"], compile_backend=backend)}):
         yield
 
 

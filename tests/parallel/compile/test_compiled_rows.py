@@ -12,6 +12,7 @@ from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, row_kernels, with_row_kernels
 from nxdt_core.parallel.loss.chunked import linear_cross_entropies
 from nxdt_core.parallel.loss.compiled_rows import compiled_rows
+from tests.integer_widths import IntegerWidths
 
 ROWS, VOCAB = 24, 96
 
@@ -89,6 +90,14 @@ def test_a_head_that_computes_its_losses_uses_them(tokens):
     expected = functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
     torch.testing.assert_close(losses[labels >= 0].sum(), expected)
     torch.testing.assert_close(found, torch.autograd.grad(expected, (hidden, weight)))
+
+
+def test_compiled_passes_have_integers_of_one_width():
+    found = IntegerWidths()
+    torch._dynamo.reset()
+    with with_row_kernels(compiled_rows(found)), torch._dynamo.config.patch(assume_static_by_default=False):
+        cross_entropy_sum(logits_of(torch.bfloat16), labels_of())[0].backward()
+    assert (found.dynamic, found.found) == (2, [])
 
 
 @pytest.mark.slow  # two kernels of inductor, from their C++

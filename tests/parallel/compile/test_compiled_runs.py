@@ -6,8 +6,8 @@ breaks, and no other graph when steps, documents and micro-batches change.
 
 import pytest
 
-from tests.parallel.compile.compiling import CASES, STEPS, counted, expected
-from tests.sampling import sampled, takes_all
+from tests.parallel.compile.compiling import CASES, STEPS, counted, expected, widths
+from tests.sampling import sampled, slow_except, takes_all
 
 SAMPLE = 2
 TIMEOUT_S = 300
@@ -27,3 +27,13 @@ def test_a_run_has_its_graphs_after_the_first_step_and_computes_the_same(ranks, 
     for found, losses in zip(pool.run(counted, case, count, backend, timeout_s=TIMEOUT_S), plain, strict=True):
         assert (found.graphs, found.breaks, found.late) == (case.graphs + case.loss_graphs, 0, 0)
         assert found.losses == pytest.approx(losses, rel=1e-5)
+
+
+OF_SIZES = ("lengths", "window", "hf", "dropless-dropout-ep2", "capacity-dropout", "ring", "tp2-chunked")
+"""Cases with what is computed from sizes: masks, numbers of tokens, places of rows, blocks of sequences, targets."""
+
+
+@pytest.mark.parametrize("name", slow_except(OF_SIZES, ("lengths",)))
+def test_layers_and_losses_have_integers_of_one_width(ranks, name):
+    for found in ranks(CASES[name].layout.world).run(widths, CASES[name], timeout_s=TIMEOUT_S):
+        assert (found.dynamic > 0, found.found) == (True, [])

@@ -6,6 +6,7 @@ import logging
 import re
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +15,16 @@ from torch._dynamo.testing import CompileCounter
 from torch._inductor import config, metrics
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from nxdt_core.devices import HOST, current_device
 from nxdt_core.parallel.rounding import kernels, native
 from nxdt_core.parallel.rounding.adam import AdamUpdates
-from nxdt_core.parallel.rounding.kernels import BlockKernel, backend_on, can_compile
+from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, backend_on, can_compile
 from nxdt_core.parallel.rounding.masters import rounded_weights
 from nxdt_core.parallel.rounding.policy import StochasticRounding
 from nxdt_core.parallel.rounding.updates import StochasticUpdates, round_into
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
+from tests.integer_widths import IntegerWidths
 from tests.sampling import slow
 
 CUT = ParameterShard(shape=(160, 90), box=Box((3, 45), (157, 45)))
@@ -37,11 +40,20 @@ STATES = {"float32": 22, "bfloat16": 14}
 """Bytes of an element that a step of Adam reads and writes: weights, gradients and both parts of the state."""
 
 
-def made(places, *, state="float32", optimizer=torch.optim.AdamW, backend="eager", seed=0, weights_in=torch.bfloat16):
+def made(
+    places,
+    *,
+    state="float32",
+    optimizer=torch.optim.AdamW,
+    backend="eager",
+    seed=0,
+    weights_in=torch.bfloat16,
+    device=HOST,
+):
     """Weights by name, and what updates them."""
     draw = torch.Generator().manual_seed(seed)
     weights = {
-        name: nn.Parameter(torch.randn(place.box.shape, generator=draw).to(weights_in))
+        name: nn.Parameter(torch.randn(place.box.shape, generator=draw).to(device, weights_in))
         for name, place in places.items()
     }
     updates = StochasticUpdates(weights, places, StochasticRounding(seed=7, state=state), backend=backend)
@@ -53,7 +65,7 @@ def made(places, *, state="float32", optimizer=torch.optim.AdamW, backend="eager
 def give_gradients(weights, step):
     draw = torch.Generator().manual_seed(step)
     for weight in weights.values():
-        weight.grad = torch.randn(weight.shape, generator=draw).to(weight.dtype)
+        weight.grad = torch.randn(weight.shape, generator=draw).to(weight)
 
 
 def stepped(*arguments, steps=3, general=False, found_inf=None, **options):
@@ -162,20 +174,50 @@ def test_updates_of_a_host_run_natively(state, optimizer, monkeypatch):
     assert not called, "an operation by operation"
 
 
-def test_masters_are_rounded_natively_as_eagerly(monkeypatch):
+def rounded_masters(places, backend, device=HOST):
+    """Masters as a block sees them, on the host; after it they are as before."""
+    draw = torch.Generator().manual_seed(0)
+    before = {name: torch.randn(place.box.shape, generator=draw) for name, place in places.items()}
+    masters = {name: nn.Parameter(value.to(device, copy=True)) for name, value in before.items()}
+    of_places = [(masters[name], name, place) for name, place in places.items()]
+    with (
+        mock.patch("nxdt_core.parallel.rounding.masters.backend_on", return_value=backend),
+        rounded_weights(of_places, StochasticRounding(seed=0), 1),
+    ):
+        found = {name: master.detach().to(HOST, copy=True) for name, master in masters.items()}
+    assert all(torch.equal(masters[name].to(HOST), value) for name, value in before.items())
+    assert all(torch.equal(value, value.bfloat16().float()) for value in found.values())
+    return found
+
+
+def test_masters_are_rounded_natively_as_eagerly():
     places = {"w": CUT, "v": whole(70, 300)}
-    found = []
-    for backend in ("native", "eager"):
-        monkeypatch.setattr("nxdt_core.parallel.rounding.masters.backend_on", lambda *_, chosen=backend: chosen)
-        draw = torch.Generator().manual_seed(0)
-        masters = {name: nn.Parameter(torch.randn(place.box.shape, generator=draw)) for name, place in places.items()}
-        before = {name: master.detach().clone() for name, master in masters.items()}
-        of_places = [(masters[name], name, place) for name, place in places.items()]
-        with rounded_weights(of_places, StochasticRounding(seed=0), 1):
-            found.append({name: master.detach().clone() for name, master in masters.items()})
-        assert all(torch.equal(masters[name], value) for name, value in before.items())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in places)
-    assert all(torch.equal(value, value.bfloat16().float()) for value in found[0].values())
+    assert_equal(rounded_masters(places, "native"), rounded_masters(places, "eager"))
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("backend", ["eager", "compile"])
+def test_an_accelerator_rounds_to_the_bits_of_the_host(backend):
+    """Whole tensors, and shards by columns."""
+    device = current_device()
+    assert_equal(rounded_masters(PLACES | BLOCKS, backend, device), rounded_masters(PLACES | BLOCKS, "eager"))
+    assert_equal(rounded_extremes(backend, device), rounded_extremes("eager"))
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("state", STATES)
+def test_a_step_of_adam_on_an_accelerator_is_that_of_the_host(state):
+    """But for what is on the edge between two values: an accelerator merges products and sums."""
+    places = {name: place for name, place in (PLACES | BLOCKS).items() if place.box.elements > 1000}
+    device = current_device()
+    found, _ = stepped(places, state=state, device=device, backend=backend_on(device, 2**20), steps=1)
+    expected, _ = stepped(places, state=state, steps=1)
+    for name, weight in expected.items():
+        assert_few_apart(found[name].to(HOST), weight)
 
 
 def test_dtypes_without_a_native_kernel_run_operation_by_operation():
@@ -201,17 +243,18 @@ QUICKLY = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
 
 @pytest.mark.parametrize("backend", ["compile", "native"])
 def test_extremes_are_rounded_alike_compiled_and_not(backend):
+    with config.patch(QUICKLY):
+        assert_equal(rounded_extremes(backend), rounded_extremes("eager"))
+
+
+def rounded_extremes(backend, device=HOST):
+    """Rounded values on the host, and signs of those that are numbers."""
     values = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3.39e38, -3.4e38, float("inf"), float("nan")]).repeat(100)
-    place, key = whole(900), torch.tensor([12345, -77, 99, 0], dtype=torch.int32)
-    found = []
-    for each in (backend, "eager"):
-        target = torch.zeros(900, dtype=torch.bfloat16)
-        with config.patch(QUICKLY):
-            BlockKernel(round_into, backend=each)(place, (target, values), key)
-        found.append(target)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
-    signs = [torch.signbit(each[~each.isnan()]) for each in found]
-    assert torch.equal(*signs)
+    (key,) = apart(torch.tensor([[12345, -77, 99, 0]], dtype=torch.int32, device=device), backend)
+    target = torch.zeros(900, dtype=torch.bfloat16, device=device)
+    BlockKernel(round_into, backend=backend)(whole(900), (target, values.to(device)), key)
+    found = target.to(HOST)
+    return found, torch.signbit(found[~found.isnan()])
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
@@ -353,6 +396,20 @@ def test_one_graph_serves_all_parameters_and_every_rate(monkeypatch):
             assert graphs == 2, "one for what is whole in its rows, one for what is cut"
     assert counter.frame_count == graphs
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("state", "optimizer"),
+    [("float32", torch.optim.AdamW), ("bfloat16", torch.optim.RMSprop), slow("bfloat16", torch.optim.Adam)],
+)
+def test_compiled_updates_have_integers_of_one_width(monkeypatch, state, optimizer):
+    found = IntegerWidths()
+    profile = replace(kernels.profile_of(HOST), compile_backend=found)
+    monkeypatch.setattr(kernels, "profile_of", lambda device: profile)
+    torch._dynamo.reset()
+    stepped(PLACES, state=state, optimizer=optimizer, backend="compile", steps=1)
+    rounded_masters(PLACES, "compile")
+    assert (found.dynamic >= 4, found.found) == (True, [])
 
 
 def test_a_missing_compiler_is_said_once_and_the_rounding_is_the_same(monkeypatch, caplog):
