@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import sympy
 import torch
 from torch.nn.attention import flex_attention
 
-from nxdt_core.devices import current_device, profile_of
+from nxdt_core.devices import PROFILES, current_device, profile_of
 from nxdt_core.nn.attention.blocks import BLOCK_ROWS, BlockAttention, document_blocks
 from nxdt_core.nn.attention.grouped_query import CausalAttention
+from nxdt_core.parallel.layout import block_attention
 from tests.integer_widths import IntegerWidths
 
 SEQ = 5 * BLOCK_ROWS - 40
@@ -129,15 +133,41 @@ def test_what_has_no_kernel_runs_under_a_mask(on_hosts):
         assert torch.equal(core(*inputs, IDS), CausalAttention()(*inputs, IDS))
 
 
+def test_short_sequences_do_not_get_the_kernel_of_decoding():
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
+    from torch._inductor.virtualized import V
+
+    options = {}
+
+    def keep(graph, _):
+        (node,) = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.flex_attention]
+        options.update(node.args[6])
+        return graph.forward
+
+    blocks = block_attention(PROFILES["cuda"])
+    assert blocks is not None
+    blocks.backend = keep
+    query, key = torch.empty(1, 4, 64, 128), torch.empty(1, 1, 64, 128)
+    with torch.no_grad():
+        blocks(query, key, key, document_blocks(torch.zeros(1, 64, dtype=torch.int64)))
+    sized = [SimpleNamespace(get_size=lambda shape=t.shape: list(map(sympy.Integer, shape))) for t in (query, key)]
+    lists = SimpleNamespace(get_size=lambda: [sympy.Integer(1)] * 4)
+    with V.set_graph_handler(GraphLowering(torch.fx.symbolic_trace(torch.nn.Identity()))):
+        assert _use_flex_decoding(sized[0], lists, sized[1], {}, True)
+        assert not _use_flex_decoding(sized[0], lists, sized[1], options, True)
+
+
 @pytest.mark.accelerator
+@pytest.mark.parametrize("seq", [SEQ, 64])
 @pytest.mark.parametrize("window", [None, 200])
-def test_an_accelerators_kernels_compute_what_its_mask_does(window):
+def test_an_accelerators_kernels_compute_what_its_mask_does(window, seq):
     profile = profile_of(device := current_device())
     dtypes = frozenset(getattr(torch, name) for name in profile.block_attention)
     if torch.bfloat16 not in dtypes:
         pytest.skip("its profile has no attention by blocks")
-    inputs = [torch.randn(3, heads, SEQ, 64, device=device).bfloat16().requires_grad_() for heads in (4, 2, 2)]
-    ids = IDS.to(device)
+    inputs = [torch.randn(3, heads, seq, 128, device=device).bfloat16().requires_grad_() for heads in (8, 2, 2)]
+    ids = IDS[:, :seq].to(device)
     by_blocks, masked = CausalAttention(window=window), CausalAttention(window=window)
     by_blocks.blocks = BlockAttention(dtypes, backend=profile.compile_backend)
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]

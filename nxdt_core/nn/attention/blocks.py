@@ -25,6 +25,10 @@ BLOCK_ROWS = 128
 _LEAST_HEAD_DIM = 16
 """The kernels refuse narrower heads."""
 
+_KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Without it torch takes its decoding kernel for fewer than 128 queries. That one puts the queries of all heads that
+share a key into one block, which must divide 128: 64 queries of four heads find "No choices to select"."""
+
 
 class BlockAttention:
     """How a device attends by blocks: a slot of attention cores, which engines fill from the device's profile."""
@@ -54,7 +58,9 @@ class BlockAttention:
         shared = query.shape[1] != key.shape[1]
         if query.is_meta:  # an estimate: what is kept are inputs, output and a number per row, as without documents
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
-        attended: torch.Tensor = _attend(self.backend)(query, key, value, block_mask=blocks, enable_gqa=shared)
+        attended: torch.Tensor = _attend(self.backend)(
+            query, key, value, block_mask=blocks, enable_gqa=shared, kernel_options=_KERNEL_OPTIONS
+        )
         return attended
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.devices import HOST, current_device, profile_of
 from nxdt_core.parallel.context.attention.block import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
@@ -52,10 +55,15 @@ def scoring(name: str, visible: torch.Tensor | None, *, fused: bool) -> Scoring:
     return Scoring(scale=SCALE, causal=causal, visible=None if causal else visible)
 
 
-def check(kernel, device, dtype, kv_heads, name, tolerance):
+LENGTHS = [(ROWS, KEYS), (13, 21)]
+"""Numbers of rows and keys: neither keys divide by the eight halves of a 16-byte vector, the second pair is odd."""
+
+
+def check(kernel, device, dtype, kv_heads, name, lengths, tolerance):
     """Output, log-sum-exp and gradients of ``kernel``, which is given those of the definition."""
-    given = tensors(dtype, kv_heads, keys=ROWS if name == "causal" else KEYS)
-    visible = mask(name, keys=given[1].shape[2])
+    rows, keys = lengths
+    given = tensors(dtype, kv_heads, rows=rows, keys=rows if name == "causal" else keys)
+    visible = mask(name, rows, given[1].shape[2])
     *leaves, grad = (t.double().requires_grad_() for t in given)
     output, lse = definition(*leaves, visible)
     expected = torch.autograd.grad(output, leaves, grad.detach())
@@ -77,34 +85,76 @@ def check(kernel, device, dtype, kv_heads, name, tolerance):
 @pytest.mark.parametrize("name", ["none", "causal", "random"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("kernel", [ComposedKernel(), MaskedFlashKernel()], ids=lambda k: type(k).__name__)
-def test_kernels_of_the_host_compute_attention(kernel, dtype, kv_heads, name):
-    check(kernel, HOST, dtype, kv_heads, name, {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 5e-2))
+def test_kernels_of_the_host_compute_attention(kernel, dtype, kv_heads, name, lengths):
+    check(kernel, HOST, dtype, kv_heads, name, lengths, {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 5e-2))
 
 
 @pytest.mark.accelerator
 @pytest.mark.parametrize("name", ["none", "causal", "random"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_of_an_accelerator_compute_attention(dtype, kv_heads, name):
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_kernels_of_an_accelerator_compute_attention(dtype, kv_heads, name, lengths):
     device = current_device()
     kernel = _KERNELS[profile_of(device).attention_kernel]
-    check(kernel, device, dtype, kv_heads, name, 1e-4 if dtype == torch.float32 else 5e-2)
+    check(kernel, device, dtype, kv_heads, name, lengths, 1e-4 if dtype == torch.float32 else 5e-2)
+
+
+class AsCudaReads(TorchDispatchMode):
+    """Checks what torch's CUDA kernels take for granted and its operators do not check on other devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and func._opname.startswith("_scaled_dot_product"):
+            self.called.append(func._opname.removeprefix("_scaled_dot_product_"))
+            given = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
+            for tensor in given:  # in vectors of 16 bytes
+                assert tensor.stride(-1) == 1
+                assert all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:3])
+            if "efficient" in func._opname:
+                self._efficient(args, backward=func._opname.endswith("backward"))
+        return func(*args, **(kwargs or {}))
+
+    def _efficient(self, args: Any, *, backward: bool) -> None:
+        query, key, value, bias = args[backward : backward + 4]
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        if bias is not None:
+            assert (bias.dtype, bias.shape) == (query.dtype, (*query.shape[:3], key.shape[2]))
+        if backward:
+            output, lse = args[5:7]
+            assert lse.shape[-1] % 32 == 0
+            # kernel_backward.h: o_strideM() is head_dim_value * num_heads, and halves need it for delta.
+            assert output.transpose(1, 2)[0].is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "random"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("given", ["its own output", "heads apart"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_of_an_accelerator_are_called_as_torch_declares_them(dtype, name):
-    # Shapes alone: the meta device checks arguments and computes nothing.
-    kernel = FlashOrEfficientKernel()
-    query, key, value, grad = (t.to("meta") for t in tensors(dtype, 2, keys=ROWS if name == "causal" else KEYS))
-    visible = mask(name, keys=key.shape[2])
+def test_kernels_of_an_accelerator_are_given_what_they_can_read(dtype, name, lengths, given):
+    kernel, (rows, keys) = FlashOrEfficientKernel(), lengths
+    inputs = tensors(dtype, 2, rows=rows, keys=rows if name == "causal" else keys)
+    query, key, value, grad = (t.to("meta") for t in inputs)
+    visible = mask(name, rows, key.shape[2])
     how = scoring(name, None if visible is None else visible.to("meta"), fused=True)
-    output, lse = kernel.forward(query, key, value, how)
-    assert output.shape == query.shape
-    assert lse.shape == query.shape[:3]
-    gradients = kernel.backward(grad, query, key, value, output, lse, how)
+    with AsCudaReads() as read:
+        output, lse = kernel.forward(query, key, value, how)
+        assert output.shape == query.shape
+        assert lse.shape == query.shape[:3]
+        kept = output if given == "its own output" else output.contiguous()
+        gradients = kernel.backward(grad, query, key, value, kept, lse, how)
     assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
+    flash = dtype == torch.bfloat16 and name != "random"
+    assert read.called == (
+        ["flash_attention", "flash_attention_backward"]
+        if flash
+        else ["efficient_attention", "efficient_attention_backward"]
+    )
 
 
 def merged(blocks, query, key, value, grad):
@@ -145,7 +195,7 @@ def test_long_blocks_are_cut_into_rows(value_width):
     ids = torch.arange(length).div(700, rounding_mode="floor").expand(2, length)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal largest
             result = function(*args, **(kwargs or {}))

@@ -54,7 +54,8 @@ class FlashOrEfficientKernel:
     """Flash attention in half precision without a mask, else memory-efficient attention.
 
     The latter knows no grouped heads, wants the rows of a bias 16 elements apart, and keeps log-sum-exps for a
-    multiple of 32 rows. Both want heads a multiple of 8 wide, which ``F.scaled_dot_product_attention`` pads to.
+    multiple of 32 rows. Its backward in half precision reads the output as its forward lays it out, whatever the
+    strides say. Both want heads a multiple of 8 wide, which ``F.scaled_dot_product_attention`` pads to.
     """
 
     fused = True
@@ -110,7 +111,8 @@ class FlashOrEfficientKernel:
         padded = functional.pad(lse, (0, -lse.shape[-1] % 32))
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         grad_query, grad_key, grad_value, _ = efficient(
-            *(grad, query, _repeated(key, query), _repeated(value, query), _bias(scoring, query), output, padded),
+            *(grad, query, _repeated(key, query), _repeated(value, query), _bias(scoring, query)),
+            *(_adjacent_heads(output), padded),
             *(seed, offset, 0.0, [True, True, True, False], scoring.causal),
             scale=scoring.scale,
         )
@@ -119,6 +121,13 @@ class FlashOrEfficientKernel:
 
 def _flash(query: torch.Tensor, scoring: Scoring) -> bool:
     return scoring.visible is None and query.dtype in _HALF_TYPES
+
+
+def _adjacent_heads(output: torch.Tensor) -> torch.Tensor:
+    """``output`` [batch, heads, rows, width] with the heads of a row side by side: the only distance between rows that
+    the kernel knows is heads x width elements."""
+    rows = output.transpose(1, 2)
+    return output if rows[0].is_contiguous() else rows.contiguous().transpose(1, 2)
 
 
 def _repeated(shared: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
