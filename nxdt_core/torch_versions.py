@@ -33,6 +33,7 @@ __all__ = [
     "run_agent",
     "set_group_timeout",
     "traced_all_gather",
+    "traced_all_reduce",
     "traced_reduce_scatter",
     "unflatten",
 ]
@@ -61,6 +62,11 @@ def begun_all_to_all(
 def traced_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the ranks' tensors one after another, by an operator that passes over compiled graphs know."""
     return ended(torch.ops._c10d_functional.all_gather_into_tensor(tensor, group.size(), _named(group)))
+
+
+def traced_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of the ranks' tensors, by an operator that changes none of them."""
+    return ended(torch.ops._c10d_functional.all_reduce(tensor, "sum", _named(group)))
 
 
 def traced_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

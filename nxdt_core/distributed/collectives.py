@@ -1,7 +1,8 @@
 """Collectives that autograd sees: each takes a local tensor and a process group, and knows its own transpose.
 
-A group that is None stands for a mesh dimension of size 1: the tensor comes back as it is. Plain
-``torch.distributed`` calls inside, which :func:`torch.compile` rewrites to functional collectives by itself.
+A group that is None stands for a mesh dimension of size 1: the tensor comes back as it is. Graphs have functional
+collectives, which passes of inductor know. Torch 2.11 sends gradients to the wrong place where an autograd function in
+a graph returns what it has changed in place (its issue 180642), as plain ``torch.distributed`` calls do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from nxdt_core.torch_versions import (
     ended,
     reduce_scatter_single,
     traced_all_gather,
+    traced_all_reduce,
     traced_reduce_scatter,
 )
 
@@ -284,14 +286,17 @@ class _Arrived(torch.autograd.Function):
 
 def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A copy, since neither an autograd function's input nor a gradient may be changed in place."""
+    if torch.compiler.is_compiling():
+        return traced_all_reduce(tensor.contiguous(), group)
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def _gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    if dim and torch.compiler.is_compiling():  # the form that inductor's pass for asynchronous tensor parallelism knows
-        return torch.cat(traced_all_gather(tensor.contiguous(), group).chunk(group.size()), dim)
+    if torch.compiler.is_compiling():  # the form that inductor's pass for asynchronous tensor parallelism knows
+        whole = traced_all_gather(tensor.contiguous(), group)
+        return torch.cat(whole.chunk(group.size()), dim) if dim else whole
     whole = _room_for_all(tensor, group)
     all_gather_single(whole, tensor.contiguous(), group=group)
     return _along(whole, tensor.shape, dim, group)
@@ -312,8 +317,8 @@ def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> 
     ranks = group.size()
     if tensor.shape[dim] % ranks:
         raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide over {ranks} ranks")
-    if dim and torch.compiler.is_compiling():  # as of _gathered
-        return traced_reduce_scatter(torch.cat(tensor.chunk(ranks, dim)), group)
+    if torch.compiler.is_compiling():  # as of _gathered
+        return traced_reduce_scatter(torch.cat(tensor.chunk(ranks, dim)) if dim else tensor.contiguous(), group)
     split = (*tensor.shape[:dim], ranks, -1, *tensor.shape[dim + 1 :])
     parts = tensor if dim == 0 else tensor.reshape(split).movedim(dim, 0).flatten(0, 1)
     part = tensor.new_empty((parts.shape[0] // ranks, *parts.shape[1:]))
@@ -361,6 +366,8 @@ def _exchanged(
 ) -> torch.Tensor:
     if not profile_of(tensor.device).all_to_all:
         return _exchanged_by_gathers(tensor, output_splits, input_splits, group, equal=equal)
+    if torch.compiler.is_compiling():
+        return ended(begun_all_to_all(tensor.contiguous(), output_splits, input_splits, group))
     received = tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
     dist.all_to_all_single(received, tensor.contiguous(), output_splits, input_splits, group=group)
     return received

@@ -58,9 +58,9 @@ class Dropped:
 
     def remember_autocast(self, tensor: torch.Tensor) -> None:
         """Let :meth:`make` run in the autocast state that holds now, which backward does not have."""
-        kind = tensor.device.type
-        if kind == "meta" or not torch.amp.is_autocast_available(kind):
+        if tensor.is_meta:
             return
+        kind = tensor.device.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._autocast = functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 

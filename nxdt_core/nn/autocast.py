@@ -1,12 +1,19 @@
-"""The dtype that matrix products run in: what autocast makes of the dtype of their inputs."""
+"""The dtype that matrix products run in: what autocast makes of the dtype of their inputs.
+
+Compiled layers use these functions. They ask what torch 2.9 to 2.14 all trace, unlike
+``torch.amp.is_autocast_available``, which breaks graphs up to 2.11. Of the devices that nxdt uses, only ``meta``
+has no autocast.
+"""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from nxdt_core.nn.scoped import Scoped
 
-__all__ = ["compute_dtype", "planned_autocast"]
+__all__ = ["compute_dtype", "planned_autocast", "without_autocast"]
 
 planned_autocast: Scoped[torch.dtype | None] = Scoped(None)
 """Autocast's dtype on the meta device, where runs are planned: torch has none there."""
@@ -19,6 +26,9 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     if tensor.is_meta:
         return planned_autocast.value or tensor.dtype
     kind = tensor.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return tensor.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Return the block in which products on the device of ``tensor`` run in the dtype of their inputs."""
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)

@@ -186,4 +186,5 @@ def _read(source: torch.Tensor, indices: torch.Tensor, holes: bool) -> torch.Ten
     """``source[indices]``, zero where an index is −1."""
     if not holes:
         return source.index_select(0, indices)
-    return source.index_select(0, indices.clamp(min=0)).masked_fill_((indices < 0).unsqueeze(1), 0)
+    # Not in place: in a graph of torch 2.11 the gradient of what an autograd function returns would be lost.
+    return source.index_select(0, indices.clamp(min=0)).masked_fill((indices < 0).unsqueeze(1), 0)

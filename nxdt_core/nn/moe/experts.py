@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.devices import groups_on_device
+from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.mlp import GatedSiLU
 from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.random.dropout import Dropout
@@ -86,10 +87,8 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups 
         return torch.bmm(rows, weights.transpose(1, 2))
     if rows.is_meta:  # the groups of the rows are unknown; sizes, kept tensors and arithmetic equal those of any matrix
         return functional.linear(rows, weights[0])
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:  # autocast does not know grouped_mm
-        dtype = torch.get_autocast_dtype(kind)
-        rows, weights = rows.to(dtype), weights.to(dtype)
+    dtype = compute_dtype(rows)  # autocast does not know grouped_mm
+    rows, weights = rows.to(dtype), weights.to(dtype)
     if _grouped_mm_takes(weights):
         product: torch.Tensor = grouped_mm(rows, weights.transpose(1, 2), offs=groups.offsets)
         return product

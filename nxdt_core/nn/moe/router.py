@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.nn.autocast import without_autocast
 from nxdt_core.nn.moe.capacity import expert_capacity, slots_within
 from nxdt_core.nn.moe.router_losses import balance_loss_sum, z_loss_sum
 from nxdt_core.nn.moe.token_shards import TokenShards, WholeMicroBatch
@@ -147,9 +147,7 @@ class TopKRouter(nn.Module):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        kind = hidden.device.type
-        known = torch.amp.is_autocast_available(kind)  # the meta device has none
-        with torch.autocast(kind, enabled=False) if known else nullcontext():
+        with without_autocast(hidden):
             return functional.linear(hidden.to(dtype), self.weight.to(dtype))
 
     def _choose(self, logits: torch.Tensor, probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

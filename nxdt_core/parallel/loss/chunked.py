@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp import is_autocast_available
 from torch.nn import functional
 
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
+from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.loss.cross_entropy import row_weights
 from nxdt_core.nn.loss.logit_rows import row_kernels
 from nxdt_core.nn.loss.token_losses import TokenLosses, wanted_labels
@@ -65,7 +65,7 @@ class _ChunkedForward:
         labels = wanted_labels()
         if labels is None:
             return self._logits(hidden)
-        head, dtype = self._head, _autocast_dtype(hidden)
+        head, dtype = self._head, compute_dtype(hidden)
         bias = None if head.bias is None else local_part(head.bias).to(dtype)  # type: ignore[arg-type]
         weight = local_part(head.weight).to(dtype)  # type: ignore[arg-type]
         group = head.mesh.get_group() if isinstance(head, VocabularyHead) else None
@@ -165,11 +165,3 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _autocast_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """What a linear layer would compute in."""
-    kind = hidden.device.type
-    if is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return hidden.dtype

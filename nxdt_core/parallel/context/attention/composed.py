@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
-from torch.amp import is_autocast_available
 
+from nxdt_core.nn.autocast import without_autocast
 from nxdt_core.parallel.context.attention.kernel import Gradients, Scoring, accumulation_dtype
 
 __all__ = ["ComposedKernel"]
@@ -29,7 +27,7 @@ class ComposedKernel:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what :meth:`AttentionKernel.forward` defines; not causal."""
-        with _without_autocast(query.device.type):
+        with without_autocast(query):
             scores = _scores(query, key, scoring)
             lse = scores.logsumexp(-1)
             finite = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
@@ -47,7 +45,7 @@ class ComposedKernel:
         scoring: Scoring,
     ) -> Gradients:
         """Return what :meth:`AttentionKernel.backward` defines; not causal."""
-        with _without_autocast(query.device.type):
+        with without_autocast(query):
             scores = _scores(query, key, scoring)
             weights = _grouped(scores.sub_(lse.unsqueeze(-1)).exp_(), key)
             grad, output, wide_query, key, value = (t.to(weights.dtype) for t in (grad, output, query, key, value))
@@ -58,11 +56,6 @@ class ComposedKernel:
             grad_query = (grad_scores @ key).reshape(query.shape)
             grad_key = grad_scores.transpose(-1, -2) @ _grouped(wide_query, key)
         return grad_query, grad_key, grad_value
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Autocast would multiply in half precision what was made wide before."""
-    return torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext()
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> torch.Tensor:

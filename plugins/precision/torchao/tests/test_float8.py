@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from nxdt_plugin_torchao.policy import float8
 from nxdt_plugin_torchao.product import Float8Product
 from torch import nn
 
+from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.config import load
+from nxdt_core.devices import PROFILES
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.precision_contract import PrecisionContract
@@ -148,6 +152,31 @@ def test_every_layout_follows_bfloat16_within_one_percent(in_float8, in_bfloat16
         torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
         assert losses != expected, "nothing was computed in float8"
     assert set().union(*(chosen for _, chosen in found)) == ALL
+
+
+COMPILED = {
+    "tensorwise": ("precision.scaling=tensorwise",),
+    "tensorwise-autocast": ("precision.scaling=tensorwise", "precision.rest=autocast"),
+    "rowwise": ("precision.scaling=rowwise",),
+    "rowwise-recomputed": ("precision.scaling=rowwise", "model.activations_checkpoint_granularity=full"),
+    "rowwise_with_gw_hp-lora": ("precision.scaling=rowwise_with_gw_hp", LORA),
+}
+
+
+def graphs_of(overrides):
+    """Graphs and breaks of a run with compiled layers. Inductor would take minutes, and counts the same."""
+    torch._dynamo.reset()
+    profile = replace(PROFILES["cpu"], compile_backend="eager")
+    with patch.dict(PROFILES, {"cpu": profile}), GraphCounts() as counts:
+        losses, _ = train(("precision.type=float8", "model.compile=true", *overrides))
+    return losses, counts.graphs, counts.breaks
+
+
+@pytest.mark.parametrize("case", slow_except(COMPILED, ("tensorwise-autocast", "rowwise")))
+def test_layers_share_one_graph_without_a_break(case):
+    losses, graphs, breaks = graphs_of(COMPILED[case])
+    assert (graphs, breaks) == (3 + ("lora" in case), 0)  # one of a layer and two of the loss
+    assert losses == pytest.approx(train(("precision.type=float8", *COMPILED[case]))[0], rel=0.01)
 
 
 def test_layers_that_are_skipped_stay_in_bfloat16(in_bfloat16):
