@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import logging
@@ -16,7 +17,7 @@ from nxdt_core.cli.groups import LazyGroup
 from nxdt_core.cli.lazy import LazyCommand
 from nxdt_core.cli.verb import without_secrets
 from nxdt_core.errors import NxdtError
-from nxdt_core.garbage_collection import rare_collections
+from nxdt_core.garbage_collection import collect_once_at_exit, rare_collections
 from nxdt_core.visible_text import VisibleFormatter
 
 __all__ = ["COMMANDS", "main", "root"]
@@ -109,6 +110,7 @@ def main(args: Sequence[str] | None = None) -> int:
         0 · 2 for a mistake of the user, reported in two sentences on standard error · 130 after Ctrl-C. A bug is
         raised, so that Python prints its traceback and exits with status 1.
     """
+    atexit.register(collect_once_at_exit)
     with rare_collections():
         return _main(args)
 

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import load_model, read_manifest
+from nxdt_core.config import load
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import TrainSession
+from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, TrainSession
 from tests import processes
 from tests.calls import Call, run_in_turn
 from tests.device.building import CACHE
@@ -89,6 +91,7 @@ def returned(
         "llama": Call(1, train_on_both, MODELS["llama"]),
         "resumed": Call(1, resume_with, (str(tmp_path_factory.mktemp("resumed")),)),
         "dropless": Call(1, refuse_dropless, ()),
+        "fitted": Call(1, fit_with_lightning, ()),
     }
     calls |= {model: Call(1, train_on_both, MODELS[model]) for model in asked(request, "model")}
     calls |= {f"{optimizer} rejects": Call(1, reject_steps, (optimizer,)) for optimizer in asked(request, "optimizer")}
@@ -139,6 +142,33 @@ def test_a_run_that_is_resumed_does_not_wait_either(returned: dict[str, Any]) ->
     resumed, waited = returned["resumed"]
     assert resumed == returned["llama"]["losses"][2:]
     assert waited == [0, 0]
+
+
+def fit_with_lightning() -> set[str]:
+    """Device types of the optimizer's state after a run of Lightning's trainer."""
+    sys.path.append(str(ROOT))
+    accelerator, unsaved = "trainer.accelerator=abacus", "checkpoint.uri=unused"
+    config = load("recipe:llama-tiny", [PLUGIN, accelerator, unsaved, *SMALL])
+    strategy, module = NxdtStrategy(config), NxdtModule(config)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator=strategy.lightning_accelerator,
+        max_steps=1,
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, NxdtDataModule(config))
+    states = module.optimizer.inner.state.values()
+    return {value.device.type for state in states for value in state.values() if value.dim()}
+
+
+def test_the_optimizer_stays_on_the_device_at_the_end_of_a_run(returned: dict[str, Any]) -> None:
+    """Moments of 8B weights take seconds to copy, and the host may not have the memory."""
+    assert returned["fitted"] == {"abacus"}
 
 
 def reject_steps(optimizer: str) -> tuple[bool, bool, int, list[float], list[float] | None]:

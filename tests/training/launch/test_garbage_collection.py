@@ -1,7 +1,10 @@
-"""``trainer.gc_interval``: where in a run Python's garbage collector runs, as its own callbacks report it."""
+"""``trainer.gc_interval``: where in a run Python's garbage collector runs, as its own callbacks report it; and at its
+end."""
 
 import gc
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -97,3 +100,25 @@ def test_the_profile_has_the_default_and_the_collector_works_as_before_once_the_
         gc.callbacks.remove(collected)
     assert enabled.count(False) == 3
     assert (gc.isenabled(), gc.get_freeze_count() > 0) == before
+
+
+AFTER_A_COMMAND = """
+from nxdt_core.cli import main
+
+class Cycle:
+    def __init__(self, name):
+        self.name, self.itself = name, self
+
+    def __del__(self):
+        print(self.name)
+
+main(["--help"])
+kept = Cycle("kept")
+Cycle("dropped")
+"""
+
+
+def test_the_end_of_a_process_collects_once():
+    """What is garbage by then is closed; what is in use goes with the process."""
+    done = subprocess.run([sys.executable, "-c", AFTER_A_COMMAND], capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line in ("kept", "dropped")] == ["dropped"]
