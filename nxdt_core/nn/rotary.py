@@ -140,6 +140,12 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Written in two ways that give the same bits: in place, and for inductor, which makes two kernels of that."""
+    if torch.compiler.is_compiling():
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat(
+            (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)), -1
+        )
     pairs = heads.view(*heads.shape[:-1], 2, -1)  # [batch, seq, heads, 2, head_dim / 2]
     turned = pairs * cos.unsqueeze(-2)
     turned[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-1)

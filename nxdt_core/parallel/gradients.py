@@ -1,4 +1,4 @@
-"""After backward: the sums over ranks that are still missing, the true norm, and clipping. No host waits here."""
+"""After backward: the sums over ranks that are still missing, and the true norm. No host waits here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.parallel.data.overlapped_sums import OverlappedSums
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 
-__all__ = ["GradientSums", "clip", "global_norm"]
+__all__ = ["GradientSums", "global_norm"]
 
 
 class GradientSums:
@@ -91,11 +91,3 @@ def global_norm(
     if world is not None:
         dist.all_reduce(squares, group=world)
     return squares.sqrt()
-
-
-def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients to a norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    grads = [local_of(p.grad) for p in parameters if p.grad is not None]
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for same in by_dtype(grads):
-        torch._foreach_mul_(same, scale.to(same[0].dtype))

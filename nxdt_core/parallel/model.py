@@ -25,7 +25,7 @@ from nxdt_core.parallel.data.scaled_weights import ScaledWeights
 from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
-from nxdt_core.parallel.gradients import GradientSums, clip, global_norm
+from nxdt_core.parallel.gradients import GradientSums, global_norm
 from nxdt_core.parallel.layout import Stages
 from nxdt_core.parallel.loss.log_probs import LabelLogProbs
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -258,17 +258,14 @@ class TorchModel:
         """Return the modules of this rank: one a pipeline stage."""
         return self._stages.modules
 
-    def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
-        """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
+    def finish_gradients(self) -> torch.Tensor:
+        """Complete the gradients' sums over ranks, and return their norm."""
         if self._copies is not None:
             self._copies.take_out()
         self._scaled.forget()
         self._sums.add_up()
         sum_tied_gradients(self._tied, self._tied_group)
-        norm = self._norm([parameter.grad for parameter in self._spoken_for])
-        if max_norm is not None:
-            clip(self._parameters.by_name.values(), norm, max_norm)
-        return norm
+        return self._norm([parameter.grad for parameter in self._spoken_for])
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights that the optimizer updates or leaves frozen; masters where there are

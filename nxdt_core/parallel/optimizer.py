@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.devices import HOST, profile_of
+from nxdt_core.distributed.bucketed_sums import by_dtype
 from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
 from nxdt_core.engines.packed_state import packed_state, unpacked_state
 from nxdt_core.engines.rejection import DeviceRejection
@@ -22,16 +23,13 @@ from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
 from nxdt_core.protocols.parallel.piece import Piece
 
-__all__ = ["GradientNorm", "TorchOptimizer"]
+__all__ = ["TorchOptimizer"]
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 """Python numbers that an optimizer may keep as state, and the dtype that holds them exactly."""
 
 _OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 """Torch's optimizers whose updates are not made element by element."""
-
-GradientNorm = Callable[[float | None], torch.Tensor]
-"""Finishes the gradients of a step, clips them to a norm unless that is None, and returns the norm before clipping."""
 
 
 class TorchOptimizer:
@@ -45,7 +43,7 @@ class TorchOptimizer:
         self,
         build: Callable[[list[ParameterGroup]], torch.optim.Optimizer],
         groups: Sequence[ParameterGroup],
-        norm: GradientNorm,
+        norm: Callable[[], torch.Tensor],
         *,
         after_step: Callable[[], None] | None = None,
         padded: Mapping[str, PaddedDim] | None = None,
@@ -56,11 +54,12 @@ class TorchOptimizer:
         lr: float = 0.0,
         never_waits: bool = False,
     ) -> None:
-        """``build`` makes the optimizer over groups of shards; ``after_step`` runs once the weights have changed;
-        ``padded`` names the parameters with zeros that no checkpoint sees, ``tables`` the embeddings and heads.
-        With ``rounding`` the optimizer sees float32 and the weights are rounded stochastically; ``backend`` says by
-        what kernels. ``before_step`` receives the number of each step. ``lr`` is the peak that a rank without anything
-        to train reports. With ``never_waits`` the device alone decides whether a step is rejected.
+        """``build`` makes the optimizer over groups of shards; ``norm`` finishes the gradients and returns their norm;
+        ``after_step`` runs once the weights have changed; ``padded`` names the parameters with zeros that no checkpoint
+        sees, ``tables`` the embeddings and heads. With ``rounding`` the optimizer sees float32 and the weights are
+        rounded stochastically; ``backend`` says by what kernels. ``before_step`` receives the number of each step.
+        ``lr`` is the peak that a rank without anything to train reports. With ``never_waits`` the device alone decides
+        whether a step is rejected.
 
         Raises:
             OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
@@ -85,6 +84,7 @@ class TorchOptimizer:
         self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
         self.inner = build([self._of_shards(group) for group in groups]) if groups else _idle(lr)
         self._check_whole()
+        self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
         if self._stochastic is not None:
             self._stochastic.attach(self.inner)
         self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
@@ -111,8 +111,20 @@ class TorchOptimizer:
             raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        """Return the 2-norm over all gradients, before clipping; a device scalar."""
-        return self._norm(max_norm)
+        """Return the 2-norm over all gradients, before clipping; a device scalar.
+
+        Gradients are scaled as ``torch.nn.utils.clip_grad_norm_`` does: here, or in :meth:`step` where torch's fused
+        kernels divide the elements that they read. That saves a pass over the gradients.
+        """
+        norm = self._norm()
+        scale = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self._fused and norm.dtype == torch.float32:  # which those kernels expect of the divisor
+            self.inner.grad_scale = None if scale is None else scale.reciprocal()  # type: ignore[attr-defined]
+        elif scale is not None:
+            grads = [local_of(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
+            for same in by_dtype(grads):
+                torch._foreach_mul_(same, scale.to(same[0].dtype))
+        return norm
 
     def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Let the coming :meth:`step` leave the weights as they are unless both scalars are finite, and count that.
@@ -137,6 +149,8 @@ class TorchOptimizer:
             self._after_step()
         for parameter in (*self._shards.values(), *self._named.values()):
             parameter.grad = None
+        for handed in ("grad_scale", "found_inf"):
+            vars(self.inner).pop(handed, None)
 
     def _update(self) -> None:
         if self._stochastic is None:
@@ -240,7 +254,7 @@ class TorchOptimizer:
 
     def _on_device(self, rejected: torch.Tensor) -> bool:
         """Hand the decision to a fused kernel, by the attribute of torch's gradient scaler: no host waits then."""
-        if profile_of(rejected.device).host or not getattr(self.inner, "_step_supports_amp_scaling", False):
+        if profile_of(rejected.device).host or not self._fused:
             return False
         self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
         return True

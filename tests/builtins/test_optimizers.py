@@ -255,7 +255,7 @@ def over(parameters, name, plan=PLAN, **keys):
     section = getattr(sections, record.config.rpartition(":")[2])(lr=0.01, **keys)
     factory = getattr(importlib.import_module(module), target)
 
-    def norm(max_norm):
+    def norm():
         return global_norm([p.grad for p in parameters.values()], None, device=torch.device("cpu"), dtype=torch.float32)
 
     return TorchOptimizer(lambda shards: factory(shards, section), groups, norm)

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from nxdt_core.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, frequencies, rotate
 
@@ -48,6 +50,29 @@ def test_the_gradient_is_right():
     assert torch.autograd.gradgradcheck(lambda heads: rotate(heads, cos, sin), x)
     transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.autograd.gradcheck(lambda heads: rotate(heads, cos, sin), transposed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_compiled_rotations_give_the_same_bits_without_writing_into_halves(dtype):
+    """Inductor makes two kernels of what is written into a half, and keeps the whole between them."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rotate, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    heads, grad = torch.randn(2, 2, 3, 2, 8).to(dtype).unbind()
+    found = []
+    for function in (rotate, compiled):
+        x = heads.clone().requires_grad_()
+        found.append(function(x, *RotaryEmbedding(8)(torch.arange(3))))
+        found += torch.autograd.grad(found[-1], x, grad)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert len(graphs) == 2
+    assert not [node for graph in graphs for node in graph.nodes if "scatter" in node.name]
 
 
 def test_rotation_keeps_the_dtype_of_the_heads():

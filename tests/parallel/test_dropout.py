@@ -50,7 +50,7 @@ def watched_step(layout, block_type="pre_ln"):
     ids = torch.arange(3 * 24).view(3, 24) % 61
     batch = Batch(input_ids=ids, labels=ids.roll(-1, 1))
     model.run_train([batch], build.objective(config))
-    model.finish_gradients(None)
+    model.finish_gradients()
     gradients = {name: local_of(parameter.grad).clone() for name, parameter in model.named_parameters()}
     engine.shutdown()
     return given, gradients

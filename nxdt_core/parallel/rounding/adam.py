@@ -71,15 +71,15 @@ class AdamUpdates:
     def apply(self, step: int) -> None:
         """Update all weights that have a gradient; ``step`` is the number of this update in the run.
 
-        Where a tensor ``found_inf`` of the optimizer is not 0, weights and state stay as they are, as under torch's
-        fused kernels.
+        As under torch's fused kernels, weights and state stay as they are where a tensor ``found_inf`` of the optimizer
+        is not 0, and gradients are divided by its tensor ``grad_scale``, if it has one.
         """
         gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
         if not gradients:
             return
         names, device = list(gradients), next(iter(gradients.values())).device
         states = [self._state(name) for name in names]
-        rejected = self._rejected()
+        rejected = self._handed("found_inf")
         taken = 1.0 if rejected is None else 1.0 - rejected
         factors = self._factors(names, torch.stack([state["step"] for state in states]).double() + taken)
         keys = self._rounding.keys(step, [f"{name}{leaf}" for name in names for leaf in self._leaves], device)
@@ -92,8 +92,8 @@ class AdamUpdates:
             kernel(self._places[name], tensors, key, factor, rejected)
         _count([state["step"] for state in states], taken)
 
-    def _rejected(self) -> torch.Tensor | None:
-        found: torch.Tensor | None = getattr(self._optimizer, "found_inf", None)
+    def _handed(self, name: str) -> torch.Tensor | None:
+        found: torch.Tensor | None = getattr(self._optimizer, name, None)
         return found
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
@@ -109,19 +109,21 @@ class AdamUpdates:
         return state
 
     def _factors(self, names: Sequence[str], steps: torch.Tensor) -> torch.Tensor:
-        """What the update of each parameter is made with, float32 [names, 8]; computed in float64 [names, …]."""
+        """What the update of each parameter is made with, float32 [names, 9]; computed in float64 [names, …]."""
         groups = [self._groups[name] for name in names]
         given = torch.tensor([_given(group) for group in groups], dtype=torch.float64)
-        lr, decay, beta1, beta2, eps = given.to(steps.device, non_blocking=True).unbind(1)
+        lr, decay, beta1, beta2, eps, scale = given.to(steps.device, non_blocking=True).unbind(1)
         rate = lr / (1 - beta1**steps)
         root = (1 - beta2**steps).rsqrt()
         decoupled = 1 - lr * decay
-        return torch.stack([1 - beta1, beta2, 1 - beta2, decay, decoupled, root, eps, rate], dim=1).float()
+        divisor = self._handed("grad_scale")
+        scale = scale if divisor is None else scale / divisor
+        return torch.stack([1 - beta1, beta2, 1 - beta2, decay, decoupled, root, eps, rate, scale], dim=1).float()
 
 
 def _given(group: Mapping[str, Any]) -> tuple[float, ...]:
-    """Numbers of a parameter group."""
-    return float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"])
+    """Numbers of a parameter group, and a scale of gradients that leaves them as they are."""
+    return float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]), 1.0
 
 
 def _count(steps: list[torch.Tensor], taken: float | torch.Tensor) -> None:
@@ -133,14 +135,14 @@ def _decoupled(weight: torch.Tensor, grad: torch.Tensor, *rest: Any) -> None:
     """Update as AdamW: the decay is taken from the weight."""
     factors = rest[4]
     value = weight.float()
-    _update(weight, value, value * factors[4], grad.float(), *rest)
+    _update(weight, value, value * factors[4], grad.float() * factors[8], *rest)
 
 
 def _coupled(weight: torch.Tensor, grad: torch.Tensor, *rest: Any) -> None:
     """Update as Adam: the decay is a part of the gradient."""
     factors = rest[4]
     value = weight.float()
-    _update(weight, value, value, grad.float() + value * factors[3], *rest)
+    _update(weight, value, value, grad.float() * factors[8] + value * factors[3], *rest)
 
 
 def _update(

@@ -86,11 +86,11 @@ void adam(const Block& block, BFloat16* weight, const BFloat16* gradient, State*
         const bool narrow = sizeof(State) == sizeof(BFloat16);
         const Key of_weight = keys[0], of_mean = keys[narrow ? 1 : 0], of_square = keys[narrow ? 2 : 0];
         const float slow = factors[0], keep = factors[1], add = factors[2], decay = factors[3], shrink = factors[4];
-        const float root = factors[5], eps = factors[6], rate = factors[7];
+        const float root = factors[5], eps = factors[6], rate = factors[7], scale = factors[8];
 #pragma GCC ivdep
         for (int64_t at = begin; at < end; ++at) {
             const float value = load(weight, at), old_mean = load(mean, at);
-            float grad = load(gradient, at);
+            float grad = load(gradient, at) * scale;
             if (!decoupled) grad = grad + value * decay;
             const float decayed = decoupled ? value * shrink : value;
             const float new_mean = old_mean + (grad - old_mean) * slow;

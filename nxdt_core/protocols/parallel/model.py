@@ -109,7 +109,10 @@ class ParallelOptimizer(Protocol):
     """Steps of this process that :meth:`reject_unless_finite` kept from the weights; mostly a device scalar."""
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        """Clip by the true global 2-norm and return it (before clipping), as a device scalar; None only measures."""
+        """Clip by the true global 2-norm and return it (before clipping), as a device scalar; None only measures.
+
+        The gradients themselves may be scaled by :meth:`step` only.
+        """
         ...
 
     def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:

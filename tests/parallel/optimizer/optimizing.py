@@ -15,6 +15,7 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
+from tests.parallel.matrix.training import whole
 
 ROWS, SEQ, STEPS, MORE = 4, 16, 2, 1
 RATES = {"sgd": 0.3, "adadelta": 1.0, "adagrad": 0.03, "lion": 1e-3, "rprop": 1e-3}
@@ -29,6 +30,7 @@ NAMES = tuple(record.name for record in OPTIMIZERS)
 
 STRATEGY = "distributed_strategy."
 TP2 = f"{STRATEGY}tensor_model_parallel_size=2"
+EVEN = ("model.num_attention_heads=4", "model.num_kv_heads=2")
 VOCAB = 272
 LLAMA = {
     "name": "llama",
@@ -101,6 +103,19 @@ def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], e
     return found
 
 
+def clipped(directory: Path, overrides: tuple[str, ...]):
+    """Losses of float32 steps that are clipped, and the state of this rank's parameters, whole."""
+    config = configuration("adamw", directory, ("precision.type=fp32", *EVEN, *overrides))
+    engine = build.engine(config)
+    engine.start()
+    run = _Run(config, engine, max_norm=0.1)
+    losses = run.steps(STEPS + MORE)
+    state = {key: value for key, value in run.optimizer.state_dict().items() if not key.endswith("/step")}
+    found = {key: whole(value) for key, value in state.items()}
+    engine.shutdown()
+    return losses, found
+
+
 def _goes_on_as(run: _Run) -> bool:
     """Return whether a run that loads the checkpoint of ``run`` and takes the steps after it has the same bits."""
     again = _Run(run.config, run.engine)
@@ -112,8 +127,8 @@ def _goes_on_as(run: _Run) -> bool:
 class _Run:
     """A model and an optimizer on one repeated batch."""
 
-    def __init__(self, config, engine) -> None:
-        self.config, self.engine, self.state = config, engine, TrainState()
+    def __init__(self, config, engine, max_norm: float = 1.0) -> None:
+        self.config, self.engine, self.state, self.max_norm = config, engine, TrainState(), max_norm
         self.model = primitives.initialize_parallel_model(config, engine)
         self.optimizer = primitives.initialize_parallel_optimizer(config, engine, self.model)
         ids = torch.randint(VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(5))
@@ -137,7 +152,7 @@ class _Run:
 
     def _step(self) -> torch.Tensor:
         return primitives.train_step(
-            self.model, self.optimizer, self.batches, self.objective, self.schedule, self.state, max_norm=1.0
+            self.model, self.optimizer, self.batches, self.objective, self.schedule, self.state, max_norm=self.max_norm
         ).loss.loss
 
 

@@ -1,5 +1,7 @@
 """Decay rules, global gradient norm, and optimizer state under global names."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from nxdt_core.builtins.optimizers.config import AdamWConfig
 from nxdt_core.builtins.optimizers.stock import adamw
 from nxdt_core.engines.parameter_groups import parameter_groups
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.parallel.gradients import clip, global_norm
+from nxdt_core.parallel.gradients import global_norm
 from nxdt_core.parallel.optimizer import TorchOptimizer
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -27,14 +29,12 @@ def groups_of(net, *, decay_norms, weight_decay=0.25, lr=0.1):
 
 
 def optimizer_over(groups, build):
-    """One process's optimizer, with the engine's norm and clipping."""
+    """One process's optimizer, with the engine's norm."""
     parameters = [parameter for group in groups for parameter in group["params"]]
 
-    def norm(max_norm):
-        found = global_norm([p.grad for p in parameters], None, device=torch.device("cpu"), dtype=torch.float32)
-        if max_norm is not None:
-            clip(parameters, found, max_norm)
-        return found
+    def norm():
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        return global_norm([p.grad for p in parameters], None, device=torch.device("cpu"), dtype=dtype)
 
     return TorchOptimizer(build, groups, norm)
 
@@ -74,6 +74,14 @@ def test_frozen_parameters_are_in_no_group():
     assert "norm.weight" not in decay_by_name(groups_of(net, decay_norms=True))
 
 
+def give_gradients(*nets):
+    """The same ones to all, other ones each time."""
+    for same in zip(*(net.parameters() for net in nets), strict=True):
+        gradient = torch.randn_like(same[0])
+        for parameter in same:
+            parameter.grad = gradient.clone()
+
+
 def optimizer_with_gradients(scale=1.0):
     torch.manual_seed(0)
     net = Net()
@@ -84,14 +92,57 @@ def optimizer_with_gradients(scale=1.0):
     return net, optimizer
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
-def test_the_norm_is_that_of_all_gradients_before_clipping(max_norm):
+STOCK = {
+    "fused": (torch.float32, lambda shards: torch.optim.AdamW(shards, lr=0.1, weight_decay=0.0, fused=True)),
+    "fused, float64": (torch.float64, lambda shards: torch.optim.AdamW(shards, lr=0.1, weight_decay=0.0, fused=True)),
+    "unfused": (torch.float32, lambda shards: torch.optim.AdamW(shards, lr=0.1, weight_decay=0.0, fused=False)),
+    "SGD": (torch.float32, lambda shards: torch.optim.SGD(shards, lr=0.1, momentum=0.9, fused=True)),
+}
+
+
+@pytest.mark.parametrize("stock", STOCK)
+def test_clipped_steps_are_those_of_torchs_clipping(stock):
+    """What clipped a step says nothing of the next, which is not clipped, and of gradients that are dropped."""
+    dtype, build = STOCK[stock]
+    net, other = Net().to(dtype), Net().to(dtype)
+    other.load_state_dict(net.state_dict())
+    mine = optimizer_over(groups_of(net, decay_norms=True, weight_decay=0.0), build)
+    theirs = build([*other.parameters()])
+    give_gradients(net)
+    mine.clip_grad_norm(1e-3)
+    for max_norm in (None, 0.5, 1e6, None, 0.05):
+        give_gradients(net, other)
+        norm = mine.clip_grad_norm(max_norm)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm or math.inf))
+        mine.step()
+        theirs.step()
+    give_gradients(net, other)
+    mine.step()
+    theirs.step()
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 1e-6}
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, **tolerance, msg=f"{name}: {{}}".format)
+        assert mine.inner.state[p].keys() == theirs.state[q].keys() != set()
+        for leaf, value in theirs.state[q].items():
+            torch.testing.assert_close(mine.inner.state[p][leaf], value, **tolerance, msg=f"{leaf}: {{}}".format)
+
+
+def test_what_rejected_a_step_is_gone_after_it():
     net, optimizer = optimizer_with_gradients()
-    flat = torch.cat([p.grad.flatten() for p in net.parameters()])
-    norm = optimizer.clip_grad_norm(max_norm)
-    torch.testing.assert_close(norm, flat.norm())
-    clipped = torch.cat([p.grad.flatten() for p in net.parameters()])
-    torch.testing.assert_close(clipped, flat * min(1.0, (max_norm or 1e9) / flat.norm().item()))
+    optimizer.inner.found_inf = torch.tensor(1.0)  # as the engine sets it where the host does not decide
+    before = net.norm.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(net.norm.weight.detach(), before)
+    give_gradients(net)
+    optimizer.step()
+    assert not torch.equal(net.norm.weight.detach(), before)
+
+
+def test_fused_kernels_clip_without_a_pass_over_the_gradients():
+    net, optimizer = optimizer_with_gradients()
+    before = {name: p.grad.clone() for name, p in net.named_parameters()}
+    optimizer.clip_grad_norm(0.5)
+    assert all(torch.equal(p.grad, before[name]) for name, p in net.named_parameters())
 
 
 def test_state_goes_out_and_comes_back_under_global_names():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
 from nxdt_core.training import build, primitives
-from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, configuration, saved, train
+from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, clipped, configuration, saved, train
 from tests.sampling import asked, slow_except
 
 PADDED = (TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}pad_heads=true")
@@ -65,6 +65,36 @@ def test_shards_train_as_the_whole_does(trained, layout, name):
 def test_a_resume_goes_on_to_the_bit(trained, layout, name):
     found, _ = trained(*LAYOUTS[layout])
     assert all(rank[name][1] for rank in found)
+
+
+@pytest.fixture(scope="module")
+def clipped_alone(ranks, tmp_path_factory):
+    """What unfused kernels find in one process, whose gradients are scaled before them."""
+    ((losses, state),) = ranks(1).run(clipped, tmp_path_factory.mktemp("alone"), ("model.optim.fused=false",))
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((TP2,), id="tp2"),
+        pytest.param((f"{STRATEGY}pipeline_model_parallel_size=2",), id="pp2"),
+        pytest.param((f"{STRATEGY}zero1=false",), id="dp2"),
+        pytest.param((), id="zero1"),
+        pytest.param((f"{STRATEGY}zero_stage=2",), id="zero2"),
+        pytest.param((f"{STRATEGY}zero_stage=3",), id="zero3"),
+    ],
+)
+def test_fused_kernels_clip_shards_as_the_whole(ranks, clipped_alone, tmp_path, layout):
+    losses, expected = clipped_alone
+    state = {}
+    for found, of_rank in ranks(2).run(clipped, tmp_path, ("trainer.devices=2", *layout)):
+        assert found == pytest.approx(losses, rel=1e-5)
+        state |= of_rank
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4 * float(value.abs().max()))
+        close(state[key], value, msg=f"{key}: {{}}".format)
 
 
 def build_stock(directory, optimizer):

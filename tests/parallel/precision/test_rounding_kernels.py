@@ -6,6 +6,7 @@ import logging
 import re
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -62,21 +63,23 @@ def made(
     return weights, updates, inner
 
 
-def give_gradients(weights, step):
+def give_gradients(weights, step, scale=1.0):
     draw = torch.Generator().manual_seed(step)
     for weight in weights.values():
-        weight.grad = torch.randn(weight.shape, generator=draw).to(weight)
+        weight.grad = scale * torch.randn(weight.shape, generator=draw).to(weight)
 
 
-def stepped(*arguments, steps=3, general=False, found_inf=None, **options):
+def stepped(*arguments, steps=3, general=False, found_inf=None, divisor=None, gradients=1.0, **options):
     """Weights and state after some steps."""
     weights, updates, inner = made(*arguments, **options)
     if general:
         updates._adam = None
     if found_inf is not None:
         inner.found_inf = torch.tensor(found_inf)
+    if divisor is not None:
+        inner.grad_scale = torch.tensor(divisor)
     for step in range(steps):
-        give_gradients(weights, step)
+        give_gradients(weights, step, gradients)
         updates.apply(step)
     states = {name: inner.state[stand_in] for name, stand_in in updates.stand_ins.items()}
     return {name: weight.detach() for name, weight in weights.items()}, states
@@ -300,6 +303,21 @@ def test_a_step_that_is_rejected_on_the_device_changes_nothing(backend):
     accepted, _ = stepped(PLACES, steps=1, found_inf=0.0, backend=backend)
     plain, _ = stepped(PLACES, steps=1)
     assert all(torch.equal(accepted[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("way", ["eager", "native", "general"])
+def test_gradients_are_divided_by_the_scale(way, optimizer):
+    """By a power of two, so that bfloat16 holds the quotients as well."""
+    options = {"general": True} if way == "general" else {"backend": way}
+    options["optimizer"] = partial(optimizer, fused=way == "general")
+    weights, states = stepped(PLACES, divisor=4.0, **options)
+    expected, expected_states = stepped(PLACES, gradients=0.25, **options)
+    undivided, _ = stepped(PLACES, **options)
+    for name, weight in expected.items():
+        assert torch.equal(weights[name], weight)
+        assert all(torch.equal(states[name][leaf], value) for leaf, value in expected_states[name].items())
+    assert not all(torch.equal(undivided[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
