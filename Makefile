@@ -34,9 +34,9 @@ NXD_RUN = NXD_CPU_MODE=1 PJRT_DEVICE=CPU PYTHONPATH="$(abspath $(NXD))/src:$(CUR
 
 # Without what `make accelerator` runs, and a plugin file that others use.
 BENCHMARKS := $(filter-out benchmarks/accelerator/% %/__init__.py %/step_clock.py,$(wildcard benchmarks/*/*.py))
-# Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`, or of check-wheels; further wheels for accelerator-bundle.
+# Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`, or of check-wheels; the peers in accelerator-bundle.
 ARGS ?=
-EXTRAS ?=
+EXTRAS ?= torchtitan==0.2.2 litgpt docstring-parser typeshed-client
 BUNDLE := dist/accelerator
 
 .PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd show-nxd nxd-environment \
@@ -116,6 +116,7 @@ accelerator-bundle: $(STAMP)
 	rm -rf $(BUNDLE)
 	for dist in $(DISTS); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir $(BUNDLE) $$dist || exit 1; done
 	$(BIN)/python scripts/accelerator_bundle.py $(BUNDLE) $(EXTRAS:%=--extra %)
+	git describe --always --dirty --abbrev=40 --exclude='*' > $(BUNDLE)/nxdt_commit.txt
 
 clean:
 	rm -rf $(VENV) .torch dist site nxdt_experiments accelerator_day

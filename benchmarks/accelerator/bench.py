@@ -33,6 +33,8 @@ class Bench:
     """Tiny shapes that run on a CPU in seconds."""
     compiles: bool = True
     """Whether models are compiled."""
+    imports_s: float = 0.0
+    """Seconds that the process's imports took, before its turn."""
     failed: bool = field(default=False, init=False)
     """Whether a part failed; running out of memory is a result."""
 

@@ -1,4 +1,7 @@
-"""Runs stages one after the other, each in a separate process with a time limit. Standard library only."""
+"""Runs stages one after the other, each in a separate process with a time limit. Standard library only.
+
+While a stage measures, the process of the next one makes its imports and waits for its turn.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
-from accelerator.forks import Fork, Forks
 from accelerator.results import Record, Results, read_rows
 from accelerator.stages import Stage
 
 __all__ = ["Day", "end_on_sigterm"]
+
+_Process = subprocess.Popen[bytes]
 
 _BENCHMARKS = Path(__file__).parents[1]
 _LAST_LINES = 12
@@ -53,65 +59,84 @@ class Day:
         """Run what is missing and fits; returns all records of the folder."""
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         results = Results(self.out)
-        forks = Forks(self._environment()) if self.small else None
+        missing = [stage for stage in stages if self._is_missing(results.records.get(stage.name))]
+        waiting: dict[Stage, _Process] = {}
         try:
-            self._run(stages, results, forks)
+            for stage, following in zip_longest(missing, missing[1:]):
+                if not self._fits(stage):
+                    print(
+                        f"{stage.name}: not started, its limit of {stage.minutes:g} min exceeds what is left",
+                        flush=True,
+                    )
+                    continue
+                self._run(stage, following, waiting, results)
+                if stage.name == "machine" and not self.small and not _accelerators(results):
+                    print("no accelerator on this machine; --small tries the stages on a CPU", flush=True)
+                    break
         finally:
-            if forks is not None:
-                forks.close()
+            for stage, process in waiting.items():
+                self._end(stage, process)
         return results
 
-    def _run(self, stages: Sequence[Stage], results: Results, forks: Forks | None) -> None:
-        for stage in stages:
-            outcome = results.records.get(stage.name, {}).get("outcome", "running")
-            if outcome not in ("running", "interrupted") and not (self.retry and outcome != "ok"):
-                continue
-            if self.deadline - time.monotonic() < self._limit_s(stage):
-                print(f"{stage.name}: not started, its limit of {stage.minutes:g} min exceeds what is left", flush=True)
-                continue
-            results.put(stage.name, self._record(stage, "running", 0.0))
-            begun = time.monotonic()
-            try:
-                outcome = self._child(stage, forks)
-            except BaseException:
-                results.put(stage.name, self._record(stage, "interrupted", time.monotonic() - begun))
-                raise
+    def _is_missing(self, record: Record | None) -> bool:
+        outcome = "running" if record is None else record["outcome"]
+        return outcome in ("running", "interrupted") or (self.retry and outcome != "ok")
+
+    def _fits(self, stage: Stage) -> bool:
+        return self.deadline - time.monotonic() >= self._limit_s(stage)
+
+    def _run(self, stage: Stage, following: Stage | None, waiting: dict[Stage, _Process], results: Results) -> None:
+        """Run one stage; the one after it begins to wait for its turn."""
+        process = waiting.pop(stage, None)
+        if process is None or process.poll() is not None:  # a kill, or its imports, ended it while it waited
+            process = self._start(stage)
+        results.put(stage.name, self._record(stage, "running", 0.0))
+        begun, outcome = time.monotonic(), "interrupted"
+        try:
+            _open_gate(process)
+            if following is not None and self._fits(following):
+                waiting[following] = self._start(following)
+            outcome = "failed" if process.wait(self._limit_s(stage)) else "ok"
+        except subprocess.TimeoutExpired:
+            outcome = "timeout"
+        finally:
+            self._end(stage, process)
             record = self._record(stage, outcome, time.monotonic() - begun)
             results.put(stage.name, record)
-            print(f"{stage.name}: {outcome}, {record['seconds']:.0f} s", flush=True)
-            if stage.name == "machine" and not self.small and not any(row.get("accelerator") for row in record["rows"]):
-                print("no accelerator on this machine; --small tries the stages on a CPU", flush=True)
-                break
+        print(f"{stage.name}: {outcome}, {record['seconds']:.0f} s", flush=True)
 
-    def _child(self, stage: Stage, forks: Forks | None) -> str:
-        """Run the process of a stage: ``ok``, ``failed`` or ``timeout``."""
+    def _start(self, stage: Stage) -> _Process:
+        """Start the process of a stage, which makes its imports and waits."""
         self._file(stage, ".jsonl").unlink(missing_ok=True)
-        work = self.out / "work" / stage.name
+        work = self._work(stage)
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        arguments = [
-            *(stage.work, json.dumps(dict(stage.options))),
-            *("--rows", str(self._file(stage, ".jsonl")), "--work", str(work)),
+        command = [
+            *(sys.executable, "-m", "accelerator.child", stage.work, json.dumps(dict(stage.options))),
+            *("--rows", str(self._file(stage, ".jsonl")), "--work", str(work), "--imports", ",".join(stage.imports)),
             *(("--small",) if self.small else ()),
             *(("--compile",) if self.compiles else ()),
         ]
-        process = self._start(arguments, self._file(stage, ".log"), forks)
-        try:
-            return "ok" if process.wait(self._limit_s(stage)) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            return "timeout"
-        finally:
-            _end(process)
-            shutil.rmtree(work, ignore_errors=True)
-
-    def _start(self, arguments: Sequence[str], log: Path, forks: Forks | None) -> subprocess.Popen[bytes] | Fork:
-        if forks is not None:
-            return forks.start(arguments, log)
-        command = [sys.executable, "-m", "accelerator.child", *arguments]
-        with log.open("wb") as file:
+        with self._file(stage, ".log").open("wb") as file:
             return subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=self._environment(), process_group=0
+                command,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                process_group=0,
             )
+
+    def _end(self, stage: Stage, process: _Process) -> None:
+        """End what is left of the stage's process group: compile workers and ranks are its children."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(_GRACE_S)
+        shutil.rmtree(self._work(stage), ignore_errors=True)
+
+    def _work(self, stage: Stage) -> Path:
+        return self.out / "work" / stage.name
 
     def _limit_s(self, stage: Stage) -> float:
         return max(_SMALL_S, 60 * stage.minutes) if self.small else 60 * stage.minutes
@@ -157,11 +182,14 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _end(process: subprocess.Popen[bytes] | Fork) -> None:
-    """End what is left of the stage's process group: compile workers and ranks are its children."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(_GRACE_S)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+def _accelerators(results: Results) -> list[str]:
+    """Return the types of accelerators that the stage ``machine`` has found."""
+    return [row["accelerator"] for row in results.records["machine"]["rows"] if row.get("accelerator")]
+
+
+def _open_gate(process: _Process) -> None:
+    """Let the process of a stage begin. Without this byte, when the pipe is closed, it ends."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended: its status and its log say why
+        process.stdin.write(b"\n")
+        process.stdin.close()

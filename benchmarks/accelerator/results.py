@@ -22,6 +22,7 @@ class Results:
     """
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._json, self._markdown = folder / "results.json", folder / "results.md"
         self.records: dict[str, Record] = {}
         if self._json.exists():
@@ -59,7 +60,16 @@ def table(records: Mapping[str, Record]) -> str:
 
 
 def _rows(rows: Sequence[Row]) -> str:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    """Return one table, and a further one from each row that shares no column with those before it."""
+    columns: dict[str, None] = {}
+    for index, row in enumerate(rows):
+        if index and row.keys() & columns.keys() <= {"what"} and len(row) > 1:
+            return f"{_one_table(rows[:index], [*columns])}\n{_rows(rows[index:])}"
+        columns |= dict.fromkeys(row)
+    return _one_table(rows, [*columns])
+
+
+def _one_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     lines = [columns, ["---"] * len(columns), *([_cell(key, row.get(key)) for key in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 

@@ -1,22 +1,45 @@
-"""Runs that stages measure: a configuration file, then what ``nxdt train`` calls, then the run's own metrics."""
+"""Runs that stages measure: a configuration file, then what ``nxdt train`` calls, then the run's own metrics.
+
+:mod:`accelerator.measurements.watch` observes their last steps, which are not timed.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerator.bench import GIB, Bench
+from accelerator.traces import report_trace
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
+    from nxdt_core.protocols.parallel.estimate import Memory
 
-__all__ = ["SHAPES", "Shape", "figures_of", "metric_rows", "random_tokens", "run_file", "train_figures"]
+__all__ = [
+    "SHAPES",
+    "WATCH",
+    "Shape",
+    "length",
+    "measure",
+    "metric_rows",
+    "random_tokens",
+    "run_file",
+    "steps_of",
+    "train_figures",
+]
+
+_EVERY, _INTERVALS, _WATCHED = 4, 4, 3
+"""Steps of an interval; intervals with the first, which is warm-up; steps after them that are observed."""
+WATCH = {"local": [str(Path(__file__).with_name("measurements") / "watch.py")]}
+"""Section ``plugins`` of a run with the callback ``watch``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +54,13 @@ class Shape:
     vocabulary: int = 1024
     micro_batch: int = 1
     precision: Mapping[str, Any] = field(default_factory=lambda: {"type": "autocast"})
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters; the vocabulary's two matrices are not tied."""
+        attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
+        layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+        return int(self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden)
 
     def sized(self, bench: Bench) -> Shape:
         """Return the shape itself, or for small runs a tiny one of the same precision."""
@@ -79,6 +109,51 @@ SHAPES = {
 """Llama 3.2 1B and 3B without tied embeddings, Llama 3 8B. By ``nxdt plan``: 55, 90 and 91 GiB at 4,096 tokens."""
 
 
+def length(bench: Bench) -> int:
+    """Return the tokens of a sequence."""
+    return 128 if bench.small else 4096
+
+
+def steps_of(bench: Bench) -> int:
+    """Return the steps of a run that :func:`measure` trains."""
+    return (1 if bench.small else _EVERY) * _INTERVALS + _WATCHED
+
+
+def measure(
+    bench: Bench, what: str, shape: Shape, *, data: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]
+) -> None:
+    """Train a shape: rows of its speed and memory, of its memory by category, and of the kernels of some steps.
+
+    Args:
+        bench: decides the size.
+        what: name of the rows.
+        shape: of the model; small runs train a tiny one.
+        data: section ``data``; random tokens where it is None.
+        sections: of the configuration, merged over those of the shape key by key.
+    """
+    with bench.part(what):
+        sized, sequence, steps = shape.sized(bench), length(bench), steps_of(bench)
+        name = re.sub("[^a-z0-9]+", "-", what.lower())
+        watch = {
+            "name": "watch",
+            "begun": time.monotonic() - bench.imports_s,
+            "after": steps - _WATCHED,
+            "trace": str(bench.rows.with_name(f"{name}.trace.json.gz")),
+        }
+        path = run_file(
+            bench,
+            name,
+            steps=steps,
+            every=(steps - _WATCHED) // _INTERVALS,
+            trainer={"callbacks": [watch]},
+            plugins=WATCH,
+            data=data or random_tokens(bench, sized, sequence, steps * sized.micro_batch),
+            precision=sized.precision,
+            **{**sections, "model": {**sized.model(bench, sequence), **sections.get("model", {})}},
+        )
+        train_figures(bench, what, path, intervals=_INTERVALS, precision=" ".join(map(str, sized.precision.values())))
+
+
 def run_file(bench: Bench, name: str, *, steps: int, every: int, **sections: Mapping[str, Any]) -> Path:
     """Write the YAML file of a run that logs every ``every`` steps and saves nothing.
 
@@ -119,16 +194,33 @@ def random_tokens(bench: Bench, shape: Shape, sequence: int, sequences: int) -> 
     }
 
 
-def train_figures(bench: Bench, what: str, path: Path, **more: Any) -> None:
-    """Train the run of a file and record its figures; the first interval of its log is warm-up and compilation."""
+def train_figures(bench: Bench, what: str, path: Path, *, intervals: int | None = None, **more: Any) -> None:
+    """Train the run of a file and record its figures; the first interval of its log is warm-up and compilation.
+
+    Args:
+        bench: gets the rows.
+        what: name of the rows.
+        path: of the file.
+        intervals: of the log that count; the rest is observed by the callback ``watch``.
+        more: figures of the first row.
+    """
     from nxdt_core.config import load
     from nxdt_core.training import train
 
     config = load(str(path), [])
-    planned = _planned_bytes(config)
     train(config)
-    every = config.run.trainer.log_every_n_steps
-    bench.row(what, **figures_of(metric_rows(config.run_dir), every=every, planned=planned), **more)
+    planned = _planned(config)
+    rows = metric_rows(config.run_dir)[:intervals]
+    found = {} if intervals is None else json.loads((config.run_dir / "watched.json").read_text(encoding="utf-8"))
+    figures = _figures_of(rows, every=config.run.trainer.log_every_n_steps)
+    figures["planned_gib"] = None if planned is None else planned.total / GIB
+    bench.row(what, first_step_s=found.get("first_step_s"), **figures, **more)
+    if not found:
+        return
+    planned_parts = {} if planned is None else {**asdict(planned), "total": planned.total}
+    for kind, parts in {"planned": planned_parts, "measured": found["memory"]}.items():
+        bench.row(f"{kind}, {what}", **{f"{name}_gib": size / GIB for name, size in parts.items()})
+    report_trace(bench, Path(found["trace"]), steps=_WATCHED)
 
 
 def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -137,7 +229,7 @@ def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def figures_of(rows: list[dict[str, Any]], *, every: int, planned: int | None) -> dict[str, Any]:
+def _figures_of(rows: list[dict[str, Any]], *, every: int) -> dict[str, Any]:
     """Return medians over the logged intervals after the first."""
     timed = rows[1:]
     peak = max(row["max_memory_bytes"] for row in rows)
@@ -149,9 +241,8 @@ def figures_of(rows: list[dict[str, Any]], *, every: int, planned: int | None) -
         "data_wait_ms": 1000 * (_median(timed, "data_wait_s") or 0.0),
         "warm_up_s": rows[0]["step_time_s"] * every,
         "peak_gib": peak / GIB,
-        "planned_gib": None if planned is None else planned / GIB,
         "loss": rows[-1]["loss"],
-        "skipped": rows[-1]["skipped_steps"],
+        "skipped_steps": rows[-1]["skipped_steps"],
     }
 
 
@@ -160,12 +251,12 @@ def _median(rows: list[dict[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _planned_bytes(config: ResolvedConfig) -> int | None:
-    """Return the memory that ``nxdt plan`` estimates; None where the estimate fails: training goes ahead."""
+def _planned(config: ResolvedConfig) -> Memory | None:
+    """Return the memory that ``nxdt plan`` estimates; None where the estimate fails."""
     from nxdt_core.training.plan import plan
 
     try:
-        return plan(config, memory_bytes=0).estimate.fullest.memory.total
+        return plan(config, memory_bytes=0).estimate.fullest.memory
     except Exception:
         traceback.print_exc(file=sys.stdout)
         return None

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 
 def good(bench, value=1):
@@ -27,8 +28,19 @@ def broken(bench):
     sys.exit("the last words")
 
 
-def parent(bench):
-    bench.row("parent", parent=os.getppid())
+def watches_imports(bench, rest_s=1):
+    """Lasts until another process has made the imports of its stage."""
+    for _ in range(600):
+        if Path(os.environ["EARLY_IMPORTS"]).exists():
+            time.sleep(rest_s)  # in which that process could begin, if it did not wait
+            bench.row("times", ended=time.monotonic())
+            return
+        time.sleep(0.1)
+    raise TimeoutError("nobody made imports")
+
+
+def after_imports(bench):
+    bench.row("times", begun=time.monotonic(), imports_s=bench.imports_s)
 
 
 def endless(bench):

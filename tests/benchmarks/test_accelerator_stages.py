@@ -7,17 +7,22 @@ from importlib import import_module
 
 import pytest
 import torch
-from accelerator.bench import Bench
-from accelerator.measurements.traces import summarise
+from accelerator.bench import GIB, Bench
+from accelerator.measurements.watch import StepMemory
 from accelerator.results import read_rows
+from accelerator.runs import SHAPES, Shape
 from accelerator.stages import STAGES
+from accelerator.traces import summarise
 
+from nxdt_core.parallel.estimate.live import LiveBytes
+from nxdt_core.training import TrainSession
+from nxdt_core.training.plan import plan
 from tests.sampling import sampled, takes_all
 
-DEFAULT = ("train-1b", "sft-4k", "generate")
-"""Each is one of another kind, and takes a second at most."""
-APART = frozenset({"machine", "tests"})
-"""One has a test of its own; the other starts pytest, with tests that are skipped here."""
+DEFAULT = ("chats", "generate")
+"""Each is one of another kind, and takes a second at most; pre-training has a test of its own."""
+APART = frozenset({"machine", "checks", "suite"})
+"""One has a test of its own; the others start pytest, with tests that are skipped here."""
 
 
 def pytest_generate_tests(metafunc):
@@ -51,6 +56,52 @@ def test_the_machine_is_described(bench):
     assert [row["what"] for row in rows] == ["device", "libraries", "nxdt"]
     assert rows[1]["torch"] == torch.__version__.partition("+")[0] or rows[1]["torch"] == torch.__version__
     assert "llama ok" in rows[2]["plugins"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_of"),
+    [
+        ("train-1b", {"weights": 4, "gradients": 4, "optimizer": 8}),
+        # Masters count as the optimizer's; the copies in bfloat16 are what modules compute with.
+        ("train-3b", {"weights": 2, "gradients": 4, "optimizer": 12}),
+    ],
+)
+def test_the_memory_of_a_run_is_told_apart_by_what_it_is_for(bench, name, bytes_of):
+    rows = run(bench, next(stage for stage in STAGES if stage.name == name))
+    planned, measured = (row for row in rows if row["what"].startswith(("planned", "measured")))
+    for category, size in bytes_of.items():
+        assert measured[f"{category}_gib"] * GIB == pytest.approx(size * Shape().parameters, rel=0.01), category
+    assert planned["weights_gib"] == pytest.approx(measured["weights_gib"], rel=0.01)
+    assert rows[0]["first_step_s"] > rows[0]["warm_up_s"]
+
+
+def test_the_shape_of_8b_has_as_many_parameters_as_llama_3():
+    assert SHAPES["8b"].parameters == 8_030_261_248
+
+
+def test_activations_and_workspace_are_told_apart_where_tensors_are_counted():
+    overrides = ("model.num_layers=4", "model.hidden_size=128", "data.seq_length=64", "data.micro_batch_size=2")
+    with TrainSession.load(
+        "recipe:llama-tiny", [*overrides, "data.global_batch_size=4", "trainer.accelerator=cpu"]
+    ) as session:
+        batches = session.batches()
+        session.step(next(batches))
+        known = [parameter for _, parameter in session.model.named_parameters()]
+        known += [leaf for state in session.optimizer.inner.state.values() for leaf in state.values()]
+        size, batch = sum(tensor.nbytes for tensor in known), next(batches)
+        with LiveBytes(known) as live:
+            memory = StepMemory(
+                session.model, session.optimizer, lambda: size + live.total, lambda: size + sum(live.peak.values())
+            )
+            session.step(batch)
+        parts = memory.parts()
+    planned = plan(session.config).estimate.fullest.memory
+    assert parts["activations"] == pytest.approx(planned.activations, rel=0.15)
+    assert parts["weights"] + parts["optimizer"] == pytest.approx(size, rel=0.01)
+    total = parts.pop("total")
+    assert total == pytest.approx(planned.total, rel=0.15)
+    assert parts.pop("computing") == total, "the update of this optimizer needs less"
+    assert sum(parts.values()) == total
 
 
 def event(name, category, begin, duration):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 
 from accelerator.bench import GIB, Bench
+from accelerator.bundle import COMMIT
 
-__all__ = ["describe"]
+__all__ = ["changed_files", "describe"]
 
-_LIBRARIES = ("torch", "triton", "transformers", "pytorch_lightning", "peft", "omegaconf", "litgpt", "torchtitan")
+_LIBRARIES = ("torch", "triton", "transformers", "torchao", "pytorch-lightning", "peft", "litgpt", "torchtitan")
 
 
 def describe(bench: Bench) -> None:
@@ -29,21 +37,59 @@ def describe(bench: Bench) -> None:
             count=torch.accelerator.device_count(),
             memory_gib=memory / GIB,
             cores=os.cpu_count(),
+            driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         )
     with bench.part("libraries"):
-        bench.row("libraries", python=platform.python_version(), **{name: _version(name) for name in _LIBRARIES})
+        found = {
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+        bench.row("libraries", **found, **{name: _version(name) for name in _LIBRARIES})
     with bench.part("nxdt"):
-        from nxdt_core import __version__
+        import nxdt_core
         from nxdt_core.kernel import Kernel
 
+        bundled = Path(nxdt_core.__file__).parents[1] / COMMIT
+        if bundled.exists():
+            commit = bundled.read_text(encoding="utf-8").strip()
+        else:
+            root = str(Path(__file__).parents[3])
+            commit = _output("git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
         plugins = [f"{plugin.name} {plugin.state}" for plugin in Kernel.start().plugins]
-        bench.row("nxdt", version=__version__, plugins=", ".join(plugins))
+        bench.row(
+            "nxdt",
+            version=nxdt_core.__version__,
+            commit=commit,
+            changed=", ".join(changed_files()) or None,
+            plugins=", ".join(plugins),
+        )
+
+
+def changed_files() -> Iterator[str]:
+    """Yield the modules of installed nxdt distributions that differ from those of their wheels, or are missing."""
+    for dist in metadata.distributions():
+        files = dist.files or () if (dist.name or "").startswith("nxdt") else ()
+        for file in files:
+            path = Path(str(file.locate()))
+            if file.suffix != ".py" or file.hash is None:
+                continue
+            if not path.exists() or _digest(path, file.hash.mode) != file.hash.value:
+                yield str(file)
+
+
+def _digest(path: Path, algorithm: str) -> str:
+    digest = hashlib.new(algorithm, path.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def _output(*command: str) -> str | None:
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package.replace("_", "-"))
-    except PackageNotFoundError:
-        return None
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None

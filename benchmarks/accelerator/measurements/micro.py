@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 
 import torch
 from steps import optimizer_step
-from torch import distributed
-from torch.multiprocessing.spawn import spawn
 
 from accelerator.bench import Bench
 from nxdt_core.devices import HOST, peak_flops, profile_of
@@ -57,8 +53,6 @@ def kernels(bench: Bench) -> None:
     for name, (keys, size) in _OPTIMIZERS.items():
         with bench.part(name):
             _optimizer(bench, name, keys, size, copy)
-    with bench.part("all-gather"):
-        _all_gather(bench)
 
 
 def _arithmetic(bench: Bench, what: str, work: Callable[[], object], operations: float, repeats: int) -> None:
@@ -127,46 +121,3 @@ def _optimizer(bench: Bench, name: str, keys: tuple[str, ...], size: int, copy: 
 def _moved(bench: Bench, what: str, size: int, seconds: float, copy: float) -> None:
     rate = size / seconds
     bench.row(what, ms=1e3 * seconds, gb_per_s=rate / 1e9, share_of_copy=rate / copy if copy else None)
-
-
-def _all_gather(bench: Bench) -> None:
-    """Over all devices of the machine; on a CPU, in small runs, over two processes."""
-    host = profile_of(bench.device).host
-    world = 2 if host else torch.accelerator.device_count()
-    if world == 1:
-        bench.row("all-gather", outcome="one device")
-        return
-    size = 2**16 if bench.small else 2**30
-    result = bench.work / "all_gather"
-    spawn(_gather, (world, str(bench.work / "store"), size, bench.device.type, str(result)), nprocs=world)
-    seconds = float(result.read_text(encoding="utf-8"))
-    bench.row(f"all-gather over {world}", ms=1e3 * seconds, gb_per_s=size * (world - 1) / world / seconds / 1e9)
-
-
-def _gather(rank: int, world: int, store: str, size: int, device_type: str, result: str) -> None:
-    """Gather ``size`` bytes in each process; the first writes the seconds of one collective."""
-    device = torch.device(device_type) if device_type == HOST.type else torch.device(device_type, rank)
-    profile = profile_of(device)
-    if not profile.host:
-        torch.accelerator.set_device_index(rank)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    distributed.init_process_group(
-        profile.process_group_backend, init_method=f"file://{store}", rank=rank, world_size=world
-    )
-    whole, part = (torch.zeros(size // parts, dtype=torch.uint8, device=device) for parts in (1, world))
-    begun = 0.0
-    for turn in range(7):
-        if turn == 2:  # two to warm up
-            _finished(device)
-            begun = time.perf_counter()
-        distributed.all_gather_into_tensor(whole, part)
-    _finished(device)
-    if rank == 0:
-        with open(result, "w", encoding="utf-8") as file:
-            file.write(str((time.perf_counter() - begun) / 5))
-    distributed.destroy_process_group()
-
-
-def _finished(device: torch.device) -> None:
-    if not profile_of(device).host:
-        torch.accelerator.synchronize(device)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from accelerator.bench import GIB, Bench
-from accelerator.runs import SHAPES, Shape
+from accelerator.runs import SHAPES, Shape, length
 from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.nn.flops import TokenFlops, token_flops
 
@@ -18,19 +18,38 @@ __all__ = ["PEERS", "pretrain"]
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
-def pretrain(bench: Bench, shape: str) -> None:
-    """Each peer that is installed, one after the other."""
-    sequence = 128 if bench.small else 4096
-    sized = SHAPES[shape].sized(bench)
-    for name, make in PEERS.items():
+def pretrain(bench: Bench, shape: str, names: Sequence[str] = ("torchtitan", "litgpt", "transformers")) -> None:
+    """Measure the peers of these names one after the other; one that is not installed has a row that says so."""
+    sequence, sized = length(bench), SHAPES[shape].sized(bench)
+    for name in names:
         with bench.part(f"{name} {shape}"):
             try:
-                model, logits, layers = make(sized, sequence, bench.device)
+                model, logits, layers = PEERS[name](sized, sequence, bench.device)
             except ImportError as error:
                 bench.row(f"{name} {shape}", outcome=f"not importable: {error}"[:200])
                 continue
-            _measure(bench, f"{name} {shape}", sized, sequence, _step(bench, sized, sequence, model, logits, layers))
+            _measure(
+                bench, f"{name} {shape}", sized, sequence, model, _step(bench, sized, sequence, model, logits, layers)
+            )
             del model, logits, layers
+
+
+def _torchtitan(shape: Shape, sequence: int, device: torch.device) -> Any:
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+
+    arguments = TransformerModelArgs(
+        dim=shape.hidden,
+        n_layers=shape.layers,
+        n_heads=shape.heads,
+        n_kv_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        multiple_of=shape.ffn,  # two thirds of four times the width, rounded up to this
+        rope_theta=500000,
+        max_seq_len=sequence,
+    )
+    with device:
+        model = Transformer(arguments)
+    return model, model, list(model.layers.values())
 
 
 def _transformers(shape: Shape, sequence: int, device: torch.device) -> Any:
@@ -77,13 +96,17 @@ def _litgpt(shape: Shape, sequence: int, device: torch.device) -> Any:
     return model, model, model.transformer.h
 
 
-PEERS: dict[str, Callable[[Shape, int, torch.device], Any]] = {"transformers": _transformers, "litgpt": _litgpt}
+PEERS: dict[str, Callable[[Shape, int, torch.device], Any]] = {
+    "torchtitan": _torchtitan,
+    "litgpt": _litgpt,
+    "transformers": _transformers,
+}
 """Each returns the model, what makes logits of ids, and the layers to compile."""
 
 
 def _step(
     bench: Bench, shape: Shape, sequence: int, model: torch.nn.Module, logits: Logits, layers: Any
-) -> Callable[[], None]:
+) -> Callable[[], torch.Tensor]:
     """Forward, loss, backward, clipping, AdamW; float32 weights under autocast, or all in bfloat16."""
     whole = shape.precision["type"] == "bf16SR"
     if whole:
@@ -100,13 +123,15 @@ def _step(
     ids = torch.randint(shape.vocabulary, (shape.micro_batch, sequence + 1), device=device)
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=not whole):
             found = logits(tokens)
-        loss_of(found, labels).backward()
+        loss = loss_of(found, labels)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
     return step
 
@@ -115,9 +140,19 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def _measure(bench: Bench, what: str, shape: Shape, sequence: int, step: Callable[[], None]) -> None:
+def _measure(
+    bench: Bench, what: str, shape: Shape, sequence: int, model: torch.nn.Module, step: Callable[[], torch.Tensor]
+) -> None:
+    """Measure, and raise an error where the model is not that of the shape or does not learn its one batch."""
+    parameters, expected = sum(parameter.numel() for parameter in model.parameters()), shape.parameters
+    if parameters != expected:
+        raise ValueError(f"it has {parameters:,} parameters, the shape {expected:,}")
     reset_max_memory(bench.device)
+    first = float(step())
     seconds = bench.seconds(step, 2 if bench.small else 10, warm_up=1 if bench.small else 4)
+    last = float(step())
+    if not last < first:
+        raise ValueError(f"its loss went from {first:.3f} to {last:.3f}")
     rate = shape.micro_batch * sequence / seconds
     flops, peak = _flops(bench, shape, sequence), peak_flops(bench.device, "bfloat16")
     bench.row(
@@ -127,6 +162,7 @@ def _measure(bench: Bench, what: str, shape: Shape, sequence: int, step: Callabl
         mfu_palm=None if peak is None else flops.palm * rate / peak,
         step_ms=1000 * seconds,
         peak_gib=max_memory_bytes(bench.device) / GIB,
+        losses=f"{first:.3f}, {last:.3f}",
         precision="bfloat16" if shape.precision["type"] == "bf16SR" else "autocast",
     )
 

@@ -1,10 +1,9 @@
-"""A profiler trace of three steps of ``nxdt train``, summarised: idle device, waits of the host, copies, kernels."""
+"""A profiler trace of some steps, summarised: idle device, waits of the host, copies, kernels."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerator.bench import Bench
-from accelerator.measurements import trace_steps
-from accelerator.runs import SHAPES, random_tokens, run_file
 
-__all__ = ["TraceSummary", "summarise", "three_steps"]
+__all__ = ["TraceSummary", "report_trace", "summarise"]
 
 _GAP_US = 50.0
-_KERNELS = 10
+_KERNELS = 12
 """That take the most time."""
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -44,31 +41,6 @@ class TraceSummary:
     """Kind of copy → how often, total time."""
     kernels: list[tuple[str, int, float]]
     """Name, how often, total time; the longest first."""
-
-
-def three_steps(bench: Bench) -> None:
-    """The 1B model, compiled and warm."""
-    shape, sequence = SHAPES["1b"].sized(bench), 128 if bench.small else 4096
-    trace = bench.rows.with_name("trace.json.gz")
-    os.environ[trace_steps.FILE] = str(trace)
-    with bench.part("trace"):
-        from nxdt_core.config import load
-        from nxdt_core.training import train
-
-        steps = trace_steps.LAST + 1
-        path = run_file(
-            bench,
-            "trace",
-            steps=steps,
-            every=steps,
-            model=shape.model(bench, sequence),
-            data=random_tokens(bench, shape, sequence, steps * shape.micro_batch),
-            precision=shape.precision,
-            plugins={"local": [str(Path(trace_steps.__file__))]},
-        )
-        train(load(str(path), []))
-        with gzip.open(trace, "rt", encoding="utf-8") as file:
-            _report(bench, summarise(json.load(file)["traceEvents"]))
 
 
 def summarise(events: Iterable[Event]) -> TraceSummary:
@@ -102,14 +74,12 @@ def _totals(events: Iterable[Event]) -> dict[str, tuple[int, float]]:
     return dict(found)
 
 
-def _report(bench: Bench, found: TraceSummary) -> None:
-    steps, span = trace_steps.LAST - trace_steps.FIRST, found.span_us or 1.0
-    bench.row(
-        "device",
-        times_per_step=None,
-        ms_per_step=found.span_us / steps / 1e3,
-        share=found.busy_us / span,
-    )
+def report_trace(bench: Bench, path: Path, *, steps: int) -> None:
+    """Record what a compressed Chrome trace of ``steps`` steps shows."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        found = summarise(json.load(file)["traceEvents"])
+    span = found.span_us or 1.0
+    bench.row("device", times_per_step=None, ms_per_step=found.span_us / steps / 1e3, share=found.busy_us / span)
     gaps = found.gaps_us
     bench.row(
         f"gaps above {_GAP_US:.0f} µs",
