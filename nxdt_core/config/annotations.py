@@ -24,6 +24,8 @@ __all__ = [
     "Range",
     "Secret",
     "SecretText",
+    "SourcePath",
+    "StartsAtFile",
     "XlaOnly",
 ]
 
@@ -98,7 +100,14 @@ class Secret:
     not print it."""
 
 
+@dataclass(frozen=True, slots=True)
+class StartsAtFile:
+    """The key is an address to read from. A relative path starts at the directory of the file that sets it, as one of
+    type ``Path`` does; ``scheme://…`` stays as it is."""
+
+
 SecretText = Annotated[str, Secret()]
+SourcePath = Annotated[str, StartsAtFile()]
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 NonNegativeFloat = Annotated[float, Range(0)]

@@ -23,6 +23,7 @@ __all__ = [
     "UnknownRecomputeName",
     "VocabularyTooSmall",
     "WeightsDoNotFit",
+    "WeightsUnusable",
 ]
 
 
@@ -118,6 +119,23 @@ class KeyMapIncomplete(NxdtError):
     builder: str
     parameter: str
     reason: str
+
+
+class WeightsUnusable(NxdtError):
+    """A tensor of another program's weights that would make a wrong model."""
+
+    code = "NXDT-M016"
+    happened = "The tensor '{tensor}'{place} cannot be used: {reason}."
+    remedy = "{advice}"
+    usual_remedy = "Export the model again, in bfloat16, float16 or float32."
+    tensor: str
+    reason: str
+    advice: str
+    path: str = ""
+    """Directory of the weights, where it is known."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "place": f" in '{self.path}'" if self.path else ""}
 
 
 class WeightsDoNotFit(NxdtError):

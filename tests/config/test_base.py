@@ -52,6 +52,27 @@ def test_relative_paths_start_at_the_file_that_names_them(load, good):
     assert here.selected("data").config.files == (Path("here.txt").absolute(),)
 
 
+def test_addresses_to_read_from_start_there_too(load, good):
+    sign = "sign: {key: own.pem, trusted: [a.pem, ~/b.pem]}"
+    write(sub__common=good + f"checkpoint: {{resume_from: runs/a, {sign}}}\nexp_manager: {{files_to_copy: [n.txt]}}\n")
+    resolved = load("base: sub/common.yaml\n")
+    kept, sub = resolved.run.checkpoint, Path("sub").absolute()
+    assert (kept.resume_from, kept.sign.key) == (f"{sub}/runs/a", f"{sub}/own.pem")
+    assert kept.sign.trusted == (f"{sub}/a.pem", str(Path("~/b.pem").expanduser()))
+    assert resolved.run.exp_manager.files_to_copy == (f"{sub}/n.txt",)
+    there = load("base: sub/common.yaml\n", "checkpoint.resume_from=here", "checkpoint.sign.key=s3://b/k")
+    assert there.run.checkpoint.resume_from == str(Path("here").absolute())
+    assert there.run.checkpoint.sign.key == "s3://b/k"
+
+
+@pytest.mark.parametrize("older", ["exp_manager: {resume_from_checkpoint: a}", "checkpoint: {resume_from: a}"])
+def test_a_relative_path_starts_there_under_each_name_of_its_key(load, good, older):
+    write(sub__common=good + older + "\n")
+    run = load("base: sub/common.yaml\n").run
+    expected = str(Path("sub/a").absolute())
+    assert (run.checkpoint.resume_from, run.exp_manager.resume_from_checkpoint) == (expected, expected)
+
+
 def test_a_mapping_has_a_base_too(load, good, kernel):
     write(common=good)
     load(good)  # goes to the directory of the file

@@ -15,7 +15,6 @@ import torch
 from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
 from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFShard, plan_hf
 from nxdt_core.checkpoint.hf.json_files import CONFIG, read_json
-from nxdt_core.checkpoint.hf.key_map import exchange_of, sources
 from nxdt_core.checkpoint.hf.weights import HFWeights
 from nxdt_core.checkpoint.hf.write import write_hf
 from nxdt_core.checkpoint.pieces import dtype_name
@@ -53,10 +52,8 @@ def load_hf(directory: str | Path, builder: ModelBuilder) -> dict[str, torch.Ten
 
 def iterate_hf(directory: str | Path, builder: ModelBuilder) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters of :func:`load_hf`, one in memory at a time; names are checked before the first is read."""
-    wanted = sources(builder)
     with HFWeights(Path(directory)) as weights:
-        weights.check(wanted, exchange_of(builder).hf_ignored)
-        for source in wanted:
+        for source in weights.sources(builder):
             yield source.name, weights.read(source)
 
 

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxdt_core.checkpoint.hf.source import SPECIAL, HFSource
+from nxdt_core.config.huggingface.values import older_rope
 from nxdt_core.errors.base import listing
 from nxdt_core.protocols.tokenizer import Tokenizer
 
@@ -64,7 +65,8 @@ def hf_settings(
     fits = source is not None and source.fits(tokenizer)
     said: Mapping[str, Any] = built if source is None else source.config if fits else {}
     own = {key: getattr(tokenizer, f"{key.removesuffix('_token_id')}_id", None) for key in SPECIAL}
-    config = {**_carried(said), **built, **{key: _token(said.get(key), own[key]) for key in SPECIAL}}
+    tokens = {key: _token(said.get(key), own[key]) for key in SPECIAL}
+    config = {**_carried(said), **older_rope(built), **built, **tokens}
     generation = {} if source is None else _kept(source.generation, fits=fits)
     has_file = tokenizer is not None or bool(generation)
     generation |= {key: value for key, value in own.items() if value is not None}

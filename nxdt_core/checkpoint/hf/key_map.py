@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete
+from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
 from nxdt_core.protocols.parallel.piece import Box
 
@@ -69,8 +69,12 @@ class Source:
     sections: tuple[int, ...] = ()
 
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Make the parameter of the Hugging Face tensors, which ``fetch`` gives by name."""
-        tensors = [fetch(name) for name in self.hf_names]
+        """Make the parameter of the Hugging Face tensors, which ``fetch`` gives by name.
+
+        Raises:
+            WeightsUnusable: one holds integers, NaN or infinity.
+        """
+        tensors = [_usable(name, fetch(name)) for name in self.hf_names]
         if self.transform == "pad":
             return _padded(tensors[0], self.shape[0])
         if self.transform == "concat":
@@ -161,6 +165,18 @@ def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
     if entry.transform in _INTERLEAVED and (len(entry.sections) != 2 or shape[0] % math.prod(entry.sections)):
         return f"its {shape[0]} rows are not those of (kinds, heads) = {entry.sections}"
     return None
+
+
+def _usable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        reason = f"it holds {tensor.dtype}, and weights are floating-point numbers"
+        advice = "Export the model again in bfloat16, float16 or float32: quantized weights need their scales."
+        raise WeightsUnusable(tensor=name, reason=reason, advice=advice)
+    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch finds no extremes of 8 bits
+    if tensor.numel() and not all(extreme.isfinite() for extreme in numbers.aminmax()):
+        advice = "Take weights from before they diverged, or download the file again."
+        raise WeightsUnusable(tensor=name, reason="it holds NaN or infinity", advice=advice)
+    return tensor
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

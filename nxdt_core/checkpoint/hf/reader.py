@@ -10,7 +10,7 @@ import torch
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.hf.json_files import CONFIG, read_json
-from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
+from nxdt_core.checkpoint.hf.key_map import Source
 from nxdt_core.checkpoint.hf.weights import HFWeights
 from nxdt_core.config.huggingface.bounds import oversized, weights_in
 from nxdt_core.config.huggingface.values import architectures_of
@@ -63,8 +63,7 @@ class HFReader:
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
         """Return every parameter, from the headers of the files; such a directory has weights alone."""
         with HFWeights(self._path) as weights:
-            self._sources = {source.name: source for source in sources(builder)}
-            weights.check(list(self._sources.values()), exchange_of(builder).hf_ignored)
+            self._sources = {source.name: source for source in weights.sources(builder)}
             dtypes = {name: weights.dtype_of(source) for name, source in self._sources.items()}
         return {
             ("model", name): Held(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.checkpoint.hf.json_files import read_json
-from nxdt_core.checkpoint.hf.key_map import Source
+from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.devices import HOST
 from nxdt_core.errors.exchange import WeightsPickled
-from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit
+from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.protocols.model import ModelBuilder
 
 __all__ = ["INDEX", "WEIGHTS", "HFWeights"]
 
@@ -54,15 +56,19 @@ class HFWeights:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def check(self, wanted: Sequence[Source], ignored: Sequence[str]) -> None:
-        """Compare names and shapes with what is wanted; additional tensors that match ``ignored`` are allowed.
+    def sources(self, builder: ModelBuilder) -> list[Source]:
+        """Return where the parameters of the builder's model come from, once names and shapes are those of its model.
+
+        Additional tensors are allowed where the builder ignores them and no tied matrix has other values in them.
 
         Raises:
-            WeightsDoNotFit: they differ.
+            WeightsDoNotFit: names or shapes differ.
+            WeightsUnusable: the head of a tied model is not its embedding.
         """
+        wanted, known = sources(builder), exchange_of(builder).hf_ignored
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
-        ignored = [*ignored, *map(_without_prefix, ignored)]
+        ignored = [*known, *map(_without_prefix, known)]
         used = {self._file_name(name) for name in shapes}
         extra = sorted(name for name in self._located.keys() - used if not matches_any(ignored, name))
         wrong = [
@@ -73,6 +79,9 @@ class HFWeights:
         if missing or extra or wrong:
             directory = str(self._directory)
             raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
+        owners = {owner for owner, _ in builder.plan().tied}
+        self._check_copies([source.hf_names[0] for source in wanted if source.name in owners], used)
+        return wanted
 
     def dtype_of(self, source: Source) -> torch.dtype:
         """Return the dtype in which :meth:`read` returns the parameter.
@@ -83,10 +92,28 @@ class HFWeights:
         return functools.reduce(torch.promote_types, (self._dtype(name) for name in source.hf_names))
 
     def read(self, source: Source) -> torch.Tensor:
-        """Return one parameter, on the host."""
-        return source.read(self._get)
+        """Return one parameter, on the host.
+
+        Raises:
+            WeightsUnusable: it holds integers, NaN or infinity.
+        """
+        try:
+            return source.read(self._get)
+        except WeightsUnusable as error:
+            error.path = str(self._directory)
+            raise
+
+    def _check_copies(self, owners: Collection[str], used: Collection[str]) -> None:
+        for extra, owner in product(self._located.keys() - used, owners):
+            shape, other = (self._slice(name).get_shape() for name in (extra, owner))
+            if shape == other and not torch.equal(self._get(extra), self._get(owner)):
+                reason = f"it is not '{owner}', and the model has one matrix for both (tie_word_embeddings)"
+                advice = f"Set tie_word_embeddings to false in config.json to keep both, or remove '{extra}'."
+                raise WeightsUnusable(tensor=extra, reason=reason, advice=advice, path=str(self._directory))
 
     def _files(self) -> list[str]:
+        if (self._directory / WEIGHTS).is_file():  # before an index, as in transformers
+            return [WEIGHTS]
         if (self._directory / INDEX).is_file():
             index = read_json(self._directory, INDEX).get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
@@ -96,7 +123,7 @@ class HFWeights:
             self._index = {name: Path(file).name for name, file in index.items()}  # files next to the index only
             return sorted(set(self._index.values()))
         pickles = sorted(path.name for pattern in _PICKLES for path in self._directory.glob(pattern))
-        if pickles and not (self._directory / WEIGHTS).exists():
+        if pickles:
             raise WeightsPickled(path=str(self._directory), file=pickles[0])
         return [WEIGHTS]
 

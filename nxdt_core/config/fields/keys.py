@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from nxdt_core.config.annotations import Range, Secret
+from nxdt_core.config.annotations import Range, Secret, StartsAtFile
 from nxdt_core.config.fields.types import (
     Anything,
     Choice,
@@ -161,6 +161,8 @@ def shape_of(annotation: Any, where: str) -> Shape:
         inner = shape_of(annotation.__origin__, where)
         if any(isinstance(mark, Secret) for mark in annotation.__metadata__):
             return Hidden(inner)
+        if any(isinstance(mark, StartsAtFile) for mark in annotation.__metadata__):
+            return FilePath(str)
         bounds = next((mark for mark in annotation.__metadata__ if isinstance(mark, Range)), None)
         return Scalar(inner.type, bounds) if bounds is not None and isinstance(inner, Scalar) else inner
     if origin in (Union, types.UnionType):

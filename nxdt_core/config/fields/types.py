@@ -161,13 +161,15 @@ def _is_path(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FilePath:
-    """``Path``: a file or directory to read. The configuration makes it absolute before it is read here."""
+    """``Path`` or ``SourcePath``: a file or directory to read. The configuration makes it absolute beforehand."""
 
-    def read(self, value: Any) -> Path:
+    type: type[Path] | type[str] = Path
+
+    def read(self, value: Any) -> Path | str:
         """Return the path."""
         if not isinstance(value, (str, Path)) or not _is_path(str(value)):
             raise Mismatch(describe_value(value))
-        return Path(value)
+        return self.type(value)
 
     def describe(self) -> str:
         """Return ``a path``."""

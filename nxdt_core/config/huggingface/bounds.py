@@ -39,11 +39,11 @@ def weights_in(directory: Path) -> tuple[int, int] | None:
     """
     try:
         sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
-        index = directory / f"{_WEIGHTS}.index.json"
+        single = directory / _WEIGHTS
         names = (
-            json.loads(read_text(index, follow=True))["weight_map"]
-            if index.is_file()
-            else _header(directory / _WEIGHTS)
+            _header(single)
+            if single.is_file()
+            else json.loads(read_text(directory / f"{_WEIGHTS}.index.json", follow=True))["weight_map"]
         )
         return (len(names), sum(sizes)) if sizes else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

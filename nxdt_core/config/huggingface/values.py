@@ -10,7 +10,7 @@ from typing import Any
 
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
-__all__ = ["HFValues", "architectures_of", "number_of", "rope_of"]
+__all__ = ["HFValues", "architectures_of", "number_of", "older_rope", "rope_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,21 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         if found:
             return dict(found)
     return {}
+
+
+def older_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys in which transformers 4 looks for what ``rope_parameters`` says; empty where a file has none."""
+    found = hf_config.get("rope_parameters") or {}
+    rope, local = found.get("full_attention", found), found.get("sliding_attention", {})
+    older = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if "rope_theta" in local:
+        older["rope_local_base_freq"] = local["rope_theta"]
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return older
+    name = "type" if kind == "longrope" else "rope_type"  # Phi-3 knows that by its first name alone
+    rest = {key: value for key, value in rope.items() if key not in {"rope_type", *older, *hf_config}}
+    return older | {"rope_scaling": {name: kind, **rest}}
 
 
 def number_of(values: Mapping[str, Any], key: str, default: float) -> float:

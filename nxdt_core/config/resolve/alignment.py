@@ -48,8 +48,9 @@ def link(tree: Node, source: str, kind: Literal["alias", "default"] = "alias") -
     if found is None:
         return None
     value = f"${{{source}}}" if has_interpolation(found.value) else found.value
-    written = found.origin.at(source)["place"]
-    return Node(value, Origin(kind=kind, where=source, line=found.origin.line, written=written), found.shown)
+    written, came = found.origin.at(source)["place"], found.origin
+    origin = Origin(kind=kind, where=source, line=came.line, written=written, directory=came.directory)
+    return Node(value, origin, found.shown)
 
 
 def spread_alignment(tree: Node) -> tuple[Node, list[Pair]]:

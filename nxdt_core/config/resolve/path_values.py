@@ -1,5 +1,6 @@
-"""Makes values of the type ``Path`` absolute: in a file they start at that file's directory, elsewhere at the
-working directory. ``package://`` stays as it is in the tree, so that a saved configuration loads on other machines.
+"""Makes values of the types ``Path`` and ``SourcePath`` absolute: in a file they start at that file's directory,
+elsewhere at the working directory. ``package://`` stays as it is in the tree, so that a saved configuration loads on
+other machines.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Locator:
             located = {key: self.locate(child, shape) for key, child in node.value.items()}
             changed = any(located[key] is not child for key, child in node.value.items())
             return replace(node, value=located) if changed else node
-        if not isinstance(node.value, str) or not node.value or node.value.startswith((PACKAGE_SCHEME, "/")):
+        if not isinstance(node.value, str) or not node.value or node.value.startswith("/") or "://" in node.value:
             return node
         shown = node.shown
         if shown not in (None, MASK) and not node.value.startswith("~"):

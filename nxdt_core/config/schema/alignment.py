@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, SourcePath
 
 __all__ = ["AlignmentConfig", "DpoKeys", "OrpoKeys", "PeftKeys", "SftKeys"]
 
@@ -67,7 +67,7 @@ class PeftKeys:
     """Layers that get an update."""
     load_lora_from_ckpt: bool | None = None
     """Start from a saved adapter."""
-    lora_save_dir: str | None = None
+    lora_save_dir: SourcePath | None = None
     """Location of the adapter to start from."""
     lora_load_tag: str | int | None = None
     """Step of the adapter to start from."""

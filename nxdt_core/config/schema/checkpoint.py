@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from nxdt_core.config.annotations import NoEffect, PositiveInt, Range
+from nxdt_core.config.annotations import NoEffect, PositiveInt, Range, SourcePath
 from nxdt_core.config.fields.duration import Duration
 
 __all__ = ["CheckpointConfig", "SignSection", "StorageSection"]
@@ -23,10 +23,10 @@ class StorageSection:
 class SignSection:
     """Signatures of checkpoints, for stores that others can write to. Needs ``pip install 'nxdt-core[sign]'``."""
 
-    key: str | None = None
+    key: SourcePath | None = None
     """PEM file of the Ed25519 private key that signs each checkpoint of the run; ``null`` does not sign. Only the first
     rank reads it. ``${oc.env:NXDT_SIGNING_KEY,null}`` takes the path from an environment variable."""
-    trusted: tuple[str, ...] = ()
+    trusted: tuple[SourcePath, ...] = ()
     """PEM files of Ed25519 public keys. Where any are named, the run refuses to resume from or load a checkpoint that
     none of them has signed, and checkpoints of other programs."""
 
@@ -76,7 +76,7 @@ class CheckpointConfig:
     """With ``resume_if_exists``: start from scratch where there is none, instead of an error."""
     resume_past_end: Annotated[bool, NoEffect("a run that has reached trainer.max_steps says so and ends")] = False
     """Resume a run that has reached ``trainer.max_steps``."""
-    resume_from: str | None = None
+    resume_from: SourcePath | None = None
     """One checkpoint to start from: its directory or URI."""
     weight_init_only: bool = False
     """Take only the weights from ``resume_from``: optimizer, step and data position start from zero."""

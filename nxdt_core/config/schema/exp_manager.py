@@ -17,6 +17,7 @@ from nxdt_core.config.annotations import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    SourcePath,
 )
 from nxdt_core.config.fields.duration import Duration
 from nxdt_core.config.schema.monitoring import MonitoringConfig
@@ -183,7 +184,7 @@ class ExpManagerConfig:
     """``checkpoint.resume_ignore_no_checkpoint``."""
     resume_past_end: Annotated[bool, AliasOf("checkpoint.resume_past_end")] = False
     """``checkpoint.resume_past_end``."""
-    resume_from_checkpoint: Annotated[str | None, AliasOf("checkpoint.resume_from")] = None
+    resume_from_checkpoint: Annotated[SourcePath | None, AliasOf("checkpoint.resume_from")] = None
     """``checkpoint.resume_from``."""
     create_checkpoint_callback: Annotated[bool, AliasOf("checkpoint.enabled")] = True
     """``checkpoint.enabled``."""
@@ -209,7 +210,7 @@ class ExpManagerConfig:
     """Exponential moving average of the weights."""
     disable_validation_on_resume: Annotated[bool, NoEffect("a resume never validates at once")] = True
     """Do not validate once more directly after a resume."""
-    files_to_copy: tuple[str, ...] | None = None
+    files_to_copy: tuple[SourcePath, ...] | None = None
     """Files to copy to ``files`` below the run's directory at each start."""
     create_early_stopping_callback: bool = False
     """Stop, saved, when a metric no longer improves; a later start with ``resume_if_exists`` stops again at once."""

@@ -9,6 +9,7 @@ import difflib
 import glob
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
     """Return the files that ``patterns`` name, in their order, the matches of each sorted by name.
 
+    A pattern begins after the part of its path that exists as written: the directory ``exp[1]`` never means ``exp1``.
+
     Args:
         patterns: paths, patterns (``corpus/*.txt``) and ``package://`` paths.
         key: of the configuration, for errors.
@@ -63,8 +66,9 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
             path = resolve_path(pattern)
         except PackageNotFound as error:
             raise DataFileNotFound(key=key, path=str(pattern)) from error
-        found = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
-        found = [p for p in found if p.is_file()]
+        literal = next(str(part) for part in (path, *path.parents) if os.path.exists(part))
+        matches = glob.glob(glob.escape(literal) + str(path)[len(literal) :], recursive=True)
+        found = [p for match in sorted(matches) if (p := Path(match)).is_file()]
         if not found and path.exists() and not path.is_dir():
             raise DataFileUnreadable(path=str(path), reason="it is not a file, and files are read more than once")
         if not found:

@@ -156,5 +156,7 @@ def test_weights_that_cannot_be_read_are_explained_by_their_reader(tmp_path: Pat
     (directory / "model.safetensors").write_bytes((10**15).to_bytes(8, "little") + b"{")
     assert weights_in(directory) is None
     save_file({"w": torch.zeros(2)}, directory / "model.safetensors")
+    assert weights_in(directory) == (1, (directory / "model.safetensors").stat().st_size)
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
     (directory / "model.safetensors.index.json").write_text('{"weight_map": 5}')
     assert weights_in(directory) is None

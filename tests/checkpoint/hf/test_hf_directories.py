@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxdt_core.checkpoint.hf.directory import iterate_hf, load_hf, read_hf_config, save_hf
+from nxdt_core.checkpoint.hf.key_map import Source
 from nxdt_core.errors.exchange import WeightsPickled
 from nxdt_core.errors.models import (
     HFExchangeUnsupported,
@@ -24,6 +25,7 @@ from nxdt_core.errors.models import (
     HFNotWritable,
     KeyMapIncomplete,
     WeightsDoNotFit,
+    WeightsUnusable,
 )
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan
@@ -55,7 +57,7 @@ class Toy(nn.Module):
 
 class ToyBuilder:
     hf_architectures = ("Toy",)
-    hf_ignored = ("h.*.table",)
+    hf_ignored = ("h.*.table", "head.w")
     vocab_size, max_sequence_length = 7, None
 
     def __init__(self, key_map: Sequence[KeyMap] = KEY_MAP) -> None:
@@ -149,6 +151,40 @@ def test_tensors_that_the_builder_ignores_may_be_there(saved):
     assert "embed.weight" in load_hf(saved, ToyBuilder())
 
 
+def test_a_head_of_its_own_is_not_dropped_where_the_model_ties_it(saved, state):
+    rewrite(saved, head__w=state["embed.weight"].clone())
+    assert "embed.weight" in load_hf(saved, ToyBuilder())
+    rewrite(saved, head__w=state["embed.weight"] + 1)
+    with pytest.raises(WeightsUnusable, match=r"head\.w.*it is not 'wte\.weight'") as caught:
+        load_hf(saved, ToyBuilder())
+    assert "Set tie_word_embeddings to false" in caught.value.do()
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (torch.ones(2, 4, dtype=torch.int8), "it holds torch.int8"),
+        (torch.full((2, 4), torch.nan), "it holds NaN or infinity"),
+        (torch.ones(2, 4).index_fill(1, torch.tensor(2), -torch.inf).bfloat16(), "it holds NaN or infinity"),
+        (torch.full((2, 4), torch.nan).to(torch.float8_e4m3fn), "it holds NaN or infinity"),
+    ],
+    ids=["integers", "nan", "infinity", "nan of 8 bits"],
+)
+def test_a_tensor_that_holds_no_weights_is_named(saved, value, reason):
+    rewrite(saved, h__3__experts__4__w=value)
+    with pytest.raises(WeightsUnusable, match=rf"'h\.3\.experts\.4\.w' in '{saved}'") as caught:
+        load_hf(saved, ToyBuilder())
+    assert reason in caught.value.what()
+
+
+def test_weights_of_8_bits_and_empty_ones_are_weights(saved):
+    rewrite(saved, wte__weight=torch.ones(7, 4).to(torch.float8_e4m3fn))
+    assert load_hf(saved, ToyBuilder())["embed.weight"].dtype == torch.float8_e4m3fn
+    nothing = torch.empty(0, 3)
+    empty = Source(name="a", shape=(0, 3), hf_names=("a",), transform="none")
+    assert empty.read(lambda name: nothing) is nothing
+
+
 def test_names_are_checked_before_anything_is_read(saved):
     rewrite(saved, h__3__q__weight=None, h__4__surplus=torch.zeros(1))
     with pytest.raises(WeightsDoNotFit) as caught:
@@ -199,6 +235,7 @@ def test_a_missing_shard_is_named(tmp_path, state):
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": []}'])
 def test_a_bad_index_is_named(saved, content):
+    (saved / "model.safetensors").rename(saved / "model-00001-of-00001.safetensors")
     (saved / "model.safetensors.index.json").write_text(content)
     with pytest.raises(HFFileDamaged, match=r"index\.json"):
         load_hf(saved, ToyBuilder())
@@ -209,6 +246,13 @@ def shards(directory, state):
     save_hf(directory, ToyBuilder(), state, max_shard_bytes=1000)
     index = directory / "model.safetensors.index.json"
     return index, json.loads(index.read_text())["weight_map"]
+
+
+def test_of_two_sets_of_weights_that_is_read_which_transformers_reads(tmp_path, state):
+    shards(tmp_path / "out", {name: torch.zeros_like(value) for name, value in state.items()})
+    save_hf(tmp_path / "single", ToyBuilder(), state)
+    (tmp_path / "single" / "model.safetensors").rename(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(load_hf(tmp_path / "out", ToyBuilder())["embed.weight"], state["embed.weight"])
 
 
 def test_an_index_that_names_the_wrong_shard_is_told_with_the_tensor(tmp_path, state):
@@ -234,7 +278,7 @@ def test_of_two_copies_of_a_tensor_that_of_the_index_counts(tmp_path, state):
 
 def test_an_index_cannot_name_files_elsewhere(tmp_path, saved):
     elsewhere = tmp_path / "elsewhere.safetensors"
-    elsewhere.write_bytes((saved / "model.safetensors").read_bytes())
+    (saved / "model.safetensors").rename(elsewhere)
     names = dict.fromkeys(load_file(elsewhere), "../elsewhere.safetensors")
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(HFFileMissing):
@@ -307,6 +351,6 @@ def test_a_wrong_key_map_is_the_builders_error(tmp_path, state, entry, reason):
     assert reason in str(caught.value)
 
 
-def test_a_builder_without_a_key_map_is_refused(tmp_path):
+def test_a_builder_without_a_key_map_is_refused(saved):
     with pytest.raises(HFExchangeUnsupported, match="SimpleNamespace"):
-        load_hf(tmp_path, SimpleNamespace())
+        load_hf(saved, SimpleNamespace())

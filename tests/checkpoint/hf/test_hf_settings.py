@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nxdt_core.checkpoint.hf.generation_settings import hf_settings
 from nxdt_core.checkpoint.hf.json_files import json_bytes
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.cli import main
@@ -180,7 +181,8 @@ def test_transformers_reads_the_same_configuration_again(tmp_path, family):
     assert exported.notes == ("no tokenizer is included: the run names none",)
     theirs, again = (transformers.AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("in", "out"))
     differs = {key for key in theirs.keys() | again.keys() if theirs.get(key) != again.get(key)} - {"_name_or_path"}
-    assert differs <= {"head_dim"}, "which is what hidden_size and the number of heads say"
+    # What hidden_size and the number of heads say, and what GPT-NeoX says under other names, too.
+    assert differs <= {"head_dim", "rope_theta", "partial_rotary_factor"}
 
 
 def test_ids_that_mean_something_else_to_the_run_are_not_kept(tmp_path, chat):
@@ -218,6 +220,41 @@ def test_what_is_kept_survives_as_facts(chat):
     assert HFSource.of_facts(json.loads(json.dumps(source.facts()))) == source
     assert source.tokens == {"0": "<s>", "1": "</s>"}
     assert HFSource.of_facts({}) is None
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("now", "older"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        (
+            {"rope_parameters": {**LINEAR, "rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+            {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": LINEAR},
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {**LINEAR, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_theta": 1e4},
+                }
+            },
+            {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR},
+        ),
+        (
+            {"original_max_position_embeddings": 9, "rope_parameters": {**LONG, "original_max_position_embeddings": 9}},
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        ),
+        ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}, {"rope_theta": 7.0}),
+        ({"rope_parameters": None}, {}),
+        ({}, {}),
+    ],
+)
+def test_what_transformers_4_looks_for_is_there_too(now, older):
+    written = hf_settings(now, None, (), None).config
+    assert {key: value for key, value in written.items() if not key.endswith("_token_id")} == {**now, **older}
 
 
 def test_infinities_are_spelled_as_transformers_spells_them():

@@ -139,6 +139,15 @@ def test_a_name_with_the_letters_of_a_pattern_is_a_name(tmp_path):
     assert expand([path], "key") == [path]
 
 
+@pytest.mark.parametrize("pattern", ["*.txt", "**/a.txt", "a.tx[t]"])
+def test_a_directory_with_the_letters_of_a_pattern_is_never_another_one(tmp_path, pattern):
+    for name in ("exp1", "exp[1]"):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name / "a.txt", name)
+    assert expand([tmp_path / "exp[1]" / pattern], "key") == [tmp_path / "exp[1]" / "a.txt"]
+    assert expand([tmp_path / "exp[12]" / pattern], "key") == [tmp_path / "exp1" / "a.txt"]
+
+
 def test_package_paths_lead_to_shipped_data():
     (path,) = expand(["package://nxdt_plugin_text/data/kjv.txt"], "key")
     assert path.is_file()

@@ -316,6 +316,16 @@ def test_what_is_still_to_be_set_is_listed(migrated):
     assert "there is no /data/tokenised here" in dict(migrated["dropless"].to_set)["data.train_dir"]
 
 
+def test_a_prefix_with_brackets_is_found_where_files_begin_with_it(installed, tmp_path):
+    source, prefix = tmp_path / "run.yaml", tmp_path / "corpus[1]"
+    source.write_text(FILES["dropless"][0].read_text().replace("/data/tokenised", str(prefix)))
+    assert (
+        f"there is no {prefix} here" in dict(migrate(source, tmp_path / "out.yaml", "nxdt", installed).to_set).values()
+    )
+    Path(f"{prefix}.idx").touch()
+    assert "data.train_dir" not in dict(migrate(source, tmp_path / "out.yaml", "nxdt", installed).to_set)
+
+
 @pytest.mark.parametrize("layers", range(4, 40))
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_cuts_share_layers_out_evenly_with_the_ends_lighter(layers, stages):

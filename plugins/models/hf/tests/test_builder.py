@@ -23,6 +23,14 @@ def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
     assert isinstance(made, HFExchange)
 
 
+def test_keys_that_transformers_4_calls_otherwise_have_both_names(builder):
+    written = builder("qwen3-moe").config_to_hf()
+    assert written["num_experts"] == written["num_local_experts"]
+    neox = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000.0, "hidden_size": 64}
+    written = HFBuilder(HFModelConfig(hf_config={**neox, "num_attention_heads": 4})).config_to_hf()
+    assert (written["rotary_pct"], written["rotary_emb_base"]) == (0.5, 5000.0)
+
+
 def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, family):
     made = builder(family)
     with torch.device("meta"):

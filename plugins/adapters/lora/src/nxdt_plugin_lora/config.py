@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nxdt_core.config.annotations import Fraction, NoEffect, NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import Fraction, NoEffect, NonNegativeFloat, PositiveInt, SourcePath
 
 __all__ = ["ALL_LINEAR", "Biases", "LoraConfig"]
 
@@ -61,7 +61,7 @@ class LoraConfig:
     directory, as ``lora_adapter/adapter_config.json``."""
     load_lora_from_ckpt: bool = False
     """Start from the adapter at ``lora_save_dir``."""
-    lora_save_dir: str | None = None
+    lora_save_dir: SourcePath | None = None
     """A store of checkpoints of a LoRA run, or a directory that peft wrote."""
     lora_load_tag: str | int | None = None
     """The step to take at ``lora_save_dir``: ``step-00000100`` or ``100``; ``null``: the newest."""

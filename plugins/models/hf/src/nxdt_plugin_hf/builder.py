@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+from nxdt_core.config.huggingface.values import older_rope
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
@@ -82,10 +83,16 @@ class HFBuilder:
         return self.facts.flops_per_token(sequence_length)
 
     def config_to_hf(self) -> dict[str, Any]:
-        """Return what transformers would write."""
+        """Return what transformers would write, with keys that transformers 4 calls otherwise under both names."""
         written: dict[str, Any] = json.loads(self.architecture.config.to_json_string(use_diff=True))
         written.pop("dtype", None)  # of the weights that were read; who writes some says theirs
-        return {**written, "architectures": [self.architecture.name]}
+        written["architectures"] = [self.architecture.name]
+        if self.architecture.config.attribute_map.get("num_experts") in written:
+            written["num_experts"] = self.architecture.config.num_experts
+        if self.architecture.config.model_type.startswith("gpt_neox"):
+            rope = older_rope(written)
+            written |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+        return written
 
     def hf_key_map(self) -> Sequence[KeyMap]:
         """Return :func:`nxdt_plugin_hf.exchange.key_map` of the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,4 +96,4 @@ def _is_path(key: str, text: str) -> bool:
 def _is_missing(text: str, directory: Path) -> bool:
     """Whether a path leads nowhere; a prefix of files counts as there where a file begins with it."""
     path = directory / expand_home(text)
-    return not path.exists() and not any(path.parent.glob(f"{path.name}*"))
+    return not path.exists() and not any(path.parent.glob(f"{glob.escape(path.name)}*"))
