@@ -66,7 +66,7 @@ test-parallel test-faults test-recipes: $(STAMP)
 
 test-torch:
 	$(PYTHON) scripts/torch_environment.py $(TORCH) $(TORCH_VENV) $(WITH)
-	CUDA_VISIBLE_DEVICES= $(TORCH_VENV)/bin/python -m pytest @tests/torch_versions.txt $(PYTEST_ARGS)
+	$(TORCH_VENV)/bin/python -m pytest @tests/torch_versions.txt $(PYTEST_ARGS)
 
 # The library needs transformers older than 5, or none; stand-ins take the place of AWS's closed packages.
 nxd-environment:

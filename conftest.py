@@ -50,7 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let garbage be collected rarely, and fork the processes of :mod:`tests.processes`, unless all cases are taken.
 
     A run within a run, as of a contract over mutants, keeps the server: another one would make all imports again.
+
+    GPUs are hidden from this process and its children, since a test has more ranks than a workstation has GPUs, and
+    compares bits and seconds of the CPU. Tests of an accelerator run by themselves.
     """
+    if config.option.markexpr != "accelerator":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if takes_all(config):
         return
     gc.set_threshold(100_000)
@@ -96,7 +101,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
     if torch.accelerator.current_accelerator(check_available=True) is None:
-        pytest.skip("torch finds no accelerator on this machine")
+        pytest.skip("torch finds no accelerator; `-m accelerator` shows it those of this machine")
 
 
 @pytest.hookimpl(trylast=True)

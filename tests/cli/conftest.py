@@ -116,7 +116,7 @@ def nxdt_on_terminal(work: Path, site: Path) -> Callable[..., tuple[int, str]]:
 
 
 def _environment(site: Path) -> dict[str, str]:
-    return {"PATH": "", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    return {"PATH": "", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
 
 
 @pytest.fixture

@@ -60,6 +60,7 @@ def launched(arguments: list[str], directory: Path, ranks: int) -> list[subproce
             env={
                 "PATH": "",
                 "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
                 **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             },
