@@ -60,6 +60,8 @@ class DeviceProfile:
     """Whether its tensors are in host memory; it then has no separate memory or random number generator."""
     cache_bound_kernels: bool = False
     """Whether kernels are paced by a core's cache rather than by launches: few passes and small chunks win."""
+    float64: bool = False
+    """Whether it computes in float64; initial weights are then drawn on the device rather than on the host."""
     fused_optimizers: bool = False
     """Whether ``torch.optim`` has fused kernels for it."""
     point_to_point: bool = True
@@ -137,6 +139,7 @@ CPU = DeviceProfile(
     operations=HostOperations(),
     host=True,
     cache_bound_kernels=True,
+    float64=True,
     fused_optimizers=True,
     reduce_scatter=False,
     attention_kernel="masked_flash",
@@ -149,6 +152,7 @@ CUDA = DeviceProfile(
     binds_process_group=True,
     lightning_accelerator="cuda",
     symmetric_memory=True,
+    float64=True,
     fused_optimizers=True,
     pinned_host_memory=True,
     reduced_float32_matmul=True,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from nxdt_core.nn.random.init import draw, rule_for
+from nxdt_core.nn.random.init import fill, rule_for
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.piece import Piece
 
@@ -41,11 +41,10 @@ def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
             setattr(module.get_submodule(path), leaf, present[owner])
 
 
-@torch.no_grad()
 def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:
     """Fill a rank's part of a parameter with its first values, bitwise equal to those elements of the whole.
 
-    They are drawn on the host, by name and position, so that no rank draws what another one holds.
+    They are drawn by name and position, so that no rank draws what another one holds.
 
     Args:
         piece: this rank's elements and their place in the whole parameter.
@@ -56,15 +55,4 @@ def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int)
     Raises:
         NoInitRule: no rule is for the parameter.
     """
-    rule = rule_for(name, rules)
-    piece.tensor.copy_(
-        draw(
-            piece.shape,
-            rule,
-            name=name,
-            seed=seed,
-            dtype=piece.tensor.dtype,
-            offsets=piece.box.offsets,
-            local_shape=piece.box.shape,
-        )
-    )
+    fill(piece.tensor, rule_for(name, rules), name=name, seed=seed, shape=piece.shape, offsets=piece.box.offsets)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from nxdt_core.errors.models import NoInitRule
-from nxdt_core.nn.random import positions
-from nxdt_core.nn.random.init import draw, initialize
+from nxdt_core.nn.random import init
+from nxdt_core.nn.random.init import draw, fill, initialize
 from nxdt_core.protocols.initialisation import InitRule
 
 STANDARD = InitRule(pattern="*", distribution="normal", mean=0.0, std=1.0)
@@ -56,14 +58,14 @@ def blocks(draw_from):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    blocks(), st.sampled_from(["normal", "truncated_normal", "uniform", "constant"]), st.sampled_from([1, 5, 1 << 16])
+    blocks(), st.sampled_from(["normal", "truncated_normal", "uniform", "constant"]), st.sampled_from([1, 5, 1 << 23])
 )
 def test_any_block_is_bit_equal_to_the_same_block_of_the_whole(block, distribution, chunk):
     shape, starts, sizes = block
     rule = InitRule(pattern="*", distribution=distribution, mean=0.5)
     whole = draw(shape, rule, name="w", seed=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(positions, "_CHUNK_ELEMENTS_IN_CACHE", chunk)
+        patch.setattr(init, "_TILE_ON_HOST", chunk)
         part = draw(shape, rule, name="w", seed=3, offsets=starts, local_shape=sizes)
     assert torch.equal(part, whole[tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))])
 
@@ -95,8 +97,53 @@ def test_threads_do_not_change_a_draw():
     torch.set_num_threads(threads + 1)
     try:
         assert torch.equal(sample(count=200_000), one)
+        torch.set_num_threads(1)
+        assert torch.equal(sample(count=200_000), one)
     finally:
         torch.set_num_threads(threads)
+
+
+class Calls(TorchFunctionMode):
+    """Counts the calls of torch that a device context would see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_function_mode_sees_no_call_for_each_tile(monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(init, "_TILE_ON_HOST", 10)
+    seen = []
+    for count in (10, 1000):
+        with Calls() as calls:
+            sample(count=count)
+        seen.append(calls.count)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("part", [(slice(1, 5),), (slice(None), slice(3, 8))], ids=["rows", "columns"])
+def test_a_block_is_filled_in_place_and_nothing_around_it(monkeypatch, mode, part):
+    monkeypatch.setattr(init, "_TILE_ON_HOST", 3)  # so that threads draw
+    with mode():
+        whole = torch.zeros(6, 9)
+        block = whole[part]
+        fill(block, STANDARD, name="w", seed=1, shape=(20, 30), offsets=(7, 11))
+        expected = draw((20, 30), STANDARD, name="w", seed=1, offsets=(7, 11), local_shape=block.shape)
+        assert torch.equal(block, expected)
+        assert whole.count_nonzero() == block.numel()
+
+
+def test_a_parameter_that_requires_a_gradient_is_filled():
+    parameter = torch.nn.Parameter(torch.zeros(200, 300))
+    fill(parameter, STANDARD, name="w", seed=1)
+    assert torch.equal(parameter, draw((200, 300), STANDARD, name="w", seed=1))
 
 
 def test_normal_numbers_have_the_moments_of_a_normal_distribution():

@@ -127,11 +127,11 @@ def test_elements_are_numbered_as_in_the_whole(data):
     expected = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))].flatten()
     limit = data.draw(st.integers(1, 40))
     pieces = [piece for rows in rows_of(shape, starts, sizes) for piece in rows.pieces(limit)]
-    assert all(piece.count * piece.columns <= limit for piece in pieces)
+    assert all(piece.elements <= limit for piece in pieces)
     found = [
         element_numbers(
             torch.tensor(piece.first, dtype=torch.int32),
-            piece.count * piece.columns,
+            piece.elements,
             *(torch.tensor(each, dtype=torch.int32) for each in (piece.columns, piece.gap) if piece.count > 1),
         )
         for piece in pieces

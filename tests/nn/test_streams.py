@@ -13,6 +13,10 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _WORD = 2**64
 
 
+def bits(stream: Stream, indices: torch.Tensor, first: int = 0) -> torch.Tensor:
+    return stream.bits(stream.terms(indices), first, (torch.empty_like(indices), torch.full_like(indices, -1)))
+
+
 def reference(start: int, gamma: int, index: int) -> int:
     """SplitMix64 in whole numbers of any size."""
     z = (start + (index + 1) * gamma) % _WORD
@@ -22,8 +26,8 @@ def reference(start: int, gamma: int, index: int) -> int:
 
 
 def test_the_published_sequence_of_splitmix64_comes_out():
-    bits = Stream(1234567, _GOLDEN_GAMMA).bits(torch.arange(5))
-    assert [int(b) % _WORD for b in bits] == [
+    found = bits(Stream(1234567, _GOLDEN_GAMMA), torch.arange(5))
+    assert [int(b) % _WORD for b in found] == [
         6457827717110365317,
         3203168211198807973,
         9817491932198370423,
@@ -33,28 +37,32 @@ def test_the_published_sequence_of_splitmix64_comes_out():
 
 
 @settings(deadline=None)
-@given(st.integers(0, _WORD - 1), st.integers(0, _WORD // 2 - 1), st.lists(st.integers(0, 2**48), min_size=1))
-def test_wrapping_arithmetic_agrees_with_whole_numbers(start, half, indices):
+@given(
+    st.integers(0, _WORD - 1),
+    st.integers(0, _WORD // 2 - 1),
+    st.integers(0, 2**48),
+    st.lists(st.integers(0, 2**48), min_size=1),
+)
+def test_wrapping_arithmetic_agrees_with_whole_numbers(start, half, first, indices):
     gamma = 2 * half + 1
-    bits = Stream(start, gamma).bits(torch.tensor(indices))
-    assert [int(b) % _WORD for b in bits] == [reference(start, gamma, i) for i in indices]
+    found = bits(Stream(start, gamma), torch.tensor(indices), first)
+    assert [int(b) % _WORD for b in found] == [reference(start, gamma, first + i) for i in indices]
 
 
 def test_a_number_depends_on_its_index_alone():
     stream = Stream.of(1, "w")
-    whole = stream.bits(torch.arange(1000))
+    whole = bits(stream, torch.arange(1000))
     shuffled = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(stream.bits(shuffled), whole[shuffled])
-    assert torch.equal(stream.bits(torch.arange(997, 1000)), whole[997:])
+    assert torch.equal(bits(stream, shuffled), whole[shuffled])
+    assert torch.equal(bits(stream, torch.arange(3), 997), whole[997:])
 
 
-def test_uniform_numbers_never_reach_the_ends(monkeypatch):
-    extremes = torch.tensor([0, -1, 2**62, -(2**63), 2**63 - 1, 4095])
-    monkeypatch.setattr(Stream, "bits", lambda self, indices: extremes.clone())
-    uniform = Stream(0, 1).uniform(torch.arange(6))
-    assert uniform.min() > 0
-    assert uniform.max() < 1
-    assert torch.isfinite(torch.special.ndtri(uniform)).all()
+def test_uniform_numbers_never_reach_the_ends_and_are_exact_near_them(monkeypatch):
+    extremes = torch.tensor([0, 4095, -1, 2**63 - 1, -(2**63), 2**62])
+    monkeypatch.setattr(Stream, "bits", lambda self, *arguments: extremes.clone())
+    tails = Stream(0, 1).tails(extremes, 0, (), out=torch.empty(6, dtype=torch.float64))
+    step = 2.0**-52
+    assert tails.tolist() == [step / 2, step / 2, -step / 2, 0.5 - step / 2, -0.5 + step / 2, 0.25 + step / 2]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1234, 2**63])

@@ -8,42 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.devices import profile_of
-
-__all__ = ["Rows", "positions", "rows_of"]
-
-_CHUNK_ELEMENTS_IN_CACHE = 1 << 16
-"""Elements that are worked on at a time: half a MiB an operand, which stays in a core's cache."""
-_CHUNK_ELEMENTS = 1 << 24
-"""Elsewhere, where each chunk costs some launches: 128 MiB an operand."""
-
-
-def positions(
-    shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], *, device: torch.device | str
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield, for each chunk of a block's elements, row by row, its place in the block and its elements' numbers in the
-    whole parameter, row-major (int64).
-
-    Args:
-        shape: of the whole parameter.
-        starts: where the block starts, one number a dimension.
-        sizes: of the block.
-        device: of the numbers.
-    """
-    shape, starts, sizes = _merged(tuple(shape), tuple(starts), tuple(sizes))
-    count = math.prod(sizes)
-    in_cache = profile_of(torch.device(device)).cache_bound_kernels
-    chunk = _CHUNK_ELEMENTS_IN_CACHE if in_cache else _CHUNK_ELEMENTS
-    for first in range(0, count, chunk):
-        last = min(first + chunk, count)
-        local = torch.arange(first, last, dtype=torch.int64, device=device)
-        whole = torch.zeros_like(local)
-        stride = 1
-        for extent, start, size in zip(reversed(shape[1:]), reversed(starts[1:]), reversed(sizes[1:]), strict=True):
-            whole += (local % size + start) * stride
-            local = local.div_(size, rounding_mode="floor")
-            stride *= extent
-        yield slice(first, last), whole.add_(local.add_(starts[0]), alpha=stride)
+__all__ = ["Rows", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +23,16 @@ class Rows:
     gap: int
     """Elements of the whole parameter between a row's last element and the next row's first."""
 
+    @property
+    def elements(self) -> int:
+        """Elements of all rows."""
+        return self.count * self.columns
+
+    def numbers(self, device: torch.device) -> torch.Tensor:
+        """Return the elements' numbers in the whole parameter, int64 [elements]."""
+        places = torch.arange(self.elements, dtype=torch.int64, device=device)
+        return places + places.div(self.columns, rounding_mode="floor").mul_(self.gap).add_(self.first)
+
     def pieces(self, limit: int) -> Iterator[Rows]:
         """Yield these rows in their order, at most ``limit`` elements at a time: whole rows, or a part of one."""
         height, width = max(1, limit // self.columns), min(limit, self.columns)
@@ -68,9 +43,14 @@ class Rows:
 
 
 def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rows]:
-    """Return the rows of a block, equally many in each item. Arguments as for :func:`positions`.
+    """Return the rows of a block, equally many in each item.
 
     One item, and in it one row where the block has no gaps, but for a block that is cut along three dimensions or more.
+
+    Args:
+        shape: of the whole parameter.
+        starts: where the block starts, one number per dimension.
+        sizes: of the block.
     """
     shape, starts, sizes = _merged(tuple(shape), tuple(starts), tuple(sizes))
     if len(shape) == 1:

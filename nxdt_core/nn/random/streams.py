@@ -4,6 +4,7 @@ index, one stream for each (seed, name)."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,19 +35,33 @@ class Stream:
             gamma ^= 0xAAAAAAAAAAAAAAAA
         return cls(int.from_bytes(digest[:8], "little"), gamma)
 
-    def bits(self, indices: torch.Tensor) -> torch.Tensor:
-        """64 random bits for each of ``indices`` (int64), as int64 of the same pattern."""
-        mixed = indices.add(1).mul_(_signed(self.gamma)).add_(_signed(self.start))  # int64 wraps modulo 2⁶⁴
-        mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_signed(_MULTIPLIER_1))
-        mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_signed(_MULTIPLIER_2))
-        return mixed.bitwise_xor_(_shifted(mixed, 31))
+    def terms(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the products with the increment that :meth:`bits` adds to, for ``numbers`` (int64)."""
+        return numbers * _signed(self.gamma)  # int64 wraps modulo 2⁶⁴
 
-    def uniform(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the numbers in (0, 1), both ends excluded, float64: midpoints of 2⁵² equal parts.
+    def bits(self, terms: torch.Tensor, first: int, words: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return 64 random bits per element, as int64 of the same pattern, in the first of ``words``.
 
-        (With 53 bits the half would not fit: the largest would round to 1, whose normal quantile is infinite.)
+        Args:
+            terms: :meth:`terms` of the elements' numbers, less ``first``.
+            first: of the stream's numbers.
+            words: two buffers of int64, as large as ``terms``.
         """
-        return _shifted(self.bits(indices), 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+        mixed, spare = words
+        torch.add(terms, _signed((self.start + (first + 1) * self.gamma) % (1 << 64)), out=mixed)
+        _xor_shifted(mixed, 30, spare).mul_(_signed(_MULTIPLIER_1))
+        _xor_shifted(mixed, 27, spare).mul_(_signed(_MULTIPLIER_2))
+        return _xor_shifted(mixed, 31, spare)
+
+    def tails(
+        self, terms: torch.Tensor, first: int, words: Sequence[torch.Tensor], *, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the uniform number ``u`` in (0, 1) of each element: ``u`` itself up to a half, else ``u - 1``.
+
+        They are float64 in ``out``, midpoints of 2⁵² equal parts. So neither end is reached, and what is near an end is
+        exact. Other arguments as for :meth:`bits`.
+        """
+        return out.copy_(self.bits(terms, first, words).bitwise_right_shift_(12)).add_(0.5).mul_(2.0**-52)
 
 
 def _signed(value: int) -> int:
@@ -54,6 +69,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift to the right: torch's is arithmetic, so the copies of the sign are masked off."""
-    return (values >> count).bitwise_and_((1 << (64 - count)) - 1)
+def _xor_shifted(values: torch.Tensor, count: int, spare: torch.Tensor) -> torch.Tensor:
+    """Combine ``values`` with themselves shifted to the right, in place. Torch's shift copies the sign: masked off."""
+    torch.bitwise_right_shift(values, count, out=spare)
+    return values.bitwise_xor_(spare.bitwise_and_((1 << (64 - count)) - 1))

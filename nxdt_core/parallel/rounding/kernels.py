@@ -115,7 +115,7 @@ class BlockKernel:
         function, limit = self._on(device)
         end = 0
         for piece in (piece for rows in parts for piece in rows.pieces(limit)):
-            start, end = end, end + piece.count * piece.columns
+            start, end = end, end + piece.elements
             tensors = flat if end - start == whole else [_plain(each[start:end]) for each in flat]
             function(*tensors, _numbers(piece, device), *others)
 

@@ -14,8 +14,9 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.nn.random.streams import Stream
+from nxdt_core.nn.random.init import draw
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
@@ -146,7 +147,8 @@ def run_of(engine: str, model: str, ranks: int, strategy: Mapping[str, Any], mor
 
 def batches(micro: int = MICRO) -> list[Batch]:
     """One global batch, whose loss falls when it is repeated; its rows have different numbers of labels."""
-    numbers = Stream.of(7, "batch").uniform(torch.arange(ROWS * (LENGTH + 1)))
+    even = InitRule(pattern="*", distribution="uniform", mean=0.5, std=0.5)  # from 0 to 1
+    numbers = draw((ROWS * (LENGTH + 1),), even, name="batch", seed=7, dtype=torch.float64)
     ids = (numbers * VOCABULARY).long().view(ROWS, LENGTH + 1)
     labels = ids[:, 1:].clone()
     for row in range(ROWS):

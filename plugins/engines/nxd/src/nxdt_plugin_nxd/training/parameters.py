@@ -15,7 +15,7 @@ import torch.distributed as dist
 from neuronx_distributed.parallel_layers import comm
 from torch import nn
 
-from nxdt_core.nn.random.positions import positions
+from nxdt_core.nn.random.positions import rows_of
 from nxdt_core.nn.random.rounding import noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box, Piece
@@ -102,9 +102,8 @@ class TrainedTensor:
     def _rounded(self, key: torch.Tensor) -> torch.Tensor:
         """Round by the number of each element in the whole parameter, as the torch engine does."""
         values, box = self.tensor.detach(), self.box()
-        numbers = torch.empty(values.numel(), dtype=torch.int64, device=values.device)
-        for place, found in positions(self.held.shape, box.offsets, box.shape, device=values.device):
-            numbers[place] = found
+        parts = rows_of(self.held.shape, box.offsets, box.shape)
+        numbers = torch.cat([rows.numbers(values.device) for rows in parts])
         return rounded(values, noise(numbers.to(torch.int32).view(values.shape), key))
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
