@@ -1,4 +1,4 @@
-"""What this process has got done so far, as evidence that it is not hung. Torch-free.
+"""What this process has got done so far, as evidence that it is not hung, and how long it took to start. Torch-free.
 
 Long work reports each piece that it finishes: a training step, a batch of a validation, a block of a file. In a run of
 many ranks the supervisor hears of it (:mod:`nxdt_core.launch.supervision.heartbeat`); elsewhere no process does, and
@@ -7,9 +7,12 @@ the reports cost an addition.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["PROGRESS", "Progress"]
+__all__ = ["PROGRESS", "Progress", "process_age_s", "process_stat"]
 
 
 @dataclass(slots=True)
@@ -35,6 +38,33 @@ class Progress:
     """Whether a supervisor watches this process and finds out which rank hangs. Collectives then wait longer than it
     does, so that it can report the rank that hangs, instead of torch the ranks that wait."""
 
+    start: dict[str, float] = field(default_factory=dict)
+    """Seconds from the start of ``nxdt train`` to the first training step, by what they were spent on."""
+    _counted_at: float | None = None
+
+    def begin_start(self, age_s: float) -> None:
+        """Let :meth:`spent` count, at first the ``age_s`` seconds before this call."""
+        self._counted_at = time.monotonic() - age_s
+
+    def spent(self, part: str, seconds: float | None = None) -> None:
+        """Count time until the first training step as that of ``part``, in a process that has begun to count.
+
+        Args:
+            part: such as ``import``; further calls add to it.
+            seconds: a share of the time since the last call, the rest of which the next call counts; None is all.
+        """
+        if self._counted_at is None:
+            return
+        if seconds is None:
+            seconds = time.monotonic() - self._counted_at
+        self.start[part] = self.start.get(part, 0.0) + seconds
+        self._counted_at += seconds
+
+    def take_start(self) -> dict[str, float]:
+        """Return what :meth:`spent` counted, and count no further."""
+        found, self.start, self._counted_at = self.start, {}, None
+        return found
+
     def advance(self, phase: str | None = None, *, step: int | None = None) -> None:
         """Report one more piece of work; may be called from any thread. None keeps what was reported last."""
         self.count += 1
@@ -46,3 +76,20 @@ class Progress:
 
 PROGRESS = Progress()
 """That of this process."""
+
+
+def process_age_s(pid: int | None = None) -> float:
+    """Return the seconds since a process of this host was started, this one by default; 0 where the system does not
+    show it."""
+    fields = process_stat(os.getpid() if pid is None else pid)
+    if not fields:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def process_stat(pid: int) -> list[str]:
+    """Return what Linux shows of a process behind its name, its state first; nothing elsewhere."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -11,6 +11,7 @@ from nxdt_core.cli.terminal.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
 from nxdt_core.engines.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
+from nxdt_core.progress import PROGRESS, process_age_s
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -60,6 +61,8 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     """
     from nxdt_core.launch.joining import find_place
 
+    PROGRESS.begin_start(process_age_s())
+    PROGRESS.spent("import")
     survive_closed_output()
     place = find_place()
     if place.world_size > 1:
@@ -105,6 +108,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
         others = () if "xla" in engine.capabilities else environment_notes(os.environ, config.kernel)
         for note in (*config.notes, *vocabulary_notes(config), *others):
             print_note(note)
+    PROGRESS.spent("configuration")
     return config
 
 

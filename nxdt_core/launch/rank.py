@@ -16,6 +16,7 @@ from nxdt_core.launch.supervision.client import Client
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import outlive_parent
+from nxdt_core.progress import PROGRESS, process_age_s
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.visible_text import visible
 
@@ -70,8 +71,11 @@ def _join(place: Place) -> Client:
             reason=error.strerror or str(error),
         ) from error
     client.store = store
+    PROGRESS.spent("launch")
     if client.is_watched_by(os.getppid()):
         outlive_parent()
+        if PROGRESS.start:
+            PROGRESS.start["launch"] += process_age_s(os.getppid()) - process_age_s()
     return client
 
 

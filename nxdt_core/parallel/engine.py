@@ -27,6 +27,7 @@ from nxdt_core.parallel.optimizer import TorchOptimizer
 from nxdt_core.parallel.rounding.kernels import Backend, backend_on
 from nxdt_core.parallel.rounding.policy import updates_rounded
 from nxdt_core.parallel.shards import tables
+from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
@@ -102,6 +103,7 @@ class TorchEngine:
             self._build_mesh()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         stages = lay_out(builder, self.mesh, options, precision, adapters)
+        PROGRESS.spent("build")
         materialise_stages(stages, self.device, seed=seed, base=materialise)
         rows = IN_CHUNKS
         if options.compile_backend is not None:

@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning.loggers.logger import DummyLogger
 
 from nxdt_core.parallel.compile.layers import compile_layers
+from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
 from nxdt_core.training.callbacks.compile_time import CompileTime
@@ -55,7 +56,9 @@ def fit(config, *callbacks):
 def test_the_first_step_says_what_it_compiled(small_run):
     torch._dynamo.reset()
     stream = io.StringIO()
+    PROGRESS.begin_start(0)
     rows = fit(small_run(), CompileFirst(), CompileTime(Console(3, stream=stream)))
+    assert 0 < PROGRESS.take_start()["compile"] == rows[0][1]["perf/compile_time_s"]
     lines = stream.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1"]
     assert lines[0].startswith("step 1: compiling took ")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nxdt_core.distributed.flight_recorder import read_collectives
 from nxdt_core.launch.supervision.messages import Beat
-from nxdt_core.progress import PROGRESS
+from nxdt_core.progress import PROGRESS, process_stat
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.regular_files import make_directory, regular_opener
 
@@ -134,7 +134,7 @@ def wake(processes: Iterable[int]) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process of this host is stopped by a signal. False where the system does not show it."""
-    fields = _stat(pid)
+    fields = process_stat(pid)
     return bool(fields) and fields[0] in ("T", "t")
 
 
@@ -142,7 +142,7 @@ def _cpu_of_children_s(pid: int) -> float:
     """CPU time of a process's descendants, such as compilers; 0 where the system does not show it."""
     found = 0.0
     for child in _children(pid):
-        fields = _stat(child)
+        fields = process_stat(child)
         if fields:
             found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _cpu_of_children_s(child)
     return found
@@ -152,13 +152,5 @@ def _children(pid: int) -> list[int]:
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _stat(pid: int) -> list[str]:
-    """What Linux shows of a process, behind its name: its state first."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return []

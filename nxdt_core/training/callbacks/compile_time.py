@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 
 from nxdt_core.compile_counts import CompileClock
 from nxdt_core.engines.compile_cache import graph_origins
+from nxdt_core.progress import PROGRESS
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.logger_tags import tag
 
@@ -49,6 +50,8 @@ class CompileTime(pl.Callback):
         seconds = self._clock.seconds
         if seconds == self._reported_s:
             return
+        if PROGRESS.start:  # the first step
+            PROGRESS.spent("compile", seconds)
         step = pl_module.train_state.step
         graphs = graph_origins()
         self._console.say(

@@ -11,7 +11,7 @@ _PERFORMANCE = frozenset(
     {"tokens_per_s", "mfu", "mfu_palm", "data_wait_s", "step_time_s", "max_memory_bytes", "compile_time_s"}
 )
 _RENAMED = {"checkpoint_blocked_s": "checkpoint/stall_s"}
-_GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/"}
+_GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/", "start_": "start/"}
 
 
 def tag(name: str) -> str:

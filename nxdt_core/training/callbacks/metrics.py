@@ -16,6 +16,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from nxdt_core.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.kernel import Kernel
 from nxdt_core.nn.flops import TokenFlops
+from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.logger_tags import tag
@@ -80,6 +81,8 @@ class MetricsWriter(pl.Callback):
         self._logged_step = self._logged_tokens = 0
         self._tokens_per_s: list[float] = []
         self._validation: ValidationFigures | None = None
+        self._start: dict[str, float] = {}
+        """Columns of the next row: what the time until the first step was spent on."""
         self.last: dict[str, Any] = {}
         """The newest row."""
 
@@ -106,12 +109,22 @@ class MetricsWriter(pl.Callback):
         if trainer.is_global_zero:
             self._name_plugins(trainer, pl_module.config.kernel, state.step)
         self._console.begin(state.step)
+        PROGRESS.spent("setup")
         self._waited, self._begun = self._wait(trainer), time.perf_counter()
+
+    def on_train_batch_start(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: NxdtModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the time until the first batch as that of data."""
+        if PROGRESS.start:
+            PROGRESS.spent("data")
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write a row every ``every`` steps and at the end."""
+        """Write a row every ``every`` steps and at the end; after the first step, say what the start took."""
+        if PROGRESS.start:
+            self._say_start(pl_module)
         step = pl_module.train_state.step
         if step % self._every == 0 or step == trainer.max_steps:
             self._log(trainer, pl_module)
@@ -149,6 +162,14 @@ class MetricsWriter(pl.Callback):
         """Close the metric files."""
         self._files.close()
 
+    def _say_start(self, module: NxdtModule) -> None:
+        float(module.last.loss.loss)  # the device has done the step, and not only been asked to
+        PROGRESS.spent("first step")
+        parts = PROGRESS.take_start()
+        self._start = {f"start_{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
+        named = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
+        self._console.say(f"First step after {sum(parts.values()):.1f} s: {named}", self._start)
+
     def _log(self, trainer: pl.Trainer, module: NxdtModule) -> None:
         state, result = module.train_state, module.last
         skipped = torch.as_tensor(module.optimizer.skipped_steps, device=result.grad_norm.device)
@@ -177,8 +198,10 @@ class MetricsWriter(pl.Callback):
             "step_time_s": seconds / steps,
             "max_memory_bytes": max_memory_bytes(module.engine.device),
             **scalars,
+            **self._start,
             **self._more(),
         }
+        self._start = {}
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in _numbers(self.last).items()})
         self._begun, self._waited = now, waited
         self._logged_step, self._logged_tokens = state.step, state.consumed_tokens

@@ -14,6 +14,7 @@ import torch
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.training import NotOurBatch, NotOurStrategy
+from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
@@ -114,11 +115,14 @@ class NxdtModule(pl.LightningModule):
         if not hasattr(self.session, "model"):
             self.session.engine = self.engine
             self.announce("building the model")
+            PROGRESS.spent("setup")
             self.session.build_model(resumes=None if self._resume is None else self._resume[1])
+            PROGRESS.spent("weights")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer."""
         self.session.build_optimizer()
+        PROGRESS.spent("build")
         return self.session.optimizer.inner
 
     def load_resumed(self) -> None:
@@ -127,6 +131,7 @@ class NxdtModule(pl.LightningModule):
             self.announce(f"loading step {self._resume[1].step}")
             extra = self.session.load_checkpoint(*self._resume)
             self.resumed_horizon = extra.get("horizon", self.session.horizon.max_steps)
+            PROGRESS.spent("weights")
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""

@@ -27,6 +27,7 @@ from nxdt_core.kernel.discovery.lightning_callbacks import (
     lightning_notes,
 )
 from nxdt_core.nn.flops import token_flops
+from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.training import build
@@ -77,11 +78,13 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
     Raises:
         NxdtError: something that the user can fix; what was committed before stays.
     """
+    PROGRESS.spent("import")
     _quieten_lightning()
     if supervisor is not None:
         supervisor.watch(config.run.distributed_strategy.timeout_s)
     strategy = NxdtStrategy(config)
     strategy.start()
+    PROGRESS.spent("devices")
     ranks = strategy.engine.ranks
     config = strategy.config = as_trial(dated(config, ranks))
     console = Console(

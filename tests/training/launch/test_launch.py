@@ -17,7 +17,7 @@ from tests import processes
 from tests.sampling import slow
 from tests.training.launch.launching import environment, faulty, finish, gone, ranks_of, start, wait_for_rows, words
 
-BANNER = r"(?:model|devices|precision|data|steps|run|checkpoints) +|building the model"
+BANNER = r"(?:model|devices|precision|data|steps|run|checkpoints) +|building the model|First step after "
 """What a run says before its first step."""
 
 
@@ -46,8 +46,10 @@ def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tm
     assert status == 0, err
     assert out.count("steps:") == 1
     assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1/4", "2/4", "3/4", "4/4"]
+    assert len(re.findall(r"^First step after [\d.]+ s: ", err, re.MULTILINE)) == 1
     rows = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 4
+    assert "start_launch_s" in metric_rows(tmp_path / "two")[1]
     losses = {step: row["loss"] for step, row in metric_rows(tmp_path / "two").items()}
     assert losses == pytest.approx(one_process, abs=1e-5)
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from importlib.util import find_spec
@@ -300,6 +301,7 @@ LINE = ["time", "level", "rank", "logger", "message", "code", "data", "trace"]
 def test_log_lines_as_json(tmp_path):
     keys = (*SMALL, "trainer.max_steps=2", "trainer.log_every_n_steps=1", "checkpoint.monitor=nonsense", "name=run")
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *keys, "exp_manager.log_format=json"]
+    began = time.monotonic()
     done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     printed = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
@@ -317,6 +319,16 @@ def test_log_lines_as_json(tmp_path):
     }
     rows = [json.loads(line) for line in (tmp_path / "nxdt_experiments/run/metrics.jsonl").read_text().splitlines()]
     assert list(steps.values()) == rows
+    messages = [line["message"] for line in kept]
+    (said,) = [number for number, message in enumerate(messages) if message.startswith("First step after ")]
+    assert said < messages.index(next(message for message in messages if message.startswith("step 1/")))
+    parts = kept[said]["data"]
+    named = ("import", "configuration", "devices", "setup", "data", "build", "weights", "first_step")
+    assert list(parts) == [f"start_{name}_s" for name in named]
+    assert 0 < sum(parts.values()) < time.monotonic() - began
+    assert messages[said].startswith(f"First step after {sum(parts.values()):.1f} s: ")
+    assert {name: value for name, value in rows[0].items() if name in parts} == parts
+    assert not parts.keys() & rows[1].keys()
     warning = next(line for line in kept if line["level"] == "WARNING")
     assert "nonsense" in warning["message"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", warning["time"])
