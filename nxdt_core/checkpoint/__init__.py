@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.ownership.store_owner import Ownership, own, owned
     from nxdt_core.checkpoint.read.committed import read_manifest
     from nxdt_core.checkpoint.read.load import (
+        iterate_model,
         load_model,
         load_model_into,
         load_optimizer,
@@ -41,6 +42,7 @@ __all__ = [
     "check_writable",
     "delete_step",
     "find_checkpoint",
+    "iterate_model",
     "latest",
     "list_checkpoints",
     "load_model",
@@ -74,6 +76,7 @@ _MODULES = {
     "find_checkpoint": "read.status",
     "latest": "read.status",
     "list_checkpoints": "read.status",
+    "iterate_model": "read.load",
     "load_model": "read.load",
     "load_model_into": "read.load",
     "load_optimizer": "read.load",

@@ -185,7 +185,13 @@ class VocabularyTooSmall(NxdtError):
 
     code = "NXDT-M051"
     happened = "The tokenizer has {tokenizer} ids, the model's vocabulary has {model} rows."
-    remedy = "Set model.vocab_size to {tokenizer} or more (a multiple of 128 is quicker on accelerators)."
+    remedy = (
+        "For a new model, set model.vocab_size to {tokenizer} or more (a multiple of 128 is quicker on accelerators). "
+        'To add rows to the model in a Hugging Face directory DIR: python -c "from transformers import '
+        "AutoModelForCausalLM as M; m = M.from_pretrained('DIR'); m.resize_token_embeddings({tokenizer}); "
+        "m.save_pretrained('NEW')\", and name NEW in model.model_config and checkpoint.resume_from. "
+        "'nxdt checkpoint export' makes such a directory of a checkpoint."
+    )
     tokenizer: int
     model: int
 

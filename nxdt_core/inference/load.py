@@ -95,8 +95,8 @@ def load_model(
     model = primitives.initialize_parallel_model(run, engine, materialise=False)
     if manifest.facts.without_base:
         below = base_weights(run, found, manifest, base=base, trusted=keys)
-        for name in below.specs:
-            model.load_state_dict({name: below.read(name)}, strict=False)
+        for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):
+            model.load_state_dict({name: weight}, strict=False)
         if base_digest(model, engine.ranks) != manifest.facts.base:
             raise AdapterOfAnotherBase(where=build.step_uri(found, manifest.step), base=below.origin)
     load_weights(found, manifest, engine=engine, model=model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -69,3 +71,26 @@ def test_a_directory_trains_and_its_export_generates(family, tmp_path, monkeypat
     }
     assert min(moved.values()) > 0, "each parameter has learned"
     assert max(moved.values()) < 12 * RATE, "ten steps from those weights, and from no others"
+
+
+@pytest.mark.parametrize("one", ["llama", "qwen2"])
+def test_a_tokenizer_with_more_ids_than_rows_leads_to_a_model_that_trains(one, tmp_path, monkeypatch, capsys):
+    config = transformers.AutoConfig.for_model(one, **{**SIZES, **FAMILIES[one], "vocab_size": 258})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "DIR")
+    monkeypatch.chdir(tmp_path)
+    words = (
+        *("train", "recipe:hf-tiny", "name=run", "model.name=null", "trainer.max_steps=1", "data.seq_length=32"),
+        *("checkpoint.weight_init_only=true", "trainer.val_check_interval=null", "data.global_batch_size=8"),
+    )
+    assert main([*words, "model.model_config=DIR", "checkpoint.resume_from=DIR"]) == 2
+    said = capsys.readouterr().err
+    assert "[NXDT-M051] The tokenizer has 259 ids" in said
+    exec(re.search(r'python -c "(.*)", and', " ".join(said.split()))[1], {})  # as the message says
+    assert main([*words, "model.model_config=NEW", "checkpoint.resume_from=NEW"]) == 0
+
+
+def test_a_new_model_of_any_kind_has_the_rows_that_its_vocabulary_size_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("train", "recipe:hf-tiny", "trainer.fast_dev_run=1", "data.seq_length=32", "data.global_batch_size=8")
+    assert main([*words, "model.hf_config.vocab_size=200"]) == 2
+    assert main([*words, "model.hf_config.vocab_size=200", "model.vocab_size=259"]) == 0

@@ -5,7 +5,7 @@ Whole tensors onto the host, for one process that wants all of them; or into wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.digested_files import read_whole
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
+from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec, grouped
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.pieces import empty_like, storable_piece
@@ -26,6 +27,7 @@ from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 
 __all__ = [
+    "iterate_model",
     "load_model",
     "load_model_into",
     "load_optimizer",
@@ -34,6 +36,28 @@ __all__ = [
     "read_tensors",
     "saved_ranks",
 ]
+
+
+_AT_ONCE_BYTES = 256 * 2**20
+"""Tensors that :func:`iterate_model` holds at a time: each read parses headers and verifies whole blocks."""
+
+
+def iterate_model(storage: CheckpointStorage, manifest: Manifest, names: Sequence[str]) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers in the order of ``names``, whole and on the host.
+
+    256 MiB of them, or a larger one alone, are in memory at a time.
+
+    Raises:
+        CheckpointDamaged: a file is not what was written; the error names it.
+        TensorNotInCheckpoint: one of ``names`` was not saved.
+    """
+    index = manifest.tensors.get("model", {})
+    _require(storage, manifest, "model", names)
+    specs = {name: TensorSpec(index[name].dtype, index[name].shape) for name in names}
+    for group in grouped(specs, _AT_ONCE_BYTES):
+        found = load_model(storage, manifest, group)
+        for name in group:
+            yield found.pop(name)
 
 
 def load_model(
@@ -182,10 +206,7 @@ def read_tensors(
     """
     index = manifest.tensors.get(section, {})
     chosen = list(index) if names is None else list(names)
-    missing = tuple(name for name in chosen if name not in index)
-    if missing:
-        reason = f"no tensor {', '.join(missing[:8])} in its section {section!r}"
-        raise TensorNotInCheckpoint(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
+    _require(storage, manifest, section, chosen)
     owner_of = {name: index[name].same_as or name for name in chosen}
     owners = {owner: index[owner] for owner in owner_of.values()}
     check_fits(storage, manifest, owners.values())
@@ -195,6 +216,13 @@ def read_tensors(
         wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
     fill(storage, manifest, wanted, index)
     return {name: wanted[owner].tensor for name, owner in owner_of.items()}
+
+
+def _require(storage: CheckpointStorage, manifest: Manifest, section: str, names: Iterable[str]) -> None:
+    missing = [name for name in names if name not in manifest.tensors.get(section, {})]
+    if missing:
+        reason = f"no tensor {', '.join(missing[:8])} in its section {section!r}"
+        raise TensorNotInCheckpoint(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
 
 
 def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Tensor]:

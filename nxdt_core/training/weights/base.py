@@ -1,9 +1,9 @@
-"""The frozen weights that a checkpoint of an adapter leaves out, tensor by tensor, from where its run took them."""
+"""The frozen weights that a checkpoint of an adapter leaves out, from where its run took them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,22 +29,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseWeights:
-    """Whole parameters of a model, one at a time, on the host."""
+    """Whole parameters of a model, on the host."""
 
     origin: str
     """Where they come from, for messages."""
     specs: Mapping[str, TensorSpec]
     """Dtype and shape by global name."""
-    read: Callable[[str], torch.Tensor]
-    """The parameter of a name."""
+    read: Callable[[Sequence[str]], Iterator[torch.Tensor]]
+    """Yields parameters by name, in order; all names in one call, so that each file is opened once."""
 
-    def check(self, frozen: Iterable[str], digest: str, *, where: str) -> None:
+    def check(self, frozen: Sequence[str], digest: str, *, where: str) -> None:
         """Check that the parameters match ``digest``; reads all of ``frozen``.
 
         Raises:
             AdapterOfAnotherBase: they do not.
         """
-        found = digest_of(sample for name in frozen for sample in samples_of([(name, self.read(name))]))
+        weights = zip(frozen, self.read(frozen), strict=True)
+        found = digest_of(sample for name, weight in weights for sample in samples_of([(name, weight)]))
         if found != digest:
             raise AdapterOfAnotherBase(where=where, base=self.origin)
 
@@ -87,19 +88,22 @@ def base_weights(
 
 
 def _of_checkpoint(storage: CheckpointStorage, manifest: Manifest) -> BaseWeights:
-    def read(name: str) -> torch.Tensor:
-        return checkpoint.load_model(storage, manifest, [name])[name]
-
     index = manifest.tensors.get("model", {})
     specs = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in index.items()}
-    return BaseWeights(origin=f"'{build.step_uri(storage, manifest.step)}'", specs=specs, read=read)
+    return BaseWeights(
+        origin=f"'{build.step_uri(storage, manifest.step)}'",
+        specs=specs,
+        read=lambda names: checkpoint.iterate_model(storage, manifest, names),
+    )
 
 
 def _foreign(path: str, config: ResolvedConfig) -> BaseWeights:
     _, found = open_checkpoint(Path(path), config.kernel)
     listed = found.listing(build.model_builder(config)).items()
     specs = {name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"}
-    return BaseWeights(origin=f"'{path}'", specs=specs, read=lambda name: next(iter(found.read([("model", name)]))))
+    return BaseWeights(
+        origin=f"'{path}'", specs=specs, read=lambda names: iter(found.read([("model", name) for name in names]))
+    )
 
 
 def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
@@ -109,7 +113,8 @@ def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
         specs = {name: TensorSpec(dtype, tuple(p.shape)) for name, p in named if name not in users}
     rules = builder.init_rules()
 
-    def read(name: str) -> torch.Tensor:
-        return draw(specs[name].shape, rule_for(name, rules), name=name, seed=seed, dtype=getattr(torch, dtype))
+    def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
+        for name in names:
+            yield draw(specs[name].shape, rule_for(name, rules), name=name, seed=seed, dtype=getattr(torch, dtype))
 
     return BaseWeights(origin=f"a fresh model of seed {seed}", specs=specs, read=read)

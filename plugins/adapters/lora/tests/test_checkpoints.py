@@ -17,7 +17,9 @@ from nxdt_plugin_lora.run_files import write_options
 from nxdt_plugin_s3.config import S3StorageConfig
 
 from nxdt_core import checkpoint
+from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import TrustedKeys
+from nxdt_core.checkpoint.hf import weights
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
@@ -25,6 +27,7 @@ from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.inference.generate import generate
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training.run.train import train
+from nxdt_core.training.weights.export import export_hf
 from tests.checkpoint.signed import load_trusted, write_key
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.sampling import slow
@@ -261,6 +264,35 @@ def test_a_run_merges_its_last_step_and_writes_its_options_where_asked_to(run):
     assert (options["r"], options["target_modules"]) == (2, ["all-linear"])
 
 
+def counted(monkeypatch, owner, name, place):
+    """The argument at ``place`` of each call of a function or method, which still happens."""
+    calls, real = [], getattr(owner, name)
+
+    def called(*arguments, **options):
+        calls.append(str(arguments[place]))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, called)
+    return calls
+
+
+@pytest.mark.parametrize("base", ["checkpoint", "directory"])
+def test_files_are_opened_as_often_for_a_model_of_many_matrices(tmp_path, fresh_run, monkeypatch, base):
+    opened = set()
+    for size in ("model.num_layers=1", "model.num_layers=3"):
+        begin = ["adapter.save_lora_base=true"]
+        if base == "directory":
+            export_hf(str(fresh_run("adapter.enable_lora=false", size) / "checkpoints"), str(tmp_path / size))
+            begin = [f"checkpoint.resume_from={tmp_path / size}", "checkpoint.weight_init_only=true"]
+        run = str(fresh_run(size, *begin) / "checkpoints")
+        with monkeypatch.context() as patch:
+            keys, files = counted(patch, LocalStorage, "open_read", 1), counted(patch, weights, "safe_open", 0)
+            assert main(["checkpoint", "merge-lora", run, str(tmp_path / f"merged-{size}")]) == 0
+            assert main(["checkpoint", "export-lora", run, str(tmp_path / f"adapter-{size}")]) == 0
+        opened.add((sum(key.endswith(".safetensors") for key in keys), len(files)))
+    assert len(opened) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_and_exports_replace_a_link_and_a_pipe(tmp_path, kind):
     (tmp_path / "lora_adapter").mkdir()
@@ -268,7 +300,7 @@ def test_options_and_exports_replace_a_link_and_a_pipe(tmp_path, kind):
     for name in names:
         precious = put(kind, tmp_path / "lora_adapter" / name, tmp_path)
     write_options({"r": 2}, tmp_path)
-    write_peft(tmp_path / "lora_adapter", {"r": 2}, {}, lambda name: torch.zeros(1), base="x")
+    write_peft(tmp_path / "lora_adapter", {"r": 2}, {}, lambda names: [], base="x")
     assert precious.read_text() == PRECIOUS
     assert not any((tmp_path / "lora_adapter" / name).is_symlink() for name in names)
     assert all((tmp_path / "lora_adapter" / name).is_file() for name in names)

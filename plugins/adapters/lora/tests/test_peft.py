@@ -91,9 +91,8 @@ def written(run, directory):
     shapes = {name: tuple(p.shape) for name, p in run.trained.items()}
     config, tensors = describe(run.builder, run.lora, shapes, base=None)
     trained = run.trained
-    write_peft(
-        directory, config, tensors, lambda name: trained[name].detach(), base=base_digest(run.model, run.engine.ranks)
-    )
+    digest = base_digest(run.model, run.engine.ranks)
+    write_peft(directory, config, tensors, lambda names: [trained[name].detach() for name in names], base=digest)
     return directory
 
 

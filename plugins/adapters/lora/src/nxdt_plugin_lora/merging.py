@@ -62,8 +62,8 @@ def merge_lora(
 ) -> Merged:
     """Commit the model that a LoRA run trained as a checkpoint without an adapter, under the same step.
 
-    Each rank holds one matrix at a time. Updates are added in float32. Collective: it succeeds on all ranks or fails on
-    all.
+    Each rank holds about 256 MiB of the weights and of the updates at a time. Updates are added in float32. Collective:
+    it succeeds on all ranks or fails on all.
 
     Args:
         source: a run's checkpoints.
@@ -148,10 +148,13 @@ def _write(
     updated, tables = saved.updated, tables_of(build.model_builder(saved.config))
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
+        frozen = saved.base.read([name for name in names if name not in saved.trained])
+        needed = {name: [name] * (name in saved.trained) + [*updated.get(name, {}).values()] for name in names}
+        own = saved.read([part for parts in needed.values() for part in parts])
         for name in names:
-            weight = saved.read(name) if name in saved.trained else saved.base.read(name)
+            weight = next(own if name in saved.trained else frozen)
             if name in updated:
-                update = {kind: saved.read(parameter) for kind, parameter in updated[name].items()}
+                update = {kind: next(own) for kind in updated[name]}
                 weight = merged_weight(weight, update, saved.lora, table=name in tables)
             yield weight.to(getattr(torch, held[name].dtype))
 

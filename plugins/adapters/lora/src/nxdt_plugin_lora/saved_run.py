@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +59,9 @@ class SavedLora:
                 found.setdefault(leaf.base, {})[leaf.kind] = name
         return found
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a trained parameter, whole."""
-        return checkpoint.load_model(self.storage, self.manifest, [name])[name]
+    def read(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """Yield trained parameters in order, whole."""
+        return checkpoint.iterate_model(self.storage, self.manifest, names)
 
     def check_base(self) -> None:
         """Check that the base weights are those that the adapter was trained on.

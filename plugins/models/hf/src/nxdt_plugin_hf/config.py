@@ -25,6 +25,9 @@ class HFModelConfig:
     max_position_embeddings: PositiveInt | None = None
     """``max_position_embeddings`` of ``hf_config``; ``null``: as there."""
 
+    vocab_size: PositiveInt | None = None
+    """``vocab_size`` of ``hf_config``; ``null``: as there."""
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of this section from a ``config.json``, each unchanged."""
@@ -37,6 +40,7 @@ class HFModelConfig:
             "num_hidden_layers": self.num_layers,
             "hidden_size": self.hidden_size,
             "max_position_embeddings": self.max_position_embeddings,
+            "vocab_size": self.vocab_size,
         }
         return dict(self.hf_config) | {key: value for key, value in given.items() if value is not None}
 

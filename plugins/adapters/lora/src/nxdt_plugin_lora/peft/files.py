@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def write_peft(
     directory: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, PeftTensor],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[[Sequence[str]], Iterable[torch.Tensor]],
     *,
     base: str,
 ) -> int:
@@ -46,10 +46,11 @@ def write_peft(
         directory: is made.
         config: of :func:`nxdt_plugin_lora.peft.config.peft_config`.
         tensors: of :func:`nxdt_plugin_lora.peft.names.peft_tensors`.
-        read: gives the whole parameter of a name.
+        read: gives the whole parameters of names, in order.
         base: digest of the frozen weights.
     """
-    written = dict(item for name, tensor in tensors.items() for item in tensor.write(read(name)))
+    weights = zip(tensors.values(), read([*tensors]), strict=True)
+    written = dict(item for tensor, weight in weights for item in tensor.write(weight))
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / WEIGHTS) as file:
         file.write(save(written, metadata={"format": "pt", _BASE: base}))
