@@ -2,13 +2,17 @@
 
 import gc
 import json
+import weakref
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from nxdt_core.device_operations import DeviceOperations
 from nxdt_core.devices import HOST, PROFILES
 from nxdt_core.training import train
+from nxdt_core.training.garbage_collection import GarbageCollection
 from tests.sampling import slow
 from tests.training.launch.launching import finish, start, words
 
@@ -97,3 +101,26 @@ def test_the_profile_has_the_default_and_the_collector_works_as_before_once_the_
         gc.callbacks.remove(collected)
     assert enabled.count(False) == 3
     assert (gc.isenabled(), gc.get_freeze_count() > 0) == before
+
+
+@pytest.mark.parametrize(("held", "freed"), [(0, False), (None, False), (1, True)])
+def test_what_earlier_runs_left_on_an_accelerator_is_freed(held, freed, monkeypatch):
+    class Operations(DeviceOperations):
+        def max_memory_bytes(self, device):
+            return held
+
+    class Cycle:
+        pass
+
+    profile = replace(PROFILES["cuda"], device_type="meta", operations=Operations())
+    monkeypatch.setitem(PROFILES, "meta", profile)
+    left = Cycle()
+    left.itself = left
+    gone = weakref.ref(left)
+    gc.disable()
+    del left
+    try:
+        GarbageCollection.of_earlier_runs(torch.device("meta"))
+        assert (gone() is None) == freed
+    finally:
+        gc.enable()
