@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.devices import groups_on_device
+from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.mlp import GatedSiLU
 from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.random.dropout import Dropout
@@ -85,7 +86,7 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups 
     if groups is None:
         return torch.bmm(rows, weights.transpose(1, 2))
     if rows.is_meta:  # the groups of the rows are unknown; sizes, kept tensors and arithmetic equal those of any matrix
-        return functional.linear(rows, weights[0])
+        return functional.linear(rows, weights.to(compute_dtype(rows))[0])
     kind = rows.device.type
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:  # autocast does not know grouped_mm
         dtype = torch.get_autocast_dtype(kind)
