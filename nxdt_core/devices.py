@@ -103,6 +103,9 @@ class DeviceProfile:
     block_attention: tuple[str, ...] = ()
     """Names of the dtypes in which attention to packed documents runs by blocks of keys
     (:mod:`~nxdt_core.nn.attention.blocks`); in others it runs under a mask."""
+    shared_heads: tuple[str, ...] | None = None
+    """Names of the dtypes in which fused attention without a mask takes one head of keys and values for several of
+    queries. In others, and with a mask, torch would keep all scores instead. None: it takes them always."""
     grouped_products: tuple[str, ...] = ()
     """Names of the dtypes in which ``torch.nn.functional.grouped_mm`` reads the offsets of its groups on the device; in
     others it would copy them to the host, once for each product. The host itself reads them in all."""
@@ -161,6 +164,7 @@ CUDA = DeviceProfile(
     broadcast_loads=True,
     attention_kernel="flash_or_efficient",
     block_attention=("float32", "bfloat16", "float16"),
+    shared_heads=("bfloat16", "float16"),  # flash attention and cuDNN
     grouped_products=("bfloat16",),
     grouped_generations=(9, 10),  # Hopper and Blackwell, torch 2.13
     peak_flops={

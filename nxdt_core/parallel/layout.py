@@ -7,7 +7,7 @@ compilation, data parallel sharding. Materialising follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,6 +84,8 @@ class LayoutOptions:
     """Compile again for each shape."""
     block_attention: BlockAttention | None = None
     """How to attend to packed documents by blocks; None: under a mask."""
+    shared_heads: frozenset[torch.dtype] | None = None
+    """See :attr:`nxdt_core.devices.DeviceProfile.shared_heads`."""
 
     @classmethod
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
@@ -108,6 +110,7 @@ class LayoutOptions:
             compile_backend=profile.compile_backend if run.model.compile else None,
             static_shapes=profile.static_shapes,
             block_attention=block_attention(profile),
+            shared_heads=None if profile.shared_heads is None else _dtypes(profile.shared_heads),
         )
 
 
@@ -257,8 +260,12 @@ def _sliced_tokens(run: RunConfig, mesh: ParallelMesh) -> Sliced:
 
 def block_attention(profile: DeviceProfile) -> BlockAttention | None:
     """Return how a device type attends to packed documents by blocks; None where it does so under a mask."""
-    dtypes = frozenset(getattr(torch, name) for name in profile.block_attention)
+    dtypes = _dtypes(profile.block_attention)
     return BlockAttention(dtypes, backend=profile.compile_backend) if dtypes else None
+
+
+def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
+    return frozenset(getattr(torch, name) for name in names)
 
 
 def _names(module: nn.Module) -> frozenset[str]:
@@ -310,10 +317,9 @@ def _apply_rest(
 ) -> list[WeightGather]:
     if mesh.sizes.cp > 1:
         apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
-    if options.block_attention is not None:
-        for part in module.modules():
-            if isinstance(part, CausalAttention):
-                part.blocks = options.block_attention
+    for part in module.modules():
+        if isinstance(part, CausalAttention):
+            part.blocks, part.shared_heads = options.block_attention, options.shared_heads
     if precision.linear_product is not None:
         apply_product(module, plan, precision.linear_product(options.device_type))
     if options.loss_chunk_tokens is not None:

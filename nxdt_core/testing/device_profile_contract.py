@@ -100,7 +100,7 @@ class DeviceProfileContract:
     def test_its_dtypes_are_named_as_in_torch(self, profile: DeviceProfile) -> None:
         """``bfloat16`` and not ``bf16``: other names are never looked up."""
         named = {dtype for table in profile.peak_flops.values() for dtype in table}
-        named |= {*profile.block_attention, *profile.grouped_products}
+        named |= {*profile.block_attention, *profile.grouped_products, *(profile.shared_heads or ())}
         wrong = sorted(name for name in named if not isinstance(getattr(torch, name, None), torch.dtype))
         assert not wrong, f"torch has no dtype {', '.join(wrong)}; write it as torch does, such as bfloat16"
 

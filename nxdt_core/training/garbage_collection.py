@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from nxdt_core.devices import profile_of
+from nxdt_core.devices import max_memory_bytes, profile_of
 
 __all__ = ["GarbageCollection"]
 
@@ -29,6 +29,13 @@ class GarbageCollection:
         self._disabled = False
         self._in_first_step = True
         self._froze = False
+
+    @staticmethod
+    def of_earlier_runs(device: torch.device) -> None:
+        """Free what earlier runs of this process left on an accelerator. Their models are in reference cycles, so that
+        they would stay next to the next one until its first step is over."""
+        if not profile_of(device).host and max_memory_bytes(device):
+            gc.collect()
 
     def begin(self, device: torch.device) -> None:
         """Turn automatic collections off for training on ``device``; may be called again."""

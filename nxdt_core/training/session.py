@@ -232,6 +232,7 @@ class TrainSession:
         Args:
             resumes: the checkpoint that :meth:`load_checkpoint` will load, so that what it holds is not drawn.
         """
+        self.collections.of_earlier_runs(self.engine.device)
         seed_all(self.config.run.seed, self.engine.device)
         loads = any(source is not None for source in (resumes, self._weights, self._foreign))
         strict = self.config.run.checkpoint.strict

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from nxdt_core.devices import PROFILES, current_device, max_memory_bytes, profile_of, reset_max_memory
 from nxdt_core.nn.attention.documents import DocumentMasks, document_mask, window_mask
 from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.random.dropout import causal_attention
 from nxdt_core.nn.rotary import RotaryEmbedding
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1]])
@@ -99,6 +104,56 @@ def test_windowed_cores_of_a_model_build_one_mask(monkeypatch):
     ids[0] = 0
     changed = CausalAttention(masks, window=2)(*inputs, ids)
     torch.testing.assert_close(changed, definition(*inputs, ids, window=2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "p", "window", "ids", "shared"),
+    [
+        (torch.float32, 0, None, None, False),
+        (torch.float32, 0.1, None, None, False),
+        (torch.bfloat16, 0, None, None, True),
+        (torch.bfloat16, 0.1, None, None, True),
+        (torch.bfloat16, 0, 3, None, False),
+        (torch.bfloat16, 0, None, IDS, False),
+        (torch.bfloat16, 0.1, None, IDS, False),
+    ],
+    ids=["float32", "float32-dropout", "half", "half-dropout", "window", "documents", "documents-dropout"],
+)
+def test_fused_kernels_are_given_heads_as_they_take_them(dtype, p, window, ids, shared):
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is functional.scaled_dot_product_attention:
+                given.append((args[0].shape[1] != args[1].shape[1], kwargs["enable_gqa"]))
+            return func(*args, **(kwargs or {}))
+
+    given: list[tuple[bool, bool]] = []
+    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in heads(2)]
+    core, as_written = causal_attention(p), CausalAttention(window=window)
+    core.window = window
+    core.shared_heads = frozenset(getattr(torch, name) for name in PROFILES["cuda"].shared_heads or ())
+    with Calls():
+        found = core(*inputs, ids)
+    assert set(given) == {(shared, shared)}
+    if not p:
+        expected = as_written(*inputs, ids)
+        grads = [torch.autograd.grad(each.sum(), inputs) for each in (found, expected)]
+        within = {"rtol": 5e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close((found, *grads[0]), (expected, *grads[1]), **within)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_accelerator_keeps_no_scores(dtype, window):
+    seq, device, core = 4096, current_device(), CausalAttention(window=window)
+    shared = profile_of(device).shared_heads
+    core.shared_heads = None if shared is None else frozenset(getattr(torch, name) for name in shared)
+    inputs = [torch.randn(1, n, seq, 64, device=device, dtype=dtype).requires_grad_() for n in (16, 4, 4)]
+    reset_max_memory(device)
+    before = max_memory_bytes(device)
+    core(*inputs).sum().backward()
+    scores = 16 * seq * (seq if window is None else 640) * dtype.itemsize
+    assert max_memory_bytes(device) - before < scores / 2
 
 
 def test_padding_gives_finite_outputs_and_gradients():

@@ -49,6 +49,8 @@ class CausalAttention(nn.Module):
         self.window = window
         self.blocks: BlockAttention | None = None
         """A slot: how to attend to packed documents by blocks; None: under a mask."""
+        self.shared_heads: frozenset[torch.dtype] | None = None
+        """A slot: see :attr:`nxdt_core.devices.DeviceProfile.shared_heads`."""
 
     def semantics(self) -> AttentionSemantics:
         """Return what ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
@@ -75,15 +77,27 @@ class CausalAttention(nn.Module):
         """
         if document_ids is not None and self.blocks is not None and self.blocks.takes(query, value):
             return self.blocks(query, key, value, self.masks.blocks(document_ids, self.window))
-        if self.window is not None and self.window < query.shape[2]:
-            rows = block_rows(self.window)
-            masks = self.masks.windowed(self.window, rows, query.dtype, query.device, document_ids)
-            return windowed_attention(query, key, value, self.window, masks)
+        window = None if self.window is None or self.window >= query.shape[2] else self.window
+        key, value = self.heads_for(query, key, value, masked=window is not None or document_ids is not None)
+        if window is not None:
+            masks = self.masks.windowed(window, block_rows(window), query.dtype, query.device, document_ids)
+            return windowed_attention(query, key, value, window, masks)
         mask = None if document_ids is None else self.masks(document_ids, query.dtype)
-        # enable_gqa reads each key head once; repeating them first measured 1-10 % slower on the CPU.
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
+
+    def heads_for(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``key`` and ``value``, repeated for each head of ``query`` where the device's kernels want that.
+
+        Elsewhere ``enable_gqa`` reads each key head once; repeating them first measured 1-10 % slower on the CPU.
+        """
+        groups = query.shape[1] // key.shape[1]
+        if groups == 1 or self.shared_heads is None or (query.dtype in self.shared_heads and not masked):
+            return key, value
+        return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
     def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
         """Return what :meth:`forward` will ask of :attr:`masks`; see

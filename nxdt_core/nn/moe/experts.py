@@ -86,7 +86,7 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups 
     if groups is None:
         return torch.bmm(rows, weights.transpose(1, 2))
     if rows.is_meta:  # the groups of the rows are unknown; sizes, kept tensors and arithmetic equal those of any matrix
-        return functional.linear(rows, weights[0])
+        return functional.linear(rows, weights.to(compute_dtype(rows))[0])
     dtype = compute_dtype(rows)  # autocast does not know grouped_mm
     rows, weights = rows.to(dtype), weights.to(dtype)
     if _grouped_mm_takes(weights):

@@ -105,6 +105,7 @@ class CausalAttentionWithDropout(CausalAttention):
         if not self.training:
             return super().forward(query, key, value, document_ids)
         mask = None if document_ids is None else self.masks(document_ids, query.dtype)
+        key, value = self.heads_for(query, key, value, masked=mask is not None)
         if self._salt is None or query.is_meta:
             return _dropped_attention(query, key, value, mask, self.p)
         attended: torch.Tensor = _seeded_attention(_salted(self._salt), query, key, value, mask, self.p)

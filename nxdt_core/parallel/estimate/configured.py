@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import PROFILES, DeviceProfile, profile_of
+from nxdt_core.devices import PROFILES, DeviceProfile, available_type, profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.parallel.estimate.run import estimate
 from nxdt_core.parallel.estimate.weights import StateBytes, needs_stand_ins, state_bytes_per_element
@@ -70,8 +70,9 @@ def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
 
 
 def _profile(accelerator: str) -> DeviceProfile:
-    """The row of the device type that the run is for; ``auto`` is not known here, so it promises nothing that a
-    layout could do without."""
-    if accelerator == "auto":
+    """The row of the device type that the run is for. Of ``auto`` on a machine without an accelerator it is not known,
+    so that it promises nothing that a layout could do without."""
+    found = available_type() if accelerator == "auto" else accelerator
+    if accelerator == "auto" and PROFILES[found].host:
         return replace(profile_of(torch.device("meta")), symmetric_memory=True)
-    return PROFILES[accelerator]
+    return PROFILES[found]

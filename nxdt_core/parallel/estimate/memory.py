@@ -70,9 +70,9 @@ class Storage:
         """What becomes of a micro-batch's gradients."""
         if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
             return "sharded"
-        if self.copied:  # added to those of the masters
-            return "sharded"
-        return "accumulated" if self.accumulates else "fresh"
+        if not self.accumulates:
+            return "fresh"
+        return "sharded" if self.copied else "accumulated"  # copies' are added to those of the masters
 
 
 def fullest_moment(
@@ -158,6 +158,8 @@ def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
     if not storage.sharded:
         gradients = counts.trained * storage.gradient_bytes
         flat = min(gradients, BUCKET_BYTES) if storage.replicated else 0
+        if storage.copied:
+            weights += counts.trained * storage.compute_bytes
         return Memory(weights=weights, gradients=gradients, optimizer=optimizer, communication=flat)
     remaining = counts.first + counts.root
     return Memory(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels, with_row_kernels
 from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.data.fsdp import keeps_experts
@@ -87,7 +88,9 @@ def _trace(
 
     module.train()
     views = _localise(module)
+    rows = IN_CHUNKS if work.options.compile_backend is None else _IN_KERNELS
     with (
+        with_row_kernels(rows),
         vocabulary_loss(vocabulary_parallel_cross_entropies),
         losses_wanted(),
         token_labels(batch.labels),
@@ -104,10 +107,18 @@ def _trace(
             loss=loss if number == work.sizes.stages - 1 else None,
             holds_output=work.sizes.pp > 1,
             gradients=storage.gradient_use,
+            masters=getattr(torch, work.precision.gradients) if storage.copied else None,
             autocast=None if autocast is None else getattr(torch, autocast),
             views=views,
             dimensions=dimensions(mesh),
         )
+
+
+_IN_KERNELS = RowKernels(
+    lambda rows, columns, dtype: rows.new_empty((2, len(rows)), dtype=dtype).unbind(),  # type: ignore[arg-type, return-value]
+    lambda rows, columns, log_sums, hits, scale, out: out,
+)
+"""The passes of compiled losses in what they allocate: nothing in full precision."""
 
 
 @contextmanager

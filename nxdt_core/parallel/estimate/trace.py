@@ -57,6 +57,7 @@ def trace_micro_batch(
     loss: Callable[[torch.Tensor], torch.Tensor] | None,
     holds_output: bool = True,
     gradients: GradientUse = "accumulated",
+    masters: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     views: Iterable[torch.Tensor] = (),
     dimensions: Mapping[str, str] | None = None,
@@ -69,6 +70,8 @@ def trace_micro_batch(
         loss: from the logits to the scalar that backward starts from, on the last stage; None on others.
         holds_output: whether the output lives until backward is over, as stock pipeline stages have it.
         gradients: what becomes of them.
+        masters: dtype of parameters that are kept apart from those of ``stage``, which get the gradients; None: those
+            of ``stage`` keep them.
         autocast: dtype of matrix products under autocast.
         views: parameters that stand for views of others, see :class:`AcceleratorKernels`.
         dimensions: mesh dimension by name of its process group.
@@ -85,9 +88,11 @@ def trace_micro_batch(
     held += [parameter.grad for parameter in parameters]
     live = LiveBytes(tensor for tensor in held if tensor is not None)
     wire, kernels = WireBytes(dimensions or {}), AcceleratorKernels(autocast, views)
+    of_masters: list[torch.Tensor] = []
     with ExitStack() as stack:
         for parameter in parameters:
-            hook = parameter.register_post_accumulate_grad_hook(_taken(gradients, live))  # type: ignore[no-untyped-call]
+            taken = _taken(gradients, live, masters, of_masters)
+            hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
@@ -117,13 +122,17 @@ def _backward(output: torch.Tensor) -> None:
     _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _taken(gradients: GradientUse, live: LiveBytes) -> Callable[[torch.Tensor], None]:
+def _taken(
+    gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None, of_masters: list[torch.Tensor]
+) -> Callable[[torch.Tensor], None]:
     """What happens to a parameter that has just received its gradient."""
 
     def hook(parameter: torch.Tensor) -> None:
-        if gradients == "sharded":
+        if gradients == "fresh" and parameter.grad is not None:
+            if masters is not None:
+                of_masters.append(parameter.grad.to(masters))
+            live.retag(parameter.grad if masters is None else of_masters[-1], "gradients")
+        if gradients == "sharded" or masters is not None:
             parameter.grad = None
-        elif gradients == "fresh" and parameter.grad is not None:
-            live.retag(parameter.grad, "gradients")
 
     return hook

@@ -99,11 +99,12 @@ class StopSignals(pl.Callback):
         self.failure = self._ranks.broadcast_object(self.failure)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore the signal handlers from before."""
+        """Restore the signal handlers from before, where Lightning has not: its own would hold the model for good."""
         if self._supervisor is not None:
             self._supervisor.on_stop = None
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -10,6 +10,7 @@ from nxdt_plugin_llama.modeling import Llama
 from nxdt_core.config import load
 from nxdt_core.errors.launch import UnknownAccelerator
 from nxdt_core.errors.models import ModelReadsValues
+from nxdt_core.parallel.estimate import configured
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.training.plan import plan
@@ -183,11 +184,27 @@ def test_a_model_that_reads_values_is_told_and_a_bug_is_not(monkeypatch, read):
 
 
 def test_a_run_can_be_planned_for_devices_that_are_not_here():
-    whole = "data.reset_attention_mask=false"  # devices differ in what attention keeps of packed documents
+    # Devices differ in what attention keeps of packed documents and of shared heads.
+    whole, alike = "data.reset_attention_mask=false", "model.num_kv_heads=4"
     for accelerator in ("cuda", "neuron"):
-        assert planned(f"trainer.accelerator={accelerator}", whole) == planned(whole)
+        assert planned(f"trainer.accelerator={accelerator}", whole, alike) == planned(whole, alike)
     with pytest.raises(UnknownAccelerator, match="abacus"):
         planned("trainer.accelerator=abacus")
+
+
+def test_auto_is_the_accelerator_of_this_machine_where_there_is_one(monkeypatch):
+    unknown = planned()
+    monkeypatch.setattr(configured, "available_type", lambda: "cuda")
+    assert planned.__wrapped__() == planned("trainer.accelerator=cuda") != unknown
+
+
+def test_heads_that_a_device_does_not_share_are_counted():
+    def kept(precision, kv_heads):
+        keys = "data.reset_attention_mask=false", "trainer.accelerator=cuda", f"precision.type={precision}"
+        return fullest(*keys, f"model.num_kv_heads={kv_heads}").memory.activations
+
+    assert kept("fp32", 2) == kept("fp32", 4)
+    assert kept("autocast", 2) < kept("autocast", 4)
 
 
 @pytest.mark.slow  # its subject is time

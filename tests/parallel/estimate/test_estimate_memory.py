@@ -1,6 +1,7 @@
 """The estimate of memory against live bytes of a real model of 53M parameters, part by part, within 15 %."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ SIZES = (
     "data.reset_attention_mask=false",
     "trainer.accelerator=cpu",
 )
+
+NARROW = ("model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.num_attention_heads=4")
+"""Most of a micro-batch's memory is that of logits."""
 
 
 def config_of(*overrides):
@@ -113,6 +117,25 @@ def test_several_micro_batches_add_whole_gradients(run, hosts_loss):
         parameter.grad = None
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_masters_have_gradients_once_a_micro_batch_has_made_them(micro_batches, hosts_loss):
+    sizes = (*NARROW, "precision.type=mixed_precision", f"data.global_batch_size={2 * micro_batches}")
+    run = Run(config_of(*sizes))
+    batches = [run.batch() for _ in range(micro_batches)]
+    with LiveBytes(run.parameters()) as live:
+        run.model.run_train(batches, run.objective)
+    memory = memory_of(*sizes)
+    needed = memory.total - memory.optimizer  # with the copies of the weights, and without masters
+    assert needed == pytest.approx(sum(live.peak.values()), rel=WITHIN)
+
+
+def test_compiled_losses_make_no_copies_of_logits():
+    logits = 2 * 64 * 4096 * torch.float32.itemsize
+    written, compiled = (memory_of(*NARROW, f"model.compile={value}") for value in ("false", "true"))
+    assert compiled.logits + compiled.workspace == pytest.approx(2 * logits, rel=0.1)
+    assert written.logits > 2.5 * logits
+
+
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -160,6 +183,7 @@ def test_an_accelerators_own_count_is_what_was_planned(precision, micro_batches)
         f"data.global_batch_size={2 * micro_batches}",
     )
     config = config_of(*sizes, f"precision.type={precision}", "trainer.accelerator=auto")
+    gc.collect()  # the runs of earlier cases are in reference cycles
     run = Run(config)
     run.step(micro_batches)
     reset_max_memory(run.engine.device)

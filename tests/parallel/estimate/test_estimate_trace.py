@@ -8,6 +8,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.moe.experts import grouped_linear
+from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.kernels import AcceleratorKernels
@@ -121,6 +123,18 @@ def test_autocast_keeps_one_copy_of_a_weight_until_forward_ends_and_none_of_a_vi
             held = live.total - sum(output.nbytes for output in outputs) - 2 * hidden.nbytes // 2
             kernels.end_forward()
         assert held == (weight.nbytes // 2 if copies == 1 else 0)
+
+
+def test_experts_keep_all_their_matrices_in_autocasts_dtype():
+    def on(device, mode):
+        weights, rows = torch.randn(4, 16, 8), torch.randn(6, 8)
+        weights, rows = (tensor.to(device).requires_grad_() for tensor in (weights, rows))
+        with mode:
+            groups = RowGroups(torch.tensor([1, 2, 1, 2]))
+            return saved_bytes(lambda: grouped_linear(rows, weights, groups), own=[weights, rows])
+
+    real = on("cpu", torch.autocast("cpu", torch.bfloat16))
+    assert on("meta", AcceleratorKernels(torch.bfloat16)) == pytest.approx(real, rel=0.1)
 
 
 def test_what_is_recomputed_runs_on_the_accelerators_kernels_too():

@@ -5,13 +5,17 @@ import gc
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from nxdt_core.device_operations import DeviceOperations
 from nxdt_core.devices import HOST, PROFILES
 from nxdt_core.training import train
+from nxdt_core.training.garbage_collection import GarbageCollection
 from tests.sampling import slow
 from tests.training.launch.launching import finish, start, words
 
@@ -122,3 +126,26 @@ def test_the_end_of_a_process_collects_once():
     """What is garbage by then is closed; what is in use goes with the process."""
     done = subprocess.run([sys.executable, "-c", AFTER_A_COMMAND], capture_output=True, text=True, check=True)
     assert [line for line in done.stdout.splitlines() if line in ("kept", "dropped")] == ["dropped"]
+
+
+@pytest.mark.parametrize(("held", "freed"), [(0, False), (None, False), (1, True)])
+def test_what_earlier_runs_left_on_an_accelerator_is_freed(held, freed, monkeypatch):
+    class Operations(DeviceOperations):
+        def max_memory_bytes(self, device):
+            return held
+
+    class Cycle:
+        pass
+
+    profile = replace(PROFILES["cuda"], device_type="meta", operations=Operations())
+    monkeypatch.setitem(PROFILES, "meta", profile)
+    left = Cycle()
+    left.itself = left
+    gone = weakref.ref(left)
+    gc.disable()
+    del left
+    try:
+        GarbageCollection.of_earlier_runs(torch.device("meta"))
+        assert (gone() is None) == freed
+    finally:
+        gc.enable()

@@ -1,7 +1,10 @@
 """Whole runs: what they write, how they stop, how they go on."""
 
+import gc
 import json
 import math
+import signal
+import weakref
 from importlib import metadata
 
 import pytest
@@ -19,6 +22,7 @@ from nxdt_core.errors.training import (
     StepNotFinite,
 )
 from nxdt_core.training import build, train
+from nxdt_core.training.session import TrainSession
 from tests.sampling import slow
 
 KEYS = {
@@ -66,6 +70,22 @@ def test_a_run_writes_one_row_a_logged_step_with_the_promised_keys(small_run, me
         "events",
     }
     assert yaml.safe_load((config.run_dir / "config.yaml").read_text())["trainer"]["max_steps"] == 6
+
+
+def test_a_run_leaves_neither_its_signal_handlers_nor_its_model(small_run, monkeypatch):
+    made, build_model = [], TrainSession.build_model
+
+    def remembered(session, **options):
+        build_model(session, **options)
+        made.extend(weakref.ref(parameter) for _, parameter in session.model.named_parameters())
+
+    monkeypatch.setattr(TrainSession, "build_model", remembered)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train(small_run("trainer.max_steps=1", "checkpoint.enabled=false"))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    gc.collect()
+    assert made
+    assert not any(parameter() is not None for parameter in made)
 
 
 @pytest.mark.slow

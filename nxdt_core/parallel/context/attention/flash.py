@@ -54,8 +54,8 @@ class FlashOrEfficientKernel:
     """Flash attention in half precision without a mask, else memory-efficient attention.
 
     The latter knows no grouped heads, wants the rows of a bias 16 elements apart, and keeps log-sum-exps for a
-    multiple of 32 rows. Its backward in half precision reads the output as its forward lays it out, whatever the
-    strides say. Both want heads a multiple of 8 wide, which ``F.scaled_dot_product_attention`` pads to.
+    multiple of 32 rows. Its backward in half precision reads the output as its forward lays it out, and not by its
+    strides. Both want heads a multiple of 8 wide, which ``F.scaled_dot_product_attention`` pads to.
     """
 
     fused = True
