@@ -121,11 +121,17 @@ def random_tokens(bench: Bench, shape: Shape, sequence: int, sequences: int) -> 
 
 def train_figures(bench: Bench, what: str, path: Path, **more: Any) -> None:
     """Train the run of a file and record its figures; the first interval of its log is warm-up and compilation."""
+    from nxdt_core.progress import PROGRESS, process_age_s
+
+    PROGRESS.begin_start(process_age_s())
     from nxdt_core.config import load
     from nxdt_core.training import train
 
+    PROGRESS.spent("import")
     config = load(str(path), [])
+    PROGRESS.spent("configuration")
     planned = _planned_bytes(config)
+    PROGRESS.spent("plan")
     train(config)
     every = config.run.trainer.log_every_n_steps
     bench.row(what, **figures_of(metric_rows(config.run_dir), every=every, planned=planned), **more)
@@ -148,6 +154,7 @@ def figures_of(rows: list[dict[str, Any]], *, every: int, planned: int | None) -
         "step_ms": 1000 * (_median(timed, "step_time_s") or 0.0),
         "data_wait_ms": 1000 * (_median(timed, "data_wait_s") or 0.0),
         "warm_up_s": rows[0]["step_time_s"] * every,
+        **{name: seconds for name, seconds in rows[0].items() if name.startswith("start_")},
         "peak_gib": peak / GIB,
         "planned_gib": None if planned is None else planned / GIB,
         "loss": rows[-1]["loss"],
