@@ -194,6 +194,7 @@ def random_tokens(bench: Bench, shape: Shape, sequence: int, sequences: int) -> 
     }
 
 
+<<<<<<< HEAD
 def train_figures(bench: Bench, what: str, path: Path, *, intervals: int | None = None, **more: Any) -> None:
     """Train the run of a file and record its figures; the first interval of its log is warm-up and compilation.
 
@@ -204,10 +205,24 @@ def train_figures(bench: Bench, what: str, path: Path, *, intervals: int | None 
         intervals: of the log that count; the rest is observed by the callback ``watch``.
         more: figures of the first row.
     """
+=======
+def train_figures(bench: Bench, what: str, path: Path, **more: Any) -> None:
+    """Train the run of a file and record its figures; the first interval of its log is warm-up and compilation."""
+    from nxdt_core.progress import PROGRESS, process_age_s
+
+    PROGRESS.begin_start(process_age_s())
+>>>>>>> fcc30e41fcbe866f5a5856dd02b94df47217540f
     from nxdt_core.config import load
     from nxdt_core.training import train
 
+    PROGRESS.spent("import")
     config = load(str(path), [])
+<<<<<<< HEAD
+=======
+    PROGRESS.spent("configuration")
+    planned = _planned_bytes(config)
+    PROGRESS.spent("plan")
+>>>>>>> fcc30e41fcbe866f5a5856dd02b94df47217540f
     train(config)
     planned = _planned(config)
     rows = metric_rows(config.run_dir)[:intervals]
@@ -240,6 +255,7 @@ def _figures_of(rows: list[dict[str, Any]], *, every: int) -> dict[str, Any]:
         "step_ms": 1000 * (_median(timed, "step_time_s") or 0.0),
         "data_wait_ms": 1000 * (_median(timed, "data_wait_s") or 0.0),
         "warm_up_s": rows[0]["step_time_s"] * every,
+        **{name: seconds for name, seconds in rows[0].items() if name.startswith("start_")},
         "peak_gib": peak / GIB,
         "loss": rows[-1]["loss"],
         "skipped_steps": rows[-1]["skipped_steps"],
