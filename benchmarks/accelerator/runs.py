@@ -9,7 +9,6 @@ import json
 import re
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -136,7 +135,6 @@ def measure(
         name = re.sub("[^a-z0-9]+", "-", what.lower())
         watch = {
             "name": "watch",
-            "begun": time.monotonic() - bench.imports_s,
             "after": steps - _WATCHED,
             "trace": str(bench.rows.with_name(f"{name}.trace.json.gz")),
         }
@@ -194,7 +192,6 @@ def random_tokens(bench: Bench, shape: Shape, sequence: int, sequences: int) -> 
     }
 
 
-<<<<<<< HEAD
 def train_figures(bench: Bench, what: str, path: Path, *, intervals: int | None = None, **more: Any) -> None:
     """Train the run of a file and record its figures; the first interval of its log is warm-up and compilation.
 
@@ -205,31 +202,21 @@ def train_figures(bench: Bench, what: str, path: Path, *, intervals: int | None 
         intervals: of the log that count; the rest is observed by the callback ``watch``.
         more: figures of the first row.
     """
-=======
-def train_figures(bench: Bench, what: str, path: Path, **more: Any) -> None:
-    """Train the run of a file and record its figures; the first interval of its log is warm-up and compilation."""
-    from nxdt_core.progress import PROGRESS, process_age_s
-
-    PROGRESS.begin_start(process_age_s())
->>>>>>> fcc30e41fcbe866f5a5856dd02b94df47217540f
     from nxdt_core.config import load
+    from nxdt_core.progress import PROGRESS
     from nxdt_core.training import train
 
+    PROGRESS.begin_start(bench.imports_s)
     PROGRESS.spent("import")
     config = load(str(path), [])
-<<<<<<< HEAD
-=======
     PROGRESS.spent("configuration")
-    planned = _planned_bytes(config)
-    PROGRESS.spent("plan")
->>>>>>> fcc30e41fcbe866f5a5856dd02b94df47217540f
     train(config)
     planned = _planned(config)
     rows = metric_rows(config.run_dir)[:intervals]
     found = {} if intervals is None else json.loads((config.run_dir / "watched.json").read_text(encoding="utf-8"))
     figures = _figures_of(rows, every=config.run.trainer.log_every_n_steps)
     figures["planned_gib"] = None if planned is None else planned.total / GIB
-    bench.row(what, first_step_s=found.get("first_step_s"), **figures, **more)
+    bench.row(what, **figures, **more)
     if not found:
         return
     planned_parts = {} if planned is None else {**asdict(planned), "total": planned.total}
@@ -255,11 +242,17 @@ def _figures_of(rows: list[dict[str, Any]], *, every: int) -> dict[str, Any]:
         "step_ms": 1000 * (_median(timed, "step_time_s") or 0.0),
         "data_wait_ms": 1000 * (_median(timed, "data_wait_s") or 0.0),
         "warm_up_s": rows[0]["step_time_s"] * every,
-        **{name: seconds for name, seconds in rows[0].items() if name.startswith("start_")},
+        **start_of(rows[0]),
         "peak_gib": peak / GIB,
         "loss": rows[-1]["loss"],
         "skipped_steps": rows[-1]["skipped_steps"],
     }
+
+
+def start_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds until the end of the first step, in sum and by part, of the first row of a run's metrics."""
+    parts = {name: seconds for name, seconds in row.items() if name.startswith("start_")}
+    return {"first_step_s": sum(parts.values()), **parts}
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from accelerator.bench import Bench
-from accelerator.runs import SHAPES, WATCH, length, measure, random_tokens, run_file
+from accelerator.runs import SHAPES, length, measure, metric_rows, random_tokens, run_file, start_of
 
 __all__ = ["command", "pretrain"]
 
@@ -43,8 +42,6 @@ def command(bench: Bench, shape: str) -> None:
             "command",
             steps=1,
             every=1,
-            trainer={"callbacks": [{"name": "watch", "begun": begun}]},
-            plugins=WATCH,
             model=sized.model(bench, sequence),
             data=data,
             precision=sized.precision,
@@ -54,7 +51,5 @@ def command(bench: Bench, shape: str) -> None:
         seconds = time.monotonic() - begun
         print(done.stdout)
         done.check_returncode()
-        said = next((line for line in done.stdout.splitlines() if line.startswith("First step")), None)
-        (found,) = bench.work.glob("runs/**/watched.json")
-        first_step_s = json.loads(found.read_text(encoding="utf-8"))["first_step_s"]
-        bench.row(f"command {shape}", first_step_s=first_step_s, command_s=seconds, parts=said)
+        (metrics,) = bench.work.glob("runs/**/metrics.jsonl")
+        bench.row(f"command {shape}", command_s=seconds, **start_of(metric_rows(metrics.parent)[0]))

@@ -1,9 +1,8 @@
-"""A local plugin whose callback observes a run: when its first step ended, and memory and kernels of its last steps."""
+"""A local plugin whose callback observes a run: memory and kernels of its last steps."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,9 @@ __all__ = ["StepMemory", "Watch", "WatchConfig"]
 class WatchConfig:
     """What to observe."""
 
-    begun: float = 0.0
-    """``time.monotonic()`` at which the start of the run counts as begun."""
-    after: int = 0
-    """Step after which the remaining ones are observed; 0 for none."""
-    trace: str = ""
+    after: int
+    """Step after which the remaining ones are observed."""
+    trace: str
     """File to write their trace to, compressed."""
 
 
@@ -39,7 +36,6 @@ class Watch(pl.Callback):
     def __init__(self, config: WatchConfig, run_dir: Path) -> None:
         self._config = config
         self._path = run_dir / "watched.json"
-        self._found: dict[str, Any] = {"trace": config.trace}
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -47,10 +43,8 @@ class Watch(pl.Callback):
         """Begin and end what is to be observed."""
         step, device = pl_module.train_state.step, pl_module.engine.device
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None and step in (1, self._config.after, trainer.max_steps):
+        if accelerator is not None and step in (self._config.after, trainer.max_steps):
             torch.accelerator.synchronize()
-        if step == 1:
-            self._found["first_step_s"] = time.monotonic() - self._config.begun
         if step == self._config.after:
             kind = "CPU" if accelerator is None else accelerator.type.upper()  # of a device: its kernels and runtime
             reset_max_memory(device)
@@ -62,11 +56,10 @@ class Watch(pl.Callback):
             )
             self._profile = profile(activities=[getattr(ProfilerActivity, kind)]).__enter__()
         if step == trainer.max_steps:
-            if self._config.after:
-                self._profile.__exit__(None, None, None)
-                self._profile.export_chrome_trace(self._config.trace)
-                self._found["memory"] = self._memory.parts()
-            self._path.write_text(json.dumps(self._found), encoding="utf-8")
+            self._profile.__exit__(None, None, None)
+            self._profile.export_chrome_trace(self._config.trace)
+            found = {"trace": self._config.trace, "memory": self._memory.parts()}
+            self._path.write_text(json.dumps(found), encoding="utf-8")
 
 
 class StepMemory:
