@@ -293,6 +293,26 @@ def test_files_are_opened_as_often_for_a_model_of_many_matrices(tmp_path, fresh_
     assert len(opened) == 1
 
 
+def test_an_exported_adapter_names_the_directory_that_its_base_came_from(tmp_path, fresh_run, run, command):
+    def named(*begin):
+        kept = run(f"run-{len(list(tmp_path.iterdir()))}", *begin, "trainer.max_steps=1") / "checkpoints"
+        assert command("checkpoint", "export-lora", kept, tmp_path / f"out-{kept.parent.name}")[0] == 0
+        return json.loads((tmp_path / f"out-{kept.parent.name}" / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+
+    over = "checkpoint.weight_init_only=true"
+    directory = tmp_path / "hf"
+    export_hf(str(fresh_run("adapter.enable_lora=false") / "checkpoints"), str(directory))
+    assert command("checkpoint", "import", directory, tmp_path / "imported")[0] == 0
+    assert named(f"checkpoint.resume_from={directory}", over) == str(directory)
+    assert named(f"checkpoint.resume_from={tmp_path / 'imported'}", over) == str(directory)
+    tuned = run(
+        "tuned", f"checkpoint.resume_from={directory}", over, "adapter.enable_lora=false", "trainer.max_steps=1"
+    )
+    assert named(f"checkpoint.resume_from={tuned / 'checkpoints'}", over) is None
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_and_exports_replace_a_link_and_a_pipe(tmp_path, kind):
     (tmp_path / "lora_adapter").mkdir()

@@ -282,6 +282,17 @@ def test_what_peft_would_open_as_something_else_is_refused(start, tmp_path, mode
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.parametrize("whole", [["norm"], ["0.mlp"], ["proj"], ["lm_head", "head"]], ids=str)
+def test_modules_to_save_are_those_of_peft(start, tmp_path, whole):
+    run = start("llama", {"target_modules": ["embed_tokens"], "modules_to_save": whole})
+    base = transformers.AutoModelForCausalLM.from_pretrained(run.save_base(tmp_path / "base"))
+    theirs = peft.get_peft_model(base, peft.LoraConfig(target_modules=["embed_tokens"], modules_to_save=whole))
+    trained = {_file_name(name) for name, p in theirs.named_parameters() if p.requires_grad and "lora" not in name}
+    assert trained
+    whole_here = (each for each in run.peft_tensors.values() if each.leaf is None)
+    assert trained == {name for each in whole_here for name in each.source.hf_names}
+
+
 @pytest.mark.parametrize("whole", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=str)
 def test_an_embedding_that_is_the_head_too_trains_whole_in_peft_for_both(start, tmp_path, ids, whole):
     run = start("tied", {"target_modules": ["q_proj"], "modules_to_save": whole})

@@ -42,7 +42,8 @@ class LoraConfig:
     ``*`` and ``?`` for a whole path. ``all-linear``: all but embedding and head. ``qkv_proj`` and ``gate_up_proj`` mean
     the separate matrices of a model that has no fused one."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules that train whole and are saved with the adapter, named likewise; layers within them get no update."""
+    """Modules that train whole and are saved with the adapter: all whose path ends so, as in peft (``norm`` means
+    ``attention_norm``, too), or a pattern; layers within them get no update."""
     use_rslora: bool = False
     """Divide ``lora_alpha`` by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732)."""
     use_dora: bool = False

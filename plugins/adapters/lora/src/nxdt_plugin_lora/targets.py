@@ -72,13 +72,13 @@ def chosen_targets(
 
 
 def chosen_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the paths of the modules with parameters that ``names`` mean.
+    """Return the paths of the modules with parameters that end in one of ``names``, as in peft, or match its pattern.
 
     Raises:
         TargetNotFound: one of ``names`` means nothing.
     """
     candidates = [path for path, part in module.named_modules() if path and any(True for _ in part.parameters())]
-    return [path for name in names for path in _meant(name, candidates, "modules_to_save", "module")]
+    return [path for name in names for path in _meant(name, candidates, "modules_to_save", "module", ending=True)]
 
 
 def adaptable_names(builder: ModelBuilder) -> set[str]:
@@ -95,20 +95,23 @@ def tables_of(builder: ModelBuilder) -> list[str]:
     return [f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
 
 
-def _meant(name: str, candidates: Iterable[str], key: str, kind: str) -> list[str]:
+def _meant(name: str, candidates: Iterable[str], key: str, kind: str, *, ending: bool = False) -> list[str]:
     paths = list(candidates)
-    found = _matching(name, paths)
+    found = _matching(name, paths, ending)
     for separate in _SEPARATE.get(name, ()) if not found else ():
-        found += _matching(separate, paths)
+        found += _matching(separate, paths, ending)
     if not found:
         raise TargetNotFound(key=key, name=name, kind=kind, candidates=_nearest(name, paths))
     return found
 
 
-def _matching(name: str, paths: Sequence[str]) -> list[str]:
-    """A pattern matches whole paths; a name whole components, or parts of them where it is not a component anywhere."""
+def _matching(name: str, paths: Sequence[str], ending: bool) -> list[str]:
+    """A pattern matches whole paths; a name what ends in it, or (not ``ending``) has it among its components, or has it
+    within one where it is not a component anywhere."""
     if any(sign in name for sign in "*?["):
         return [path for path in paths if fnmatch.fnmatchcase(path, name)]
+    if ending:
+        return [path for path in paths if path.endswith(name)]
     return [path for path in paths if f".{name}." in f".{path}."] or [path for path in paths if name in path]
 
 

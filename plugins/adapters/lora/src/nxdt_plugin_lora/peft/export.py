@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.checkpoint.formats.installed import format_of
 from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import build
-from nxdt_core.training.weights.saved_config import locate, named_config, saved_base
+from nxdt_core.training.weights.saved_config import base_step, locate, named_config
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
 from nxdt_plugin_lora.peft.config import peft_config
@@ -56,7 +56,8 @@ def export_lora(
     Args:
         source: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
         target: a directory that is empty or not there yet.
-        base_model: what the files say of the base; None: the Hugging Face directory that the run began with, if any.
+        base_model: what the files say of the base; None: the Hugging Face directory that the run began with, or whose
+            import it began with, if any.
         config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that the checkpoint keeps.
         trusted: files of public keys, one of which must have signed the checkpoint; empty: those of
             ``checkpoint.sign.trusted`` of ``config``.
@@ -135,5 +136,5 @@ def describe(
 
 
 def _began_with(saved: SavedLora) -> str | None:
-    began = saved_base(saved.manifest)
-    return began if began is not None and format_of(Path(began), saved.config.kernel) == "hf" else None
+    said = HFSource.of_facts(saved.manifest.facts.hf)
+    return None if said is None or base_step(saved.manifest) else said.path  # an import has step 0; later ones trained
