@@ -8,6 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 from accelerator.bench import GIB, Bench
+from accelerator.measurements import peers
 from accelerator.measurements.watch import StepMemory
 from accelerator.results import read_rows
 from accelerator.runs import SHAPES, Shape
@@ -77,6 +78,16 @@ def test_the_memory_of_a_run_is_told_apart_by_what_it_is_for(bench, name, bytes_
 
 def test_the_shape_of_8b_has_as_many_parameters_as_llama_3():
     assert SHAPES["8b"].parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "losses", "message"),
+    [(1024, [2.0, 1.9, 1.9, 1.9, 2.1], "its loss went from 2.000 to 2.100"), (1023, [], "the shape 223,424")],
+)
+def test_a_peer_of_another_size_or_that_does_not_learn_is_no_measurement(bench, vocabulary, losses, message):
+    model, left = torch.nn.Linear(Shape().parameters, 1, bias=False), iter(losses)
+    with pytest.raises(ValueError, match=message):
+        peers._measure(bench, "peer", Shape(vocabulary=vocabulary), 8, model, lambda: torch.tensor(next(left)))
 
 
 def test_activations_and_workspace_are_told_apart_where_tensors_are_counted():

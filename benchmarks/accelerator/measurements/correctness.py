@@ -27,34 +27,30 @@ _SUITE = (
     "tests/device",
 )
 _AS_WRITTEN = Shape(layers=8, hidden=768, ffn=2048, heads=12, kv_heads=4, vocabulary=4096, micro_batch=2)
-_PRECISIONS: dict[str, tuple[str, ...]] = {
-    "autocast": ("precision.type=autocast",),
-    "mixed_precision": ("precision.type=mixed_precision",),
-    "bf16SR": ("precision.type=bf16SR",),
-}
 
 
 def checks(bench: Bench) -> None:
-    """The tests that are skipped without an accelerator; memory and kernels of layers that are not compiled."""
-    counts = _pytest(bench, "tests of an accelerator", "-m", "accelerator", *map(str, marked_tests(_ROOT)))
-    bench.failed |= not bench.small and bool(counts["skipped"])
+    """Memory and kernels of layers that are not compiled; the tests that are skipped without an accelerator."""
     for precision in ("fp32", "autocast"):
         shape = replace(_AS_WRITTEN, precision={"type": precision})
         measure(bench, f"layers as written, {precision}", shape, model={"compile": False})
+    counts = _pytest(bench, "tests of an accelerator", "-m", "accelerator", *map(str, marked_tests(_ROOT)))
+    bench.failed |= not bench.small and bool(counts["skipped"])
 
 
 def suite(bench: Bench) -> None:
     """The tests whose runs take the device that they find, folder by folder."""
-    workers = ("-n", "1") if bench.small else ("-n", "8", "--dist", "loadfile")
-    for folder in _SUITE[:1] if bench.small else _SUITE:
-        _pytest(bench, f"tests in {folder}", *workers, folder)
+    if bench.small:
+        _pytest(bench, "tests", "tests/kernel/test_devices.py")
+    for folder in () if bench.small else _SUITE:
+        _pytest(bench, f"tests in {folder}", "-n", "8", "--dist", "loadfile", folder)
 
 
 def _pytest(bench: Bench, what: str, *arguments: str) -> dict[str, int]:
     """Record how many tests passed, and the message of each that did not; returns the counts."""
     report, counts = bench.work / "report.xml", dict.fromkeys(_COUNTS, 0)
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
     subprocess.run(command, cwd=_ROOT, check=False)
     with bench.part(what):
         suite = next(ElementTree.parse(report).iter("testsuite"))
@@ -83,15 +79,13 @@ def runs(bench: Bench) -> None:
         device = _losses(bench.work / "runs" / "device")
         cpu = _train(bench, "cpu", steps, "trainer.accelerator=cpu")
         bench.row("losses on the CPU and on the device, float32", **_apart(cpu, device))
-    for name, keys in _PRECISIONS.items():
+    for name in ("autocast", "mixed_precision", "bf16SR"):
         what = f"losses in {name} and in float32"
         with bench.part(what):
-            bench.row(what, **_apart(device, _train(bench, name, steps, *keys)))
+            bench.row(what, **_apart(device, _train(bench, name, steps, f"precision.type={name}")))
     if bench.compiles:
-        with bench.part("losses compiled and not"):
-            bench.row(
-                "losses compiled and not", **_apart(device, _train(bench, "compiled", steps, "model.compile=true"))
-            )
+        with bench.part(what := "losses compiled and not"):
+            bench.row(what, **_apart(device, _train(bench, "compiled", steps, "model.compile=true")))
     with bench.part("resume"):
         _resume(bench, steps)
     with bench.part("steps that are not finite"):

@@ -55,6 +55,6 @@ def command(bench: Bench, shape: str) -> None:
         print(done.stdout)
         done.check_returncode()
         said = next((line for line in done.stdout.splitlines() if line.startswith("First step")), None)
-        (found,) = bench.work.glob("runs/**/watched.json")
+        found = bench.work / "runs" / "command" / "watched.json"
         first_step_s = json.loads(found.read_text(encoding="utf-8"))["first_step_s"]
         bench.row(f"command {shape}", first_step_s=first_step_s, command_s=seconds, parts=said)

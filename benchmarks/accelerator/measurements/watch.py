@@ -1,11 +1,10 @@
-"""A local plugin whose callback observes a run: when its first step ended, and memory and kernels of its last steps."""
+"""A callback that observes a run: when its first step ended, and memory and kernels of its last steps."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from nxdt_core.api import CallbackComponent, hookimpl
+from accelerator.measurements.watch_plugin import WatchConfig
 from nxdt_core.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.distributed.placement import local_of
 
-__all__ = ["StepMemory", "Watch", "WatchConfig"]
-
-
-@dataclass(kw_only=True)
-class WatchConfig:
-    """What to observe."""
-
-    begun: float = 0.0
-    """``time.monotonic()`` at which the start of the run counts as begun."""
-    after: int = 0
-    """Step after which the remaining ones are observed; 0 for none."""
-    trace: str = ""
-    """File to write their trace to, compressed."""
+__all__ = ["StepMemory", "Watch"]
 
 
 class Watch(pl.Callback):
@@ -125,9 +112,3 @@ def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     new = {key: storage.nbytes() for key, storage in storages.items() if key not in seen}
     seen.update(new)
     return sum(new.values())
-
-
-@hookimpl
-def nxdt_callbacks() -> list[CallbackComponent]:
-    """Declare the callback ``watch``."""
-    return [CallbackComponent(name="watch", target=f"{__name__}:Watch", config=f"{__name__}:WatchConfig")]
