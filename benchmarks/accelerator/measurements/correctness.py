@@ -13,19 +13,10 @@ from xml.etree import ElementTree
 from accelerator.bench import Bench
 from accelerator.runs import Shape, measure, metric_rows
 
-__all__ = ["checks", "marked_tests", "runs", "suite"]
+__all__ = ["checks", "marked_tests", "runs"]
 
 _ROOT = Path(__file__).parents[3]
 _MARK = "pytest.mark.accelerator"
-_COUNTS = ("tests", "failures", "errors", "skipped")
-_SUITE = (
-    "tests/parallel/precision",
-    "tests/parallel/compile",
-    "tests/training/run",
-    "tests/training/lightning",
-    "tests/nn",
-    "tests/device",
-)
 _AS_WRITTEN = Shape(layers=8, hidden=768, ffn=2048, heads=12, kv_heads=4, vocabulary=4096, micro_batch=2)
 
 
@@ -34,33 +25,19 @@ def checks(bench: Bench) -> None:
     for precision in ("fp32", "autocast"):
         shape = replace(_AS_WRITTEN, precision={"type": precision})
         measure(bench, f"layers as written, {precision}", shape, model={"compile": False})
-    counts = _pytest(bench, "tests of an accelerator", "-m", "accelerator", *map(str, marked_tests(_ROOT)))
-    bench.failed |= not bench.small and bool(counts["skipped"])
-
-
-def suite(bench: Bench) -> None:
-    """The tests whose runs take the device that they find, folder by folder."""
-    if bench.small:
-        _pytest(bench, "tests", "tests/kernel/test_devices.py")
-    for folder in () if bench.small else _SUITE:
-        _pytest(bench, f"tests in {folder}", "-n", "8", "--dist", "loadfile", folder)
-
-
-def _pytest(bench: Bench, what: str, *arguments: str) -> dict[str, int]:
-    """Record how many tests passed, and the message of each that did not; returns the counts."""
-    report, counts = bench.work / "report.xml", dict.fromkeys(_COUNTS, 0)
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-    subprocess.run(command, cwd=_ROOT, check=False)
-    with bench.part(what):
+    report = bench.work / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "accelerator", f"--junitxml={report}"]
+    files = map(str, marked_tests(_ROOT))
+    subprocess.run([*command, "-p", "no:cacheprovider", *files], cwd=_ROOT, check=False)
+    with bench.part("tests of an accelerator"):
         suite = next(ElementTree.parse(report).iter("testsuite"))
-        counts = {key: int(suite.get(key, 0)) for key in _COUNTS}
-        bench.failed |= bool(counts["failures"] + counts["errors"]) or not counts["tests"]
-        bench.row(what, **counts)
+        counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+        wrong = counts["failures"] + counts["errors"] + (0 if bench.small else counts["skipped"])
+        bench.failed |= bool(wrong) or not counts["tests"]
+        bench.row("tests of an accelerator", **counts)
         for case in suite.iter("testcase"):
             for problem in (*case.iter("failure"), *case.iter("error")):
                 bench.row(case.get("name", ""), outcome=problem.get("message", "").partition("\n")[0][:200])
-    return counts
 
 
 def marked_tests(root: Path) -> list[Path]:
