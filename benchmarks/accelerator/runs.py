@@ -37,7 +37,7 @@ __all__ = [
 
 _EVERY, _INTERVALS, _WATCHED = 4, 4, 3
 """Steps of an interval; intervals with the first, which is warm-up; steps after them that are observed."""
-WATCH = {"local": [str(Path(__file__).with_name("measurements") / "watch.py")]}
+WATCH = {"local": [str(Path(__file__).with_name("measurements") / "watch_plugin.py")]}
 """Section ``plugins`` of a run with the callback ``watch``."""
 
 
@@ -246,6 +246,7 @@ def _figures_of(rows: list[dict[str, Any]], *, every: int) -> dict[str, Any]:
         "peak_gib": peak / GIB,
         "loss": rows[-1]["loss"],
         "skipped_steps": rows[-1]["skipped_steps"],
+        **{key: value for key, value in rows[0].items() if key.startswith("start_")},
     }
 
 

@@ -39,14 +39,14 @@ def outcomes(out):
 
 
 def test_all_stages_fit_into_the_fifteen_minutes_of_a_device_and_the_default_ones_into_eleven():
-    assert sum(stage.minutes for stage in STAGES if stage.default) <= 10.5
+    assert sum(stage.minutes for stage in STAGES if stage.default) <= 11
     assert sum(stage.minutes for stage in STAGES) <= 14.5
     assert max(stage.minutes for stage in STAGES) <= 1.5
     assert len({stage.name for stage in STAGES}) == len(STAGES)
 
 
 def test_stages_are_chosen_by_name_and_by_group_in_the_order_of_their_value():
-    assert [stage.name for stage in chosen(["train-8b", "correctness"])] == ["train-8b", "checks", "runs", "suite"]
+    assert [stage.name for stage in chosen(["train-8b", "correctness"])] == ["train-8b", "checks", "runs"]
     assert chosen([], everything=True) == list(STAGES)
     with pytest.raises(KeyError, match="unknown stage 'train-9b'"):
         chosen(["train-9b"])

@@ -8,11 +8,12 @@ from importlib import import_module
 import pytest
 import torch
 from accelerator.bench import GIB, Bench
+from accelerator.measurements import peers
 from accelerator.measurements.watch import StepMemory
 from accelerator.results import read_rows
 from accelerator.runs import SHAPES, Shape
 from accelerator.stages import STAGES
-from accelerator.traces import summarise
+from accelerator.traces import trace_rows
 
 from nxdt_core.parallel.estimate.live import LiveBytes
 from nxdt_core.training import TrainSession
@@ -21,8 +22,8 @@ from tests.sampling import sampled, takes_all
 
 DEFAULT = ("chats", "generate")
 """Each is one of another kind, and takes a second at most; pre-training has a test of its own."""
-APART = frozenset({"machine", "checks", "suite"})
-"""One has a test of its own; the others start pytest, with tests that are skipped here."""
+APART = frozenset({"machine", "checks"})
+"""One has a test of its own; the other starts pytest, with tests that are skipped here."""
 
 
 def pytest_generate_tests(metafunc):
@@ -79,6 +80,16 @@ def test_the_shape_of_8b_has_as_many_parameters_as_llama_3():
     assert SHAPES["8b"].parameters == 8_030_261_248
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "losses", "message"),
+    [(1024, [2.0, 1.9, 1.9, 1.9, 2.1], "its loss went from 2.000 to 2.100"), (1023, [], "the shape 223,424")],
+)
+def test_a_peer_of_another_size_or_that_does_not_learn_is_no_measurement(bench, vocabulary, losses, message):
+    model, left = torch.nn.Linear(Shape().parameters, 1, bias=False), iter(losses)
+    with pytest.raises(ValueError, match=message):
+        peers._measure(bench, "peer", Shape(vocabulary=vocabulary), 8, model, lambda: torch.tensor(next(left)))
+
+
 def test_activations_and_workspace_are_told_apart_where_tensors_are_counted():
     overrides = ("model.num_layers=4", "model.hidden_size=128", "data.seq_length=64", "data.micro_batch_size=2")
     with TrainSession.load(
@@ -108,7 +119,7 @@ def event(name, category, begin, duration):
     return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": duration}
 
 
-def test_a_trace_is_summarised():
+def test_a_trace_gives_rows_of_the_device_its_gaps_waits_copies_and_kernels():
     events = [
         event("gemm", "kernel", 0, 100),
         event("gemm", "kernel", 90, 60),  # another stream: the device is busy until 150
@@ -119,14 +130,21 @@ def test_a_trace_is_summarised():
         event("cudaLaunchKernel", "cuda_runtime", 490, 5),
         {"ph": "i", "name": "a mark", "ts": 0},
     ]
-    found = summarise(events)
-    assert (found.span_us, found.busy_us) == (600, 290)
-    assert found.gaps_us == [200, 100]
-    assert found.waits == {"cudaStreamSynchronize": (1, 190)}
-    assert found.copies == {"Memcpy DtoH": (1, 20)}
-    assert found.kernels == [("gemm", 3, 260), ("norm", 1, 20)]
+    device, gaps, wait, copy, *kernels = trace_rows(events, steps=2)
+    assert (device["ms_per_step"], device["share"]) == (0.3, 290 / 600)
+    assert (gaps["times_per_step"], gaps["ms_per_step"], gaps["longest_ms"]) == (1, 0.15, 0.2)
+    assert (wait["what"], wait["times_per_step"], wait["ms_per_step"]) == (
+        "host waits: cudaStreamSynchronize",
+        0.5,
+        0.095,
+    )
+    assert (copy["what"], copy["share"]) == ("copies: Memcpy DtoH", 20 / 600)
+    assert [(row["what"], row["times_per_step"], row["ms_per_step"]) for row in kernels] == [
+        ("gemm", 1.5, 0.13),
+        ("norm", 0.5, 0.01),
+    ]
 
 
 def test_a_trace_without_a_device_is_empty():
-    found = summarise([event("aten::mm", "cpu_op", 0, 5)])
-    assert (found.span_us, found.busy_us, found.kernels) == (0, 0, [])
+    device, gaps = trace_rows([event("aten::mm", "cpu_op", 0, 5)], steps=2)
+    assert (device["ms_per_step"], device["share"], gaps["times_per_step"]) == (0, 0, 0)

@@ -13,58 +13,31 @@ from xml.etree import ElementTree
 from accelerator.bench import Bench
 from accelerator.runs import Shape, measure, metric_rows
 
-__all__ = ["checks", "marked_tests", "runs", "suite"]
+__all__ = ["checks", "marked_tests", "runs"]
 
 _ROOT = Path(__file__).parents[3]
 _MARK = "pytest.mark.accelerator"
-_COUNTS = ("tests", "failures", "errors", "skipped")
-_SUITE = (
-    "tests/parallel/precision",
-    "tests/parallel/compile",
-    "tests/training/run",
-    "tests/training/lightning",
-    "tests/nn",
-    "tests/device",
-)
 _AS_WRITTEN = Shape(layers=8, hidden=768, ffn=2048, heads=12, kv_heads=4, vocabulary=4096, micro_batch=2)
-_PRECISIONS: dict[str, tuple[str, ...]] = {
-    "autocast": ("precision.type=autocast",),
-    "mixed_precision": ("precision.type=mixed_precision",),
-    "bf16SR": ("precision.type=bf16SR",),
-}
 
 
 def checks(bench: Bench) -> None:
-    """The tests that are skipped without an accelerator; memory and kernels of layers that are not compiled."""
-    counts = _pytest(bench, "tests of an accelerator", "-m", "accelerator", *map(str, marked_tests(_ROOT)))
-    bench.failed |= not bench.small and bool(counts["skipped"])
+    """Memory and kernels of layers that are not compiled; the tests that are skipped without an accelerator."""
     for precision in ("fp32", "autocast"):
         shape = replace(_AS_WRITTEN, precision={"type": precision})
         measure(bench, f"layers as written, {precision}", shape, model={"compile": False})
-
-
-def suite(bench: Bench) -> None:
-    """The tests whose runs take the device that they find, folder by folder."""
-    workers = ("-n", "1") if bench.small else ("-n", "8", "--dist", "loadfile")
-    for folder in _SUITE[:1] if bench.small else _SUITE:
-        _pytest(bench, f"tests in {folder}", *workers, folder)
-
-
-def _pytest(bench: Bench, what: str, *arguments: str) -> dict[str, int]:
-    """Record how many tests passed, and the message of each that did not; returns the counts."""
-    report, counts = bench.work / "report.xml", dict.fromkeys(_COUNTS, 0)
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-    subprocess.run(command, cwd=_ROOT, check=False)
-    with bench.part(what):
+    report = bench.work / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "accelerator", f"--junitxml={report}"]
+    files = map(str, marked_tests(_ROOT))
+    subprocess.run([*command, "-p", "no:cacheprovider", *files], cwd=_ROOT, check=False)
+    with bench.part("tests of an accelerator"):
         suite = next(ElementTree.parse(report).iter("testsuite"))
-        counts = {key: int(suite.get(key, 0)) for key in _COUNTS}
-        bench.failed |= bool(counts["failures"] + counts["errors"]) or not counts["tests"]
-        bench.row(what, **counts)
+        counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+        wrong = counts["failures"] + counts["errors"] + (0 if bench.small else counts["skipped"])
+        bench.failed |= bool(wrong) or not counts["tests"]
+        bench.row("tests of an accelerator", **counts)
         for case in suite.iter("testcase"):
             for problem in (*case.iter("failure"), *case.iter("error")):
                 bench.row(case.get("name", ""), outcome=problem.get("message", "").partition("\n")[0][:200])
-    return counts
 
 
 def marked_tests(root: Path) -> list[Path]:
@@ -83,15 +56,13 @@ def runs(bench: Bench) -> None:
         device = _losses(bench.work / "runs" / "device")
         cpu = _train(bench, "cpu", steps, "trainer.accelerator=cpu")
         bench.row("losses on the CPU and on the device, float32", **_apart(cpu, device))
-    for name, keys in _PRECISIONS.items():
+    for name in ("autocast", "mixed_precision", "bf16SR"):
         what = f"losses in {name} and in float32"
         with bench.part(what):
-            bench.row(what, **_apart(device, _train(bench, name, steps, *keys)))
+            bench.row(what, **_apart(device, _train(bench, name, steps, f"precision.type={name}")))
     if bench.compiles:
-        with bench.part("losses compiled and not"):
-            bench.row(
-                "losses compiled and not", **_apart(device, _train(bench, "compiled", steps, "model.compile=true"))
-            )
+        with bench.part(what := "losses compiled and not"):
+            bench.row(what, **_apart(device, _train(bench, "compiled", steps, "model.compile=true")))
     with bench.part("resume"):
         _resume(bench, steps)
     with bench.part("steps that are not finite"):

@@ -1,10 +1,9 @@
-"""A local plugin whose callback observes a run: memory and kernels of its last steps."""
+"""A callback that observes a run: memory and kernels of its last steps."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from nxdt_core.api import CallbackComponent, hookimpl
+from accelerator.measurements.watch_plugin import WatchConfig
 from nxdt_core.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.distributed.placement import local_of
 
-__all__ = ["StepMemory", "Watch", "WatchConfig"]
-
-
-@dataclass(kw_only=True)
-class WatchConfig:
-    """What to observe."""
-
-    after: int
-    """Step after which the remaining ones are observed."""
-    trace: str
-    """File to write their trace to, compressed."""
+__all__ = ["StepMemory", "Watch"]
 
 
 class Watch(pl.Callback):
@@ -118,9 +107,3 @@ def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     new = {key: storage.nbytes() for key, storage in storages.items() if key not in seen}
     seen.update(new)
     return sum(new.values())
-
-
-@hookimpl
-def nxdt_callbacks() -> list[CallbackComponent]:
-    """Declare the callback ``watch``."""
-    return [CallbackComponent(name="watch", target=f"{__name__}:Watch", config=f"{__name__}:WatchConfig")]

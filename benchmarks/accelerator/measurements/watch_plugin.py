@@ -1,0 +1,26 @@
+"""A local plugin: the callback ``watch``, which :mod:`accelerator.measurements.watch` implements. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxdt_core.api import CallbackComponent, hookimpl
+
+__all__ = ["WatchConfig"]
+
+
+@dataclass(kw_only=True)
+class WatchConfig:
+    """What to observe."""
+
+    after: int
+    """Step after which the remaining ones are observed."""
+    trace: str
+    """File to write their trace to, compressed."""
+
+
+@hookimpl
+def nxdt_callbacks() -> list[CallbackComponent]:
+    """Declare the callback."""
+    config = f"{__name__}:WatchConfig"
+    return [CallbackComponent(name="watch", target="accelerator.measurements.watch:Watch", config=config)]
