@@ -119,6 +119,7 @@ class Calls(TorchFunctionMode):
 def test_a_function_mode_sees_no_call_for_each_tile(monkeypatch, threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(init, "_TILE_ON_HOST", 10)
+    sample(count=1)  # builds the table of quantiles
     seen = []
     for count in (10, 1000):
         with Calls() as calls:
@@ -130,7 +131,8 @@ def test_a_function_mode_sees_no_call_for_each_tile(monkeypatch, threads):
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
 @pytest.mark.parametrize("part", [(slice(1, 5),), (slice(None), slice(3, 8))], ids=["rows", "columns"])
 def test_a_block_is_filled_in_place_and_nothing_around_it(monkeypatch, mode, part):
-    monkeypatch.setattr(init, "_TILE_ON_HOST", 3)  # so that threads draw
+    monkeypatch.setattr(init, "_TILE_ON_HOST", 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with mode():
         whole = torch.zeros(6, 9)
         block = whole[part]
@@ -140,7 +142,8 @@ def test_a_block_is_filled_in_place_and_nothing_around_it(monkeypatch, mode, par
         assert whole.count_nonzero() == block.numel()
 
 
-def test_a_parameter_that_requires_a_gradient_is_filled():
+def test_a_parameter_that_requires_a_gradient_is_filled(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     parameter = torch.nn.Parameter(torch.zeros(200, 300))
     fill(parameter, STANDARD, name="w", seed=1)
     assert torch.equal(parameter, draw((200, 300), STANDARD, name="w", seed=1))

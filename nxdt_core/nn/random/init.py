@@ -120,7 +120,7 @@ def fill(
     elif block.numel():
         device = block.device if profile_of(block.device).float64 else HOST
         direct = block.is_contiguous() and device == block.device
-        drawn = block.detach() if direct else torch.empty(sizes, dtype=block.dtype, device=device)
+        drawn = block if direct else torch.empty(sizes, dtype=block.dtype, device=device)
         parts = rows_of(shape, starts, sizes)
         for flat, rows in zip(drawn.view(-1).chunk(len(parts)), parts, strict=True):
             _draw(flat, rows, Stream.of(seed, name), rule)
