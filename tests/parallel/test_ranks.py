@@ -33,6 +33,10 @@ def world():
         return ranks.item(), dist.get_world_size(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
+def visible_gpus():
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 def leave_state_behind():
     global left
     seen = "left" in globals()
@@ -96,6 +100,10 @@ def test_results_come_back_by_rank(ranks):
 def test_ranks_form_a_group_with_one_thread_each(ranks):
     assert ranks(2).run(world) == [(1, 2, 1, "1")] * 2
     assert ranks(4).run(world) == [(6, 4, 1, "1")] * 4
+
+
+def test_ranks_of_tests_see_no_gpu(ranks):
+    assert ranks(2).run(visible_gpus) == [""] * 2
 
 
 def test_a_run_meets_nothing_of_the_run_before(ranks):
