@@ -132,7 +132,7 @@ def _draw(flat: torch.Tensor, rows: Rows, stream: Stream, rule: InitRule) -> Non
     host = profile_of(flat.device).host
     tile = rows.tile(_TILE_ON_HOST if host else _TILE)
     terms = stream.terms(tile.numbers(flat.device))
-    table = quantile_table().to(flat.device)
+    table = quantile_table(flat.device)
     tiles = list(rows.tiles(tile))
     due = iter(tiles)
 
