@@ -9,7 +9,7 @@ from nxdt_core.nn.random.quantiles import normal_quantiles, quantile_table
 
 def quantiles(tails: torch.Tensor) -> torch.Tensor:
     words, spare = torch.empty(2, len(tails), dtype=torch.int64), torch.empty(2, len(tails), dtype=torch.float64)
-    return normal_quantiles(tails, quantile_table(), words=words.unbind(), spare=spare.unbind())
+    return normal_quantiles(tails, quantile_table(tails.device), words=words.unbind(), spare=spare.unbind())
 
 
 def test_they_agree_with_torchs_from_the_smallest_probability_to_a_half():

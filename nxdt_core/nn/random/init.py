@@ -134,7 +134,7 @@ def _draw(flat: torch.Tensor, rows: Rows, stream: Stream, rule: InitRule) -> Non
     host = profile_of(flat.device).host
     tiles = list(rows.pieces(_TILE_ON_HOST if host else _TILE))
     terms = stream.terms(replace(tiles[0], first=0).numbers(flat.device))
-    table = quantile_table().to(flat.device)
+    table = quantile_table(flat.device)
     due = iter(list(zip(tiles, accumulate(tile.elements for tile in tiles), strict=True)))
 
     def work() -> None:

@@ -10,7 +10,9 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nxdt_core.devices import HOST
 
@@ -28,12 +30,17 @@ _ONE = 0x3FF << 52
 """Bits of 1 as float64."""
 
 
-@functools.cache
-def quantile_table() -> torch.Tensor:
-    """Return coefficients of quantile / probability, float64 [degree + 1, entries] on the host, constants first.
+def quantile_table(device: torch.device) -> torch.Tensor:
+    """Return coefficients of quantile / probability, float64 [degree + 1, entries], constants first.
 
     The variable is the distance from a polynomial's middle, where probabilities are scaled to [1, 2).
     """
+    return torch.from_numpy(_coefficients()).to(device)
+
+
+@functools.cache
+def _coefficients() -> NDArray[np.float64]:
+    """Memory that stays, 640 KiB, and no tensor, so that the tensors of a process are those of its run."""
     first = torch.arange((1023 - 53) << _BITS, (1023 - 1) << _BITS, device=HOST)
     begins, ends = ((numbers << (52 - _BITS)).view(torch.float64) for numbers in (first, first + 1))
     powers = torch.arange(_DEGREE + 1, dtype=torch.float64, device=HOST)
@@ -41,8 +48,8 @@ def quantile_table() -> torch.Tensor:
     probabilities = begins + (ends - begins) * (nodes.unsqueeze(1) + 1) / 2
     values = torch.special.ndtri(probabilities) / probabilities
     found = torch.linalg.solve(nodes.unsqueeze(1) ** powers, values)
-    table = torch.zeros(_DEGREE + 1, _ENTRIES, dtype=torch.float64, device=HOST)
-    table[:, first % _ENTRIES] = found * (2.0 ** (_BITS + 1)) ** powers.unsqueeze(1)
+    table = np.zeros((_DEGREE + 1, _ENTRIES))
+    table[:, (first % _ENTRIES).numpy()] = (found * (2.0 ** (_BITS + 1)) ** powers.unsqueeze(1)).numpy()
     return table
 
 
