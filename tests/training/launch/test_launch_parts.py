@@ -420,4 +420,4 @@ def test_the_age_of_a_process_is_what_passed_since_its_start():
         passed_s = time.monotonic() - began
         child.kill()
     assert 0.25 < age_s < passed_s + 0.05, "the system counts in hundredths of a second"
-    assert process_age_s(child.pid) == 0, "it is no more"
+    assert process_age_s(child.pid) == 0, "it has ended"
