@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from nxdt_core.launch.node import node_from_environment
 from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
+from nxdt_core.progress import process_age_s
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.testing.ranks import RankPool, process_group
 from nxdt_core.training.callbacks.console import Console
@@ -407,3 +410,14 @@ def starts_again_while_rank_zero_is_late():
 
 def test_a_rank_that_starts_again_before_rank_zero_has_stopped_finds_its_store():
     assert RankPool(2).run(starts_again_while_rank_zero_is_late) == [[[0, 1]] * 2] * 2
+
+
+def test_the_age_of_a_process_is_what_passed_since_its_start():
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        time.sleep(0.3)
+        age_s = process_age_s(child.pid)
+        passed_s = time.monotonic() - began
+        child.kill()
+    assert 0.25 < age_s < passed_s + 0.05, "the system counts in hundredths of a second"
+    assert process_age_s(child.pid) == 0, "it has ended"
