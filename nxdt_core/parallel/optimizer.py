@@ -117,10 +117,11 @@ class TorchOptimizer:
         kernels divide the elements that they read. That saves a pass over the gradients.
         """
         norm = self._norm()
-        scale = None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self._fused and norm.dtype == torch.float32:  # which those kernels expect of the divisor
-            self.inner.grad_scale = None if scale is None else scale.reciprocal()  # type: ignore[attr-defined]
-        elif scale is not None:
+            divisor = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
+            self.inner.grad_scale = divisor  # type: ignore[attr-defined]
+        elif max_norm is not None:
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             grads = [local_of(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
             for same in by_dtype(grads):
                 torch._foreach_mul_(same, scale.to(same[0].dtype))
