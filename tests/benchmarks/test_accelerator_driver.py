@@ -73,7 +73,7 @@ def test_a_stage_that_fails_is_recorded_with_its_last_lines_and_the_next_one_sta
 def test_a_stage_that_takes_twice_its_limit_or_all_the_time_is_stopped_and_keeps_its_rows(
     tmp_path, left_s, stopped_after_s
 ):
-    results = day(tmp_path, deadline=time.monotonic() + left_s).run([stage("endless", minutes=5 / 60)])
+    results = day(tmp_path, deadline=time.monotonic() + left_s).run([stage("endless", minutes=5 / 60, seconds=14)])
     record = results.records["endless"]
     assert (record["outcome"], record["rows"]) == ("timeout", [{"what": "before", "value": 1}])
     assert record["error"] == "still at it" or record["error"].startswith("before")
