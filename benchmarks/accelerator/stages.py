@@ -17,7 +17,8 @@ class Stage:
     work: str
     """``module:function``; it is called with a :class:`accelerator.bench.Bench` and the options."""
     minutes: float
-    """Time limit. Nothing is started that could exceed the time of a call."""
+    """Time limit. Nothing is started that could exceed the time of a call. A stage that takes longer is stopped after
+    twice its limit, or at the end of the call."""
     default: bool = True
     """Whether it is part of the day when no stages are named."""
     options: Mapping[str, object] = field(default_factory=dict, hash=False)

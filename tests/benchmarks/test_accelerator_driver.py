@@ -69,12 +69,15 @@ def test_a_stage_that_fails_is_recorded_with_its_last_lines_and_the_next_one_sta
     assert not (tmp_path / "work" / "good").exists()
 
 
-@pytest.mark.slow
-def test_a_stage_that_exceeds_its_limit_is_stopped_and_keeps_its_rows(tmp_path):
-    results = day(tmp_path).run([stage("endless", minutes=0.2)])
+@pytest.mark.parametrize(("left_s", "stopped_after_s"), [(8, 8), pytest.param(math.inf, 10, marks=pytest.mark.slow)])
+def test_a_stage_that_takes_twice_its_limit_or_all_the_time_is_stopped_and_keeps_its_rows(
+    tmp_path, left_s, stopped_after_s
+):
+    results = day(tmp_path, deadline=time.monotonic() + left_s).run([stage("endless", minutes=5 / 60, seconds=14)])
     record = results.records["endless"]
     assert (record["outcome"], record["rows"]) == ("timeout", [{"what": "before", "value": 1}])
     assert record["error"] == "still at it" or record["error"].startswith("before")
+    assert record["seconds"] > stopped_after_s - 1
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_a_stage_whose_process_ended_while_it_waited_is_started_again(tmp_path, 
 
 
 def test_the_time_limit_of_a_stage_counts_from_its_turn(tmp_path, early):
-    short = stage("after_imports", minutes=3.5 / 60, imports=("early_imports",))
+    short = stage("after_imports", minutes=1.9 / 60, imports=("early_imports",))  # it is stopped after twice that
     day(tmp_path).run([stage("watches_imports", rest_s=4), short])
     assert outcomes(tmp_path)["after_imports"] == "ok"
 
