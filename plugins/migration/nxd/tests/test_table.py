@@ -60,6 +60,7 @@ SAMPLES: dict[str, Any] = {
     "model.moe.sinkhorn_tol": 0.5,
     "precision.parallel_layers_reduce_dtype": "bf16",
     "data.data_prefix": ["/corpora/x"],
+    "exp_manager.resume_from_checkpoint": "/checkpoints/x",
     "data.data_impl": "mmap",
     "data.dataloader_type": "cyclic",
     "data.tokenizer.library": "byte",
