@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from nxdt_plugin_torchao.config import Float8Config
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
 from nxdt_plugin_torchao.policy import float8
 from nxdt_plugin_torchao.product import Float8Product
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 
 from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.config import load
@@ -90,6 +92,25 @@ def test_products_and_gradients_are_those_of_torchaos_layer(scaling):
     for tensor, other in zip(found, expected, strict=True):
         assert torch.equal(tensor, other)
     assert not torch.equal(found[0], nn.functional.linear(hidden, weight))
+
+
+def test_largest_elements_are_found_once_for_all_products_of_an_input_and_their_backward():
+    """Of the input and both weights in forward, and of both gradients in backward."""
+    found = []
+
+    def counting(graph, inputs, **options):
+        found.append(sum(node.target is torch.ops.aten.max.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    product = Float8Product("tensorwise", (), "cpu")
+
+    @torch.compile(backend=partial(compile_fx, inner_compile=counting), fullgraph=True)  # inductor's passes, no kernels
+    def both(inputs, first, second):
+        return product(inputs, first) * product(inputs, second)
+
+    tensors = [torch.randn(shape, requires_grad=True) for shape in [(2, 16, 32), (48, 32), (48, 32)]]
+    both(*tensors).sum().backward()
+    assert found == [3, 2]
 
 
 def train(overrides):

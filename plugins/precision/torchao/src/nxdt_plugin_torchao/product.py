@@ -73,8 +73,9 @@ class Float8Product:
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., in] times [out, in] transposed: [..., out]."""
         dtype = compute_dtype(hidden)
-        result: torch.Tensor = functional_call(self._layer, {"weight": weight.to(dtype)}, (hidden.to(dtype),))
-        return result
+        rows = hidden.to(dtype).flatten(0, -2)  # as backward scales them, so that a graph has their maximum once
+        result: torch.Tensor = functional_call(self._layer, {"weight": weight.to(dtype)}, (rows,))
+        return result.view(*hidden.shape[:-1], -1)
 
 
 class Float8Cast:
