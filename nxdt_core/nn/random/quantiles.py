@@ -1,7 +1,7 @@
 """Quantiles of the normal distribution by a table of polynomials.
 
-Only products and sums follow a look-up, which every device rounds alike: all device types with float64 get the same
-bits. torch's ``special.ndtri`` computes element by element on a CPU, and takes twice as long.
+Only products and sums follow a look-up, which every device rounds in the same way: all device types with float64 get
+the same bits. torch's ``special.ndtri`` computes element by element on a CPU, and takes twice as long.
 """
 
 from __future__ import annotations
