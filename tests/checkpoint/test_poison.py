@@ -32,6 +32,7 @@ from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, encode_manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.checkpoint.hf.weights import INDEX
 from nxdt_core.checkpoint.read.difference import Side, compare_checkpoints
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound
@@ -255,13 +256,20 @@ def test_pickled_weights_of_hugging_face_are_never_opened(
 
 
 @pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", INDEX])
 def test_a_payload_in_place_of_a_file_of_hugging_face_is_refused(
     hf: Path, builder: ModelBuilder, marker: Path, file: str, dress: str
 ) -> None:
-    (hf / file).write_bytes(dressed(dress, marker))
+    put(hf, file, dressed(dress, marker))
     with pytest.raises(HFFileDamaged, match=file):
         import_all(hf, builder)
+
+
+def put(directory: Path, file: str, data: bytes) -> None:
+    """Write a file of a Hugging Face directory; an index is read only where there is no single file."""
+    if file == INDEX:
+        (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+    (directory / file).write_bytes(data)
 
 
 def header(table: object, length: int | None = None) -> bytes:
@@ -295,7 +303,7 @@ def test_absurd_safetensors_headers_are_damage(hf: Path, builder: ModelBuilder, 
         import_all(hf, builder)
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("file", ["config.json", INDEX])
 @pytest.mark.parametrize(
     "data",
     [b"[" * 200_000, b'{"a":' * 200_000, b'{"a": ' + b"1" * 10_000 + b"}", b"null"],
@@ -304,7 +312,7 @@ def test_absurd_safetensors_headers_are_damage(hf: Path, builder: ModelBuilder, 
 def test_json_of_hugging_face_that_is_deep_or_endless_is_damage(
     hf: Path, builder: ModelBuilder, file: str, data: bytes
 ) -> None:
-    (hf / file).write_bytes(data)
+    put(hf, file, data)
     with pytest.raises(HFFileDamaged, match=file):
         import_all(hf, builder)
 
@@ -315,14 +323,14 @@ def test_json_of_hugging_face_that_is_deep_or_endless_is_damage(
 def test_an_index_of_hugging_face_names_no_files_elsewhere(hf: Path, builder: ModelBuilder, file: str) -> None:
     (hf / "model.safetensors").rename(hf.parent / "outside.safetensors")
     names = dict.fromkeys(weights(), file.format(root=hf.parent))
-    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (hf / INDEX).write_text(json.dumps({"weight_map": names}))
     with pytest.raises(NxdtError, match=r"outside\.safetensors"):
         import_all(hf, builder)
 
 
 def test_an_index_of_hugging_face_whose_names_are_too_long_is_damage(hf: Path, builder: ModelBuilder) -> None:
     names = dict.fromkeys(weights(), "a" * 300)
-    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    put(hf, INDEX, json.dumps({"weight_map": names}).encode())
     with pytest.raises(HFFileDamaged, match="File name too long"):
         import_all(hf, builder)
 

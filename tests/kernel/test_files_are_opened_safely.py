@@ -71,9 +71,8 @@ ALLOWED = {
         f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/cli/terminal/closed_output.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",
-        f"{CORE}/launch/supervision/heartbeat.py: "
-        "Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/mounts.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
+        f"{CORE}/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/training/environment.py: file.read_text()",
         f"{CORE}/trainium.py: (system / file).read_text()",
     },
