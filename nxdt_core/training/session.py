@@ -64,7 +64,7 @@ from nxdt_core.training.weights.frozen import base_digest, without_base
 from nxdt_core.training.weights.loading import load_weights
 from nxdt_core.training.weights.reference import check_base_frozen, with_base, with_reference
 from nxdt_core.training.weights.saved_config import config_to_save
-from nxdt_core.training.weights.saved_optimizer import continues_optimizer
+from nxdt_core.training.weights.saved_optimizer import check_shared_state, continues_optimizer
 from nxdt_core.training.weights.saved_precision import round_to_bfloat16, take_masters
 from nxdt_core.training.weights.shape_mismatch import misfit_explained
 
@@ -542,6 +542,8 @@ class TrainSession:
         # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
         updates = max(0, state.updates - skipped)
         weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
+        if optimizer is not None and self._elements is None:
+            check_shared_state(held, weights, engine.ranks)
         alone = not all(adapter.saves_base for adapter in build.adapters(config))
         if alone:
             weights = without_base(model, weights)

@@ -1,4 +1,4 @@
-"""Whether a run's optimizer can continue with the state in a checkpoint (``checkpoint.optimizer_on_change``)."""
+"""Optimizer state in checkpoints: whether one can hold it, and whether a run's optimizer can continue with it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from torch import nn
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.format.averages import AVERAGE
+from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.placement import sharded_over
 from nxdt_core.engines.packed_state import stepped_once, unpacked_state
+from nxdt_core.errors.optimizers import OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerChanged
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.training.weights.saved_config import saved_optimizer
 
-__all__ = ["continues_optimizer"]
+__all__ = ["check_shared_state", "continues_optimizer"]
 
 _NOT_OF_THE_FORM = {"lr", "weight_decay", "param_groups", "sched"}
 """Keys of ``model.optim`` that decide no state."""
@@ -50,6 +54,45 @@ def continues_optimizer(config: ResolvedConfig, manifest: Manifest, where: str) 
         saved=_described(saved.get("name"), held),
         found=_described(now["name"], known),
     )
+
+
+def check_shared_state(
+    state: Mapping[str, torch.Tensor | Piece], weights: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement
+) -> None:
+    """Check that state without its parameter's shape is equal on all ranks that have a shard of the parameter.
+
+    Collective. A checkpoint holds such state once.
+
+    Args:
+        state: of the optimizer, as its ``state_dict`` returns it.
+        weights: of this rank by name; DTensors or pieces where they are sharded.
+        ranks: of the run.
+
+    Raises:
+        OptimizerStateOfShards: some differs; the same on all ranks.
+    """
+    own = {
+        key: (str(value.dtype), tuple(value.shape), digest(_bytes(value)))
+        for key, value in state.items()
+        if type(value) is torch.Tensor and _is_shard(weights.get(key.rpartition("/")[0]))
+    }
+    found: dict[str, set[object]] = {}
+    for each in ranks.all_gather_object(own):
+        for key, value in each.items():
+            found.setdefault(key, set()).add(value)
+    differ = sorted(key for key, values in found.items() if len(values) > 1)
+    if differ:
+        raise OptimizerStateOfShards(state=differ, problem="differs between ranks that have shards of one parameter")
+
+
+def _is_shard(weight: torch.Tensor | Piece | None) -> bool:
+    if isinstance(weight, Piece):
+        return weight.box.shape != weight.shape
+    return weight is not None and bool(sharded_over(weight))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def _saved_names(manifest: Manifest) -> set[frozenset[str]]:
