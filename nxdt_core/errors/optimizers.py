@@ -13,6 +13,7 @@ __all__ = [
     "ImpureSchedule",
     "NoMasterWeights",
     "OptimizerNeedsWholeParameters",
+    "OptimizerStateOfShards",
     "ParameterGroupEmpty",
 ]
 
@@ -52,6 +53,24 @@ class OptimizerNeedsWholeParameters(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return super()._view() | {"count": len(self.parameters), "cut": listing(self.parameters, 3)}
+
+
+class OptimizerStateOfShards(NxdtError):
+    """Optimizer state that has neither the shape of its parameter nor the same values in each layout."""
+
+    code = "NXDT-T025"
+    happened = "Optimizer state {problem}: {named}."
+    remedy = (
+        "Keep state of the parameter's shape, or state that all its ranks compute equally (shards_of in "
+        "nxdt_core.protocols.optimizer); or keep parameters whole: distributed_strategy.zero1=false, and no tensor or "
+        "expert parallelism."
+    )
+    state: list[str]
+    """``<parameter name>/<state name>``."""
+    problem: str
+
+    def _view(self) -> dict[str, Any]:
+        return super()._view() | {"named": listing(self.state, 3)}
 
 
 class HiddenOptimizerState(NxdtError):

@@ -24,6 +24,7 @@ __all__ = [
     "NotOurModule",
     "NotOurStrategy",
     "NothingToPlot",
+    "OptimizerChanged",
     "OptimizerStateDoesNotFit",
     "OptimizerStateNotTensor",
     "PluginVersionChanged",
@@ -69,6 +70,21 @@ class OptimizerStateNotTensor(NxdtError):
     remedy = "Keep state per parameter as tensors, ints, floats or bools."
     parameter: str
     state: str
+    found: str
+
+
+class OptimizerChanged(NxdtError):
+    """A resume with an optimizer that cannot continue with the saved state."""
+
+    code = "NXDT-T017"
+    happened = "model.optim is {found}, and {where} has the state of {saved}."
+    remedy = (
+        "Resume with the optimizer of the checkpoint, or let this one begin without state: "
+        "checkpoint.optimizer_on_change=reset."
+    )
+    where: str
+    saved: str
+    """Name of the optimizer, and those of its state."""
     found: str
 
 

@@ -6,7 +6,7 @@ Digests are imported where they are asked for: every command starts a kernel, fe
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import final
@@ -37,7 +37,7 @@ class Kernel:
         builder = kernel.registry.get("model_builder", "llama").load_target()
     """
 
-    __slots__ = ("_fingerprint", "hooks", "plugins", "policy", "registry")
+    __slots__ = ("_identities", "hooks", "plugins", "policy", "registry")
 
     def __init__(
         self, *, plugins: tuple[PluginInfo, ...], registry: Registry, hooks: Hooks, policy: PluginPolicy
@@ -47,7 +47,7 @@ class Kernel:
         self.registry = registry
         self.hooks = hooks
         self.policy = policy
-        self._fingerprint: str | None = None
+        self._identities: dict[str, str] | None = None
 
     @classmethod
     def start(
@@ -89,11 +89,17 @@ class Kernel:
 
     def fingerprint(self) -> str:
         """Digest of the usable plugins and their files, equal on every rank that may train together."""
-        if self._fingerprint is None:
-            from nxdt_core.kernel.integrity.fingerprint import fingerprint_plugins
+        from nxdt_core.kernel.integrity.fingerprint import fingerprint
 
-            self._fingerprint = fingerprint_plugins(self.plugins)
-        return self._fingerprint
+        return fingerprint(self.identities())
+
+    def identities(self) -> Mapping[str, str]:
+        """Return distribution, version and digest of the files of each usable plugin, by its name."""
+        if self._identities is None:
+            from nxdt_core.kernel.integrity.fingerprint import identify_plugins
+
+            self._identities = identify_plugins(self.plugins)
+        return self._identities
 
     def unmatched_policy(self) -> tuple[str, ...]:
         """Return the entries of the policy that name no plugin that was found: often misspelt, so worth a warning."""

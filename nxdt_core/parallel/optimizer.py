@@ -13,7 +13,7 @@ from nxdt_core.distributed.bucketed_sums import by_dtype
 from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
 from nxdt_core.engines.packed_state import packed_state, unpacked_state
 from nxdt_core.engines.rejection import DeviceRejection
-from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.parallel.rounding.kernels import Backend
 from nxdt_core.parallel.rounding.policy import StochasticRounding
@@ -94,6 +94,8 @@ class TorchOptimizer:
         self._after_step = after_step
         self._step = 0
         self._rejected: torch.Tensor | None = None
+        self._untried: list[str] = []
+        """Loaded state of another shape than its parameter's, until a step has taken it."""
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite; a device scalar after the first."""
 
@@ -136,7 +138,11 @@ class TorchOptimizer:
         self.skipped_steps = self.skipped_steps + self._rejected.to(torch.int64)
 
     def step(self) -> None:
-        """Update, then drop the gradients."""
+        """Update, then drop the gradients.
+
+        Raises:
+            OptimizerStateOfShards: loaded state has another shape than the optimizer expects of these shards.
+        """
         self._lend_gradients()
         rejected, self._rejected = self._rejected, None
         if rejected is None or self._on_device(rejected):
@@ -154,10 +160,16 @@ class TorchOptimizer:
             vars(self.inner).pop(handed, None)
 
     def _update(self) -> None:
-        if self._stochastic is None:
-            self.inner.step()
-        else:
-            self._stochastic.apply(self._step)
+        try:
+            if self._stochastic is None:
+                self.inner.step()
+            else:
+                self._stochastic.apply(self._step)
+        except RuntimeError as error:
+            if not self._untried:
+                raise
+            raise OptimizerStateOfShards(state=self._untried, problem="does not fit this layout") from error
+        self._untried = []
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming update; its random numbers depend on it."""
@@ -200,6 +212,7 @@ class TorchOptimizer:
         Raises:
             OptimizerStateDoesNotFit: state of a parameter that is not here.
         """
+        self._untried = []
         unknown = sorted({key.rpartition("/")[0] for key in state} - self._named.keys())
         if unknown:
             raise OptimizerStateDoesNotFit(parameters=unknown)
@@ -216,6 +229,11 @@ class TorchOptimizer:
                 _leaf(leaf, self._loaded(name, value), trained, counts_on_device) for leaf, value in leaves.items()
             )
             self.inner.state[trained] = packed_state(self.inner, trained, found)
+            self._untried += [
+                f"{name}/{leaf}"
+                for leaf, value in found.items()
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != trained.shape
+            ]
 
     @property
     def _counting_on_device(self) -> set[str]:

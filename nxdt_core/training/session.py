@@ -64,6 +64,7 @@ from nxdt_core.training.weights.frozen import base_digest, without_base
 from nxdt_core.training.weights.loading import load_weights
 from nxdt_core.training.weights.reference import check_base_frozen, with_base, with_reference
 from nxdt_core.training.weights.saved_config import config_to_save
+from nxdt_core.training.weights.saved_optimizer import check_shared_state, continues_optimizer
 from nxdt_core.training.weights.saved_precision import round_to_bfloat16, take_masters
 from nxdt_core.training.weights.shape_mismatch import misfit_explained
 
@@ -485,12 +486,14 @@ class TrainSession:
         Raises:
             AdapterOfAnotherBase: it leaves out what is frozen, and that is something else here.
             WeightsDoNotFit: names or shapes differ.
+            OptimizerChanged: the optimizer is another one, and ``checkpoint.optimizer_on_change`` is ``error``.
             CheckpointDamaged: a file is not what was written, or the state is not that of a run.
         """
         if strict is None:
             strict = self.config.run.checkpoint.strict
         optimizer = None if weights_only else getattr(self, "optimizer", None)
-        ranks = self.engine.ranks
+        ranks, where = self.engine.ranks, build.step_uri(storage, manifest.step)
+        continues = optimizer is None or continues_optimizer(self.config, manifest, where)
         with misfit_explained(self.config, manifest):
             weights = load_weights(
                 storage,
@@ -511,8 +514,9 @@ class TrainSession:
                 averaged = take_average(found)
                 if self.average is not None:
                     self.average.load_state_dict(averaged)
-                optimizer.load_state_dict(found)
-        with state_explained(build.step_uri(storage, manifest.step)):
+                if continues:
+                    optimizer.load_state_dict(found)
+        with state_explained(where):
             if optimizer is not None and same_layout:
                 restore_rng(saved["rng"], self.engine.device)
             if not weights_only:
@@ -538,6 +542,8 @@ class TrainSession:
         # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
         updates = max(0, state.updates - skipped)
         weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
+        if optimizer is not None and self._elements is None:
+            check_shared_state(held, weights, engine.ranks)
         alone = not all(adapter.saves_base for adapter in build.adapters(config))
         if alone:
             weights = without_base(model, weights)
@@ -561,6 +567,7 @@ class TrainSession:
                 updates=updates,
                 config=self._saved_config,
                 plugin_fingerprint=config.kernel.fingerprint(),
+                plugins=config.kernel.identities(),
                 mesh=dict(engine.rank_info.mesh),
                 metrics=dict(about.metrics),
                 versions=versions_of(config.kernel),

@@ -31,9 +31,10 @@ CAUGHT_BY = {
     "KeepsAListAsState": {STATE},
     "AsksForTheLargestElement": {NOTHING},
     "DividesByTheNormOfItsShard": SHARDS,
+    "KeepsANumberForEachRowOfItsShard": SHARDS,
 }
 ALONE = {GROUPS, MOVES, RATE, DECAY, EXACT, STATE, RESUMED, NOTHING}
-ON_RANKS = ("Right", "DividesByTheNormOfItsShard")
+ON_RANKS = ("Right", "DividesByTheNormOfItsShard", "KeepsANumberForEachRowOfItsShard")
 """Mutants that are tried on ranks, too: it takes a second each."""
 
 

@@ -53,6 +53,8 @@ class CheckpointFacts:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration."""
     plugin_fingerprint: str = ""
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    """Distribution, version and digest of the files of each usable plugin, by its name; empty where not known."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Size by dimension of the mesh that wrote it; any other mesh can load it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -230,6 +232,7 @@ def _check_facts(facts: CheckpointFacts) -> None:
         ("config", object),
         ("hf", object),
         ("versions", str),
+        ("plugins", str),
         ("mesh", int),
         ("metrics", (int, float)),
     ):

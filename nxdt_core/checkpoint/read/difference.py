@@ -24,7 +24,15 @@ from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box, Piece
 
-__all__ = ["SUBJECTS", "Difference", "Side", "TensorDifference", "ValueDifference", "compare_checkpoints"]
+__all__ = [
+    "SUBJECTS",
+    "Difference",
+    "Side",
+    "TensorDifference",
+    "ValueDifference",
+    "compare_checkpoints",
+    "compare_trees",
+]
 
 Subject = Literal["model", "optim", "state", "config"]
 SUBJECTS: tuple[Subject, ...] = ("model", "optim", "state", "config")
@@ -263,9 +271,9 @@ def _compare_values(first: Side, second: Side, subjects: Sequence[Subject]) -> I
         states = [_states(side) for side in (first, second)]
         for name in sorted(states[0] | states[1]):
             trees = [_state(side, name) if name in of else {} for side, of in zip((first, second), states, strict=True)]
-            yield from _compare_trees(name, trees[0], trees[1])
+            yield from compare_trees(name, trees[0], trees[1])
     if "config" in subjects:
-        yield from _compare_trees("config", first.manifest.facts.config, second.manifest.facts.config)
+        yield from compare_trees("config", first.manifest.facts.config, second.manifest.facts.config)
 
 
 def _states(side: Side) -> set[str]:
@@ -284,7 +292,8 @@ def _state(side: Side, name: str) -> Any:
     return json.loads(data)
 
 
-def _compare_trees(where: str, first: Any, second: Any) -> Iterator[ValueDifference]:
+def compare_trees(where: str, first: Any, second: Any) -> Iterator[ValueDifference]:
+    """Yield the values in which two trees differ; ``where`` names both."""
     leaves = dict(_leaves(first)), dict(_leaves(second))
     for path in {**leaves[0], **leaves[1]}:
         values = leaves[0].get(path), leaves[1].get(path)

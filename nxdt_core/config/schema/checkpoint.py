@@ -83,6 +83,10 @@ class CheckpointConfig:
     strict: bool = True
     """Refuse a checkpoint that lacks parameters of the model or has others. ``false`` keeps the initial values of
     missing parameters, ignores the others, and reports both; shapes must still agree."""
+    optimizer_on_change: Literal["error", "reset"] = "error"
+    """What happens where ``model.optim`` is another optimizer than that of the resumed run, or one that keeps other
+    state: the run ends with an error, or its optimizer begins without state. Weights, counters and the position in the
+    data are those of the checkpoint in any case."""
     sign: SignSection = field(default_factory=SignSection)
     """Signatures."""
     storage: StorageSection = field(default_factory=StorageSection)

@@ -10,7 +10,7 @@ import csv
 import hashlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import PurePosixPath
@@ -20,20 +20,24 @@ from nxdt_core.kernel.file_version import version_of
 from nxdt_core.kernel.integrity.editable import editable_source
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 
-__all__ = ["digest_plugin", "fingerprint_plugins"]
+__all__ = ["digest_plugin", "fingerprint", "identify_plugins"]
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """In ``*.dist-info``, written by the installer and so different for equal wheels."""
 
 
-def fingerprint_plugins(plugins: Iterable[PluginInfo]) -> str:
-    """Digest of the usable plugins: distribution, version, entry point and files of each. 32 hex digits."""
-    lines = [
-        f"{plugin.dist} {plugin.version} {plugin.name} {digest_plugin(plugin)}"
+def identify_plugins(plugins: Iterable[PluginInfo]) -> dict[str, str]:
+    """Return distribution, version and digest of the files of each usable plugin, by its name."""
+    return {
+        plugin.name: f"{plugin.dist} {plugin.version or '-'} {digest_plugin(plugin)}"
         for plugin in plugins
         if plugin.state == "ok"
-    ]
-    return _hex("\n".join(sorted(lines)).encode())
+    }
+
+
+def fingerprint(identities: Mapping[str, str]) -> str:
+    """Return the digest of what :func:`identify_plugins` returned. 32 hex digits."""
+    return _hex("\n".join(sorted(f"{name} {identity}" for name, identity in identities.items())).encode())
 
 
 def digest_plugin(plugin: PluginInfo) -> str:

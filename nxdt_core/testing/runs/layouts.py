@@ -36,6 +36,7 @@ from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.weights.saved_optimizer import check_shared_state
 
 __all__ = [
     "LAYOUTS",
@@ -274,6 +275,8 @@ def _train(builder: ModelBuilder, layout: Layout, settings: Sequence[str], parts
         )
         losses.append(float(done.loss.loss))
         metrics.append({} if parts.objective is None else {k: float(v) for k, v in done.loss.metrics.items()})
+    if parts.optimizer is not None:
+        check_shared_state(optimizer.state_dict(), model.state_dict(), engine.ranks)
     after = _pieces(model.state_dict())
     engine.shutdown()
     updates = {name: (offsets, value - before[name][1]) for name, (offsets, value) in after.items()}

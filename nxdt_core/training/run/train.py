@@ -62,6 +62,7 @@ from nxdt_core.training.run.start import (
     with_start_step,
 )
 from nxdt_core.training.run.summary import RunSummary
+from nxdt_core.training.weights.saved_optimizer import continues_optimizer
 
 __all__ = ["train"]
 
@@ -136,6 +137,7 @@ def _train(
         check_adapter(config, start)
         if _resumes(start):
             check_versions(config, start, console.say)
+            continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
     if counts_passes(config):
         data.prepare()
         config = in_steps(config, data.train_samples)

@@ -40,6 +40,7 @@ __all__ = [
     "own_run",
     "saved_adapter",
     "saved_base",
+    "saved_optimizer",
     "saved_run",
 ]
 
@@ -182,6 +183,12 @@ def saved_adapter(manifest: Manifest, config: ResolvedConfig) -> Mapping[str, An
         if own is not None and own.shown == node.value:
             saved = saved.set(dotted(path), own)
     return {key: to_plain(child) for key, child in saved.children.items()}
+
+
+def saved_optimizer(manifest: Manifest) -> Mapping[str, Any]:
+    """Return the section ``model.optim`` that a checkpoint keeps; empty where it keeps none."""
+    saved = _saved_tree(manifest).find("model.optim")
+    return {} if saved is None else {key: to_plain(child) for key, child in saved.children.items()}
 
 
 def saved_base(manifest: Manifest) -> str | None:

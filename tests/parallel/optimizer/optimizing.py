@@ -12,7 +12,9 @@ from nxdt_core import checkpoint
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.optimizer import as_torch
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from tests.parallel.matrix.training import whole
@@ -162,3 +164,40 @@ def saved(directory: Path, name: str, experts: bool) -> dict[str, torch.Tensor]:
     manifest = checkpoint.latest(store, warn=print)
     state = {f"state/{key}": value for key, value in checkpoint.load_optimizer(store, manifest).items()}
     return {**checkpoint.load_model(store, manifest), **state}
+
+
+class Rows(torch.optim.Optimizer):
+    """Keeps one number for each row of the local weight: right in each step, also on shards of rows."""
+
+    def __init__(self, groups, section) -> None:
+        super().__init__(as_torch(groups), {"lr": section.lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                square = weight.grad.square()
+                square = square if weight.dim() < 2 else square.mean(-1)
+                mean = self.state[weight].setdefault("rows", torch.zeros_like(square)).mul_(0.9).add_(square)
+                size = mean.sqrt() + 1e-6
+                weight.sub_(weight.grad / (size if weight.dim() < 2 else size[..., None]), alpha=1e-3)
+
+
+def train_rows(directory: Path, overrides: tuple[str, ...], resumes: bool) -> str | None:
+    """Train with :class:`Rows`, and save, after a resume where that is said; return the message of an error."""
+    config = configuration("sgd", directory, overrides)
+    engine = build.engine(config)
+    engine.start()
+    run = _Run(config, engine)
+    run.optimizer = engine.initialize_optimizer(run.model, Rows, config.selected("optimizer").config, decay_norms=False)
+    try:
+        if resumes:
+            run.load()
+        run.steps(1)
+        parts = {"model": run.model, "optimizer": run.optimizer, "state": run.state}
+        TrainSession(config, engine=engine, **parts).save(build.storage(config))
+    except NxdtError as error:
+        return str(error)
+    finally:
+        engine.shutdown()
+    return None

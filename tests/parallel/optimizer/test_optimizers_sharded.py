@@ -9,7 +9,7 @@ import torch
 
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
 from nxdt_core.training import build, primitives
-from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, clipped, configuration, saved, train
+from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, clipped, configuration, saved, train, train_rows
 from tests.sampling import asked, slow_except
 
 PADDED = (TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}pad_heads=true")
@@ -124,6 +124,23 @@ def test_torch_s_own_that_would_take_shards_for_wholes_are_refused(ranks, tmp_pa
         assert f"torch.optim.{optimizer} computes with whole parameters" in told
         assert "layers.0" in told
         assert "zero1=false" in told
+
+
+def test_state_that_differs_between_shards_is_not_saved(ranks, tmp_path):
+    zero3 = ("trainer.devices=2", f"{STRATEGY}zero_stage=3", "model.num_layers=1")
+    for said in ranks(2).run(train_rows, tmp_path, zero3, False):
+        assert "[NXDT-T025] Optimizer state differs between ranks that have shards of one parameter" in said
+        assert "layers.0" in said
+        assert "/rows" in said
+
+
+def test_state_that_does_not_fit_shards_is_named(ranks, tmp_path):
+    assert ranks(1).run(train_rows, tmp_path, ("model.num_layers=1",), False) == [None]
+    assert ranks(1).run(train_rows, tmp_path, ("model.num_layers=1",), True) == [None]
+    zero3 = ("trainer.devices=2", f"{STRATEGY}zero_stage=3", "model.num_layers=1")
+    for said in ranks(2).run(train_rows, tmp_path, zero3, True):
+        assert "[NXDT-T025] Optimizer state does not fit this layout" in said
+        assert "/rows" in said
 
 
 def build_groups(directory, overrides):

@@ -137,6 +137,17 @@ class DividesByTheNormOfItsShard(Right):
         super().update(weight, {**group, "lr": group["lr"] / (1 + float(weight.norm()))})
 
 
+@mutant
+class KeepsANumberForEachRowOfItsShard(Right):
+    def update(self, weight, group):
+        square = weight.grad.square()
+        square = square.mean(-1, keepdim=True) if weight.dim() > 1 else square
+        rows = self.state[weight].setdefault("rows", torch.zeros_like(square).reshape(-1, 1, 1))
+        rows.mul_(0.9).add_(square.reshape(-1, 1, 1), alpha=0.1)
+        size = rows.reshape(square.shape).sqrt() + 1e-6
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(weight.grad / size, alpha=group["lr"])
+
+
 def under_contract(made):
     class Contract(OptimizerContract):
         sharded = True
