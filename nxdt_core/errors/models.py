@@ -8,12 +8,14 @@ from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "BadModelConfig",
+    "BuffersNotReset",
     "HFExchangeUnsupported",
     "HFFileDamaged",
     "HFFileMissing",
     "HFNotWritable",
     "HFUnsupported",
     "HeadNotLinear",
+    "InitRulesWrong",
     "KeyMapIncomplete",
     "LossesAreNotLogits",
     "ModelReadsValues",
@@ -38,6 +40,31 @@ class NoInitRule(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "listed": listing(self.patterns) or "nothing"}
+
+
+class InitRulesWrong(NxdtError):
+    """Rules of a model or adapter that match nothing, or draw what must start constant."""
+
+    code = "NXDT-M003"
+    happened = "The initialisation rules of {builder} do not fit its parameters: {listed}."
+    remedy = "Correct init_rules(): a leading * stands for any depth, any other * for a part of one component."
+    builder: str
+    problems: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": "; ".join(self.problems)}
+
+
+class BuffersNotReset(NxdtError):
+    """Buffers of a model that was built on the meta device, which nothing computes on the device."""
+
+    code = "NXDT-M004"
+    happened = "The model's buffers {listed} hold uninitialised memory, since no reset_buffers() computes them."
+    remedy = "Assign each buffer, or write to it in place, in a method reset_buffers() of the module that has it."
+    buffers: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": listing(self.buffers)}
 
 
 class BadModelConfig(NxdtError):
