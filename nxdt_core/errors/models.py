@@ -17,6 +17,7 @@ __all__ = [
     "HeadNotLinear",
     "InitRulesWrong",
     "KeyMapIncomplete",
+    "LogitsAreSharded",
     "LossesAreNotLogits",
     "ModelReadsValues",
     "ModelWithoutHead",
@@ -284,3 +285,16 @@ class LossesAreNotLogits(NxdtError):
     happened = "The model's head returns losses (model.loss_chunk_tokens), and what got them needs logits: {use}."
     remedy = "Set model.loss_chunk_tokens to null; it works with objectives that take cross_entropies alone."
     use: str
+
+
+class LogitsAreSharded(NxdtError):
+    """An objective computes with logits of which each tensor parallel rank holds a part."""
+
+    code = "NXDT-M093"
+    happened = "The objective {objective} computes with logits that are sharded over the vocabulary: {reason}."
+    remedy = (
+        "Let it pass them to cross_entropies, log_probs and log_partition of nxdt_core.nn.loss alone, which return "
+        "plain tensors, or set distributed_strategy.tensor_model_parallel_size=1."
+    )
+    objective: str
+    reason: str
