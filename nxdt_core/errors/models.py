@@ -8,13 +8,16 @@ from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
     "BadModelConfig",
+    "BuffersNotReset",
     "HFExchangeUnsupported",
     "HFFileDamaged",
     "HFFileMissing",
     "HFNotWritable",
     "HFUnsupported",
     "HeadNotLinear",
+    "InitRulesWrong",
     "KeyMapIncomplete",
+    "LogitsAreSharded",
     "LossesAreNotLogits",
     "ModelReadsValues",
     "ModelWithoutHead",
@@ -38,6 +41,31 @@ class NoInitRule(NxdtError):
 
     def _view(self) -> dict[str, Any]:
         return {**super()._view(), "listed": listing(self.patterns) or "nothing"}
+
+
+class InitRulesWrong(NxdtError):
+    """Rules of a model or adapter that match nothing, or draw what must start constant."""
+
+    code = "NXDT-M003"
+    happened = "The initialisation rules of {builder} do not fit its parameters: {listed}."
+    remedy = "Correct init_rules(): a leading * stands for any depth, any other * for a part of one component."
+    builder: str
+    problems: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": "; ".join(self.problems)}
+
+
+class BuffersNotReset(NxdtError):
+    """Buffers of a model that was built on the meta device, which nothing computes on the device."""
+
+    code = "NXDT-M004"
+    happened = "The model's buffers {listed} hold uninitialised memory, since no reset_buffers() computes them."
+    remedy = "Assign each buffer, or write to it in place, in a method reset_buffers() of the module that has it."
+    buffers: list[str]
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "listed": listing(self.buffers)}
 
 
 class BadModelConfig(NxdtError):
@@ -257,3 +285,16 @@ class LossesAreNotLogits(NxdtError):
     happened = "The model's head returns losses (model.loss_chunk_tokens), and what got them needs logits: {use}."
     remedy = "Set model.loss_chunk_tokens to null; it works with objectives that take cross_entropies alone."
     use: str
+
+
+class LogitsAreSharded(NxdtError):
+    """An objective computes with logits of which each tensor parallel rank holds a part."""
+
+    code = "NXDT-M093"
+    happened = "The objective {objective} computes with logits that are sharded over the vocabulary: {reason}."
+    remedy = (
+        "Let it pass them to cross_entropies, log_probs and log_partition of nxdt_core.nn.loss alone, which return "
+        "plain tensors, or set distributed_strategy.tensor_model_parallel_size=1."
+    )
+    objective: str
+    reason: str

@@ -43,8 +43,6 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
     hf_architectures: ClassVar[tuple[str, ...]]
     """The first is written to ``config.json``."""
     hf_ignored: ClassVar[tuple[str, ...]] = IGNORED
-    residual_writers: ClassVar[tuple[str, ...]] = (f"{ATTENTION}.o_proj.weight", f"{MLP}.down_proj.weight")
-    """Patterns of the parameters that write to the residual stream."""
 
     def __init__(self, config: Config) -> None:
         """Check ``config``.
@@ -58,6 +56,11 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_sequence_length: int | None = config.max_position_embeddings
+
+    @property
+    def residual_writers(self) -> tuple[str, ...]:
+        """Return the patterns of the parameters that write to the residual stream."""
+        return f"{ATTENTION}.o_proj.weight", f"{MLP}.down_proj.weight"
 
     @abstractmethod
     def build(self) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""Matching of dotted module and parameter paths against the patterns of plans and of initialisation rules."""
+"""Matching of dotted module and parameter paths against the patterns of plans, initialisation rules and groups."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _expression(pattern: str) -> str:
-    head, *rest = pattern.split(".")
-    return r"\.".join([".*" if head == "*" else _one(head), *map(_one, rest)])
-
-
-def _one(part: str) -> str:
-    """Regular expression of one component of a path."""
-    return "[^.]*".join(map(re.escape, part.split("*")))
+    rest = pattern.removeprefix("*")
+    return ("" if rest == pattern else ".*") + "[^.]*".join(map(re.escape, rest.split("*")))
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Return whether the whole of ``path`` matches: a leading ``*`` stands for any depth, any other for one component.
+    """Return whether the whole of ``path`` matches: a leading ``*`` stands for any characters, dots included, any other
+    for those of one component.
 
-    ``matches("layers.*.norm.weight", "layers.3.norm.weight")`` and ``matches("*.bias", "a.b.bias")`` are true.
+    ``matches("layers.*.norm.weight", "layers.3.norm.weight")``, ``matches("*.bias", "a.b.bias")`` and
+    ``matches("*norm.weight", "layers.3.mlp_norm.weight")`` are true.
     """
     return matches_any((pattern,), path)
 

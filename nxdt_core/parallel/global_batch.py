@@ -21,9 +21,9 @@ from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.rounding.policy import masters_rounded
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
+from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -125,7 +125,7 @@ class GlobalBatch:
     def loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._numerics.autocast():
-            output: ObjectiveOutput = self._objective(logits, batch)
+            output = objective_output(self._objective, logits, batch)
         loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())
         for name, value in output.metrics.items():

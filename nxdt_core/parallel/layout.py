@@ -19,7 +19,7 @@ from nxdt_core.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engines.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
 from nxdt_core.engines.stages import cut_stage, stages_of_rank, ties_ends
-from nxdt_core.engines.weights import allocate, draw_piece
+from nxdt_core.engines.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.nn.attention.blocks import BlockAttention
 from nxdt_core.nn.attention.grouped_query import CausalAttention
@@ -159,13 +159,8 @@ def lay_out(
     recompute, compiled = options.recompute_granularity is not None, options.compile_backend is not None
     regather = options.sequence_parallel and options.gathers_again
     check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
-    with torch.device("meta"):
-        whole = builder.build()
-        plan, rules = builder.plan(), list(builder.init_rules())
-        base = _names(whole)
-        for adapter in adapters:
-            plan = adapter.apply(whole, plan)
-            rules = [*adapter.init_rules(), *rules]
+    built = build_whole(builder, adapters)
+    whole, plan = built.module, built.plan
     _check_refused(whole, plan, mesh)
     if options.static_shapes:
         _check_static(whole, plan)
@@ -205,8 +200,8 @@ def lay_out(
         modules=modules,
         numbers=numbers,
         plan=plan,
-        rules=tuple(rules),
-        added=_names(whole) - base,
+        rules=built.rules,
+        added=built.added,
         tensor_partial=frozenset(tensor_partial),
         replica_partial=frozenset(replica_partial),
         padded=padded,
@@ -266,10 +261,6 @@ def block_attention(profile: DeviceProfile) -> BlockAttention | None:
 
 def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names)
-
-
-def _names(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
 
 
 def _set_dtypes(whole: nn.Module, precision: PrecisionPolicy) -> None:

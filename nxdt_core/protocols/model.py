@@ -63,7 +63,7 @@ class ModelBuilder(Protocol):
         """Build the whole model. Called under ``torch.device("meta")``: allocate parameters, fill none.
 
         Buffers that are not saved (rotary tables) are computed in a method ``reset_buffers()`` of the module that
-        owns them, which is called once the device is known.
+        owns them, which is called once the device is known. One that it neither assigns nor writes to is an error.
         """
         ...
 
@@ -72,7 +72,8 @@ class ModelBuilder(Protocol):
         ...
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Distributions of fresh weights; the first rule whose pattern matches a parameter wins."""
+        """Distributions of fresh weights; the first rule whose pattern matches a parameter wins. Those of the plan's
+        ``norms`` are constant."""
         ...
 
     def flops_per_token(self, sequence_length: int) -> float:

@@ -1,8 +1,9 @@
 """How a plain ``torch.nn`` model may be sharded, cut, recomputed and regularised: data, no code.
 
-Paths are dotted module or parameter names relative to the model's root; ``*`` matches one component,
-as in ``layers.*.attention.q_proj``. Layer numbers are global: also under pipeline parallelism
-``layers.17`` is the eighteenth layer of the whole model.
+Paths are dotted module or parameter names relative to the model's root. In a pattern, ``*`` stands for any part of one
+component, as in ``layers.*.attention.q_proj``; at the beginning it stands for any depth, as in ``*.bias`` and
+``*norm.weight``. Patterns of initialisation rules and of ``model.optim.param_groups`` mean the same. Layer numbers are
+global: also under pipeline parallelism ``layers.17`` is the eighteenth layer of the whole model.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class ParallelPlan:
     """Parameter path patterns of normalisation scales; decayed only where the configuration says
     ``do_layer_norm_weight_decay: true``."""
     no_weight_decay: tuple[str, ...] = ("*.bias",)
-    """Parameter path patterns that never take weight decay; a leading ``*`` matches any depth."""
+    """Parameter path patterns that never take weight decay."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of parameters that are one: (owner, user), such as ``("embed_tokens.weight", "lm_head.weight")``."""
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -30,6 +30,7 @@ from nxdt_core.config import ReadsHFConfig
 from nxdt_core.devices import HOST
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage
+from nxdt_core.engines.weights import check_rules
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.random.init import initialize
@@ -169,13 +170,14 @@ class ModelContract:
 
     # The plan
 
-    def test_every_pattern_matches_something(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """A pattern that matches nothing is a slip of the pen."""
+    def test_every_pattern_matches_something(self, builder: ModelBuilder, model: nn.Module, plan: ParallelPlan) -> None:
+        """Match each pattern of the plan and of ``init_rules`` with a name of the model; norms start constant."""
         modules = [name for name, _ in model.named_modules()]
         parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         idle = [path for path in _module_patterns(plan) if not any(matches(path, name) for name in modules)]
         idle += [path for path in _parameter_patterns(plan) if not any(matches(path, name) for name in parameters)]
         assert not idle
+        check_rules(builder.init_rules(), parameters, norms=plan.norms, of=type(builder).__name__)
 
     def test_each_matrix_is_planned_once(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Match each parameter with one pattern of ``tensor`` or ``expert_tensor``, a router, or one of

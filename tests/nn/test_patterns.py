@@ -20,12 +20,15 @@ from nxdt_core.nn.patterns import matches, matches_any
         ("layers.*", "layers.0", True),
         ("*.bias", "a.b.c.bias", True),
         ("*.bias", "bias", False),
+        ("*norm.weight", "layers.3.mlp_norm.weight", True),
+        ("*norm.weight", "norm.weight", True),
+        ("*norm.weight", "norm.weights", False),
         ("layers.*.*_norm.weight", "layers.0.mlp_norm.weight", True),
         ("layers.*.*_norm.weight", "layers.0.mlp.weight", False),
         ("a.b", "aXb", False),
     ],
 )
-def test_a_star_is_one_component_and_at_the_head_any_number(pattern, path, expected):
+def test_a_star_is_part_of_one_component_and_at_the_head_any_depth(pattern, path, expected):
     assert matches(pattern, path) is expected
 
 

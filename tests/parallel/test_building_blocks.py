@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from torch import nn
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
-from nxdt_core.engines.weights import allocate, draw_piece
-from nxdt_core.errors.models import NoInitRule
+from nxdt_core.engines.weights import allocate, check_rules, draw_piece
+from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
+from nxdt_core.parallel.tensor.layers import OfFeatures
+from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import OneRank
@@ -65,6 +68,44 @@ def test_memory_keeps_ties_and_computes_buffers() -> None:
     allocate(module, torch.device("cpu"), tied=(("embed.weight", "head.weight"),))
     assert module.head.weight is module.embed.weight
     assert torch.equal(module.table, torch.arange(3.0))
+
+
+def test_a_rule_for_nothing_and_a_drawn_norm_are_refused() -> None:
+    names, norms = ["layers.0.norm.weight", "norm.weight"], ("layers.*.norm.weight", "norm.weight")
+    right = [
+        InitRule(pattern="*norm.weight", distribution="constant"),
+        InitRule(pattern="*.bias", distribution="constant"),
+    ]
+    check_rules([*right, *RULES], names, norms=norms, of="Right")
+    with pytest.raises(InitRulesWrong, match=r"rules of Slip .*'\*nrom\.weight' matches no parameter"):
+        check_rules([InitRule(pattern="*nrom.weight", distribution="constant"), *RULES], names, of="Slip")
+    with pytest.raises(InitRulesWrong, match=r"'norm\.weight' is drawn from 'normal' by the rule '\*'"):
+        check_rules([replace(right[0], pattern="layers.*.norm.weight"), *RULES], names, norms=norms, of="Drawn")
+
+
+class HeadValues(nn.Module):
+    """Two buffers for each head, of which a method computes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.ones(4), persistent=False)
+        self.register_buffer("gain", torch.ones(4), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Compute one of them."""
+        self.slope.fill_(0.5)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_buffer_that_nothing_computes_is_refused(sharded: bool) -> None:
+    with torch.device("meta"):
+        module: nn.Module = HeadValues()
+        if sharded:
+            spread = PaddedDim(dim=0, block=2, starts=(0, 2), counts=(2, 2))
+            module = OfFeatures(module, {}, spread, lambda whole: whole[2:])
+    with pytest.raises(BuffersNotReset, match=r"buffers 'gain' hold"):
+        allocate(module, torch.device("cpu"))
+    assert torch.equal(module.slope, torch.full((2 if sharded else 4,), 0.5))
 
 
 def groups_over_ranks() -> str:

@@ -24,6 +24,7 @@ CAUGHT_BY = {
     "SavesWhatItDoesNotLoad": {STATE},
     "LeavesAThread": {THREAD},
     "WaitsOnTheFirstRank": {RANKS},
+    "WaitsForBackward": {SAME, RESUMED, THREAD, RANKS},
 }
 SKIPS = {"CountsItsWarmUpAgain": {SAME}}
 """It says that it changes training."""

@@ -1,5 +1,11 @@
 """Cross-entropy over the vocabulary in bounded memory."""
 
-from nxdt_core.nn.loss.cross_entropy import VocabularyLoss, cross_entropies, cross_entropy_sum
+from nxdt_core.nn.loss.cross_entropy import (
+    VocabularyLoss,
+    cross_entropies,
+    cross_entropy_sum,
+    log_partition,
+    log_probs,
+)
 
-__all__ = ["VocabularyLoss", "cross_entropies", "cross_entropy_sum"]
+__all__ = ["VocabularyLoss", "cross_entropies", "cross_entropy_sum", "log_partition", "log_probs"]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
+from nxdt_core.errors.models import LossesAreNotLogits
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, row_chunks, row_cross_entropies, row_kernels
 from nxdt_core.nn.loss.token_losses import TokenLosses
 from nxdt_core.nn.scoped import Scoped
@@ -17,6 +18,8 @@ __all__ = [
     "VocabularyLoss",
     "cross_entropies",
     "cross_entropy_sum",
+    "log_partition",
+    "log_probs",
     "row_weights",
     "vocabulary_loss",
     "whole_vocabulary_cross_entropies",
@@ -26,8 +29,8 @@ __all__ = [
 class VocabularyLoss(Protocol):
     """The slot: :func:`cross_entropies`, or what an engine puts there for logits that are sharded by vocabulary."""
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses, as :func:`cross_entropies` does."""
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        """Return the losses, as :func:`cross_entropies` does; without labels, as :func:`log_partition`."""
         ...
 
 
@@ -55,6 +58,28 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (_INSTALLED.value or whole_vocabulary_cross_entropies)(logits, labels)
 
 
+def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each label, 0 where it is −100; otherwise as :func:`cross_entropies`."""
+    return cross_entropies(logits, labels).neg().masked_fill(labels == IGNORE_INDEX, 0)
+
+
+def log_partition(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-sum-exp of each row of logits [..., vocab], whose square a z-loss adds (PaLM, arXiv:2204.02311).
+
+    It works in every layout, also where ranks share the vocabulary, and is computed like :func:`cross_entropies`.
+    Differentiable once.
+
+    Returns:
+        [...], in the dtype of accumulation.
+
+    Raises:
+        LossesAreNotLogits: the head computes losses itself (``model.loss_chunk_tokens``).
+    """
+    if isinstance(logits, TokenLosses):
+        raise LossesAreNotLogits(use="log_partition")
+    return (_INSTALLED.value or whole_vocabulary_cross_entropies)(logits, None)
+
+
 def cross_entropy_sum(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,9 +104,15 @@ def vocabulary_loss(loss: VocabularyLoss) -> AbstractContextManager[None]:
     return _INSTALLED.set(loss)
 
 
-def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """:func:`cross_entropies` where nothing is installed: each row of ``logits`` is whole."""
+def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    """:func:`cross_entropies`, or :func:`log_partition` without ``labels``, where nothing is installed: each row of
+    ``logits`` is whole."""
     rows = logits.reshape(-1, logits.shape[-1])
+    if labels is None:
+        columns = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        no_hits = rows.new_zeros(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
+        sums = row_cross_entropies(rows, columns, hits=no_hits, combine=lambda sums, at: (sums, torch.zeros_like(at)))
+        return sums.view(logits.shape[:-1])
     _, targets = row_weights(rows, labels, None)
     if row_kernels() is not IN_CHUNKS:
         return row_cross_entropies(rows, targets).view(labels.shape)

@@ -28,7 +28,7 @@ from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameter
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
+from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
 
 __all__ = ["MeasuredRank", "dimensions", "measure_rank"]
 
@@ -84,7 +84,7 @@ def _trace(
     batch, autocast = work.batch(), work.precision.autocast
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
-        return work.objective(logits, batch).loss_sum
+        return objective_output(work.objective, logits, batch).loss_sum
 
     module.train()
     views = _localise(module)

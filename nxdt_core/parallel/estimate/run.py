@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from nxdt_core.engines.stages import stage_layers, stages_of_rank
+from nxdt_core.engines.weights import build_whole
 from nxdt_core.parallel.data.fsdp import check_sums, needs_sharding
 from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
 from nxdt_core.parallel.estimate.rank import MeasuredRank, measure_rank
@@ -39,10 +39,8 @@ def estimate(work: Workload) -> Estimate:
     """
     sizes = work.sizes
     check_sums(sizes, work.precision, micro_batches=work.micro_batches)
-    with torch.device("meta"):
-        whole, plan = work.builder.build(), work.builder.plan()
-        for adapter in work.adapters:
-            plan = adapter.apply(whole, plan)
+    built = build_whole(work.builder, work.adapters)
+    whole, plan = built.module, built.plan
     storage = Storage(
         policy=work.precision,
         zero_stage=sizes.zero_stage,

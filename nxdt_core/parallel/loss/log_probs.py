@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nxdt_core.nn.loss.cross_entropy import cross_entropies
+from nxdt_core.nn.loss.cross_entropy import log_probs
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
 
@@ -25,7 +25,6 @@ class LabelLogProbs:
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
         """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
-        losses = cross_entropies(logits, batch.labels).detach()
-        self.kept.append(losses.neg().masked_fill(batch.labels < 0, 0))
-        nothing = losses.new_zeros(())
+        self.kept.append(log_probs(logits, batch.labels).detach())
+        nothing = self.kept[-1].new_zeros(())
         return ObjectiveOutput(loss_sum=nothing, weight=nothing)

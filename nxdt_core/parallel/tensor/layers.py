@@ -256,11 +256,14 @@ class OfFeatures(nn.Module):
         if not own or reset is None:
             return
         shapes = dict(inner.named_buffers())
-        for name, shape in shapes.items():
-            setattr(inner, name, torch.empty_like(shape, device=own[name].device))
+        empty = {name: torch.empty_like(shape, device=own[name].device) for name, shape in shapes.items()}
+        for name, buffer in empty.items():
+            setattr(inner, name, buffer)
         reset()
         for name, shape in shapes.items():
-            own[name].copy_(self._part_of(getattr(inner, name)))
+            whole = getattr(inner, name)
+            if whole is not empty[name] or whole._version:  # what it left alone is reported where memory is allocated
+                own[name].copy_(self._part_of(whole))
             setattr(inner, name, shape)  # on the meta device, so that no rank holds the whole
 
 

@@ -12,16 +12,40 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.nn.loss.cross_entropy import row_weights, whole_vocabulary_cross_entropies
 from nxdt_core.nn.loss.logit_rows import row_cross_entropies
 from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.torch_versions import all_gather_single
 
-__all__ = ["over_ranks", "vocabulary_parallel_cross_entropies"]
+__all__ = ["objective_output", "over_ranks", "vocabulary_parallel_cross_entropies"]
 
 
-def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies`, equal on all ranks.
+def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    """Return what ``objective`` makes of a micro-batch.
+
+    Raises:
+        LogitsAreSharded: it computes with logits of which each rank holds a part.
+    """
+    try:
+        output = objective(logits, batch)
+    except RuntimeError as error:
+        if isinstance(logits, DTensor) and ("DTensor" in str(error) or "sharding strategy" in str(error)):
+            reason = str(error).partition(",")[0].partition("\n")[0]
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason) from error
+        raise
+    for name, value in {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}.items():
+        if isinstance(value, DTensor):
+            reason = f"its {name} is a DTensor"
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason)
+    return output
+
+
+def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    """Return :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies`, equal on all ranks; without ``labels``
+    :func:`nxdt_core.nn.loss.cross_entropy.log_partition`.
 
     Args:
         logits: [..., vocab], a DTensor with ``Shard(-1)`` on a one-dimensional mesh, cut evenly; whole logits (a plain
@@ -35,12 +59,15 @@ def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tens
         raise ValueError(f"logits must be sharded by vocabulary on one mesh dimension, not {placements}")
     local: torch.Tensor = logits.to_local()
     rows = local.reshape(-1, local.shape[-1])
-    _, targets = row_weights(rows, labels, None)
     group = mesh.get_group()
-    columns, elsewhere = rows_here(targets, rows.shape[1], group)
+    if labels is None:  # the target of each row is on no rank
+        columns = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        elsewhere = torch.ones_like(columns, dtype=torch.bool)
+    else:
+        columns, elsewhere = rows_here(row_weights(rows, labels, None)[1], rows.shape[1], group)
     hits = torch.where(elsewhere, 0.0, -1.0).to(torch.promote_types(rows.dtype, torch.float32))
     whole_rows = functools.partial(over_ranks, elsewhere=elsewhere, group=group)
-    return row_cross_entropies(rows, columns, hits=hits, combine=whole_rows).view(labels.shape)
+    return row_cross_entropies(rows, columns, hits=hits, combine=whole_rows).view(logits.shape[:-1])
 
 
 def over_ranks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -105,6 +105,14 @@ class NxdtModule(pl.LightningModule):
     def resumed(self) -> Manifest | None:
         """The checkpoint whose run this one resumes."""
         return self.session.resumed
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Return this rank's parameters under their global names, DTensors where sharded; none before
+        :meth:`configure_model`."""
+        found = self.session.model.named_parameters() if hasattr(self.session, "model") else ()
+        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in found)
 
     def resume_from(self, storage: CheckpointStorage, manifest: Manifest) -> None:
         """Load a checkpoint once model and optimizer exist; called by the strategy."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.trainer import call
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
 from nxdt_core import checkpoint
@@ -145,7 +146,11 @@ class NxdtStrategy(Strategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Let the parallel optimizer step; called by Lightning, which counts the step."""
+        """Call the hooks ``on_before_optimizer_step``, then let the parallel optimizer step; called by Lightning, which
+        counts the step."""
+        trainer = self._module.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         self._module.optimizer.step()
 
     def save_checkpoint(

@@ -1,17 +1,22 @@
-"""A user's own ``Trainer`` around :class:`nxdt_core.training.NxdtStrategy`: its arguments work, or are refused."""
+"""A ``Trainer`` around :class:`nxdt_core.training.NxdtStrategy`: its arguments and callbacks work, or are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import pytorch_lightning as pl
 
 from nxdt_core.errors.training import NotOurModule, TrainerArgumentsIgnored
 from nxdt_core.training.lightning.module import NxdtModule
 
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
-
 __all__ = ["check_trainer"]
+
+_UNCALLED = {
+    **dict.fromkeys(("on_before_backward", "on_after_backward", "on_before_zero_grad"), "on_before_optimizer_step"),
+    **dict.fromkeys(("backward", "optimizer_step", "optimizer_zero_grad"), "a component of the kind optimizer"),
+    "configure_gradient_clipping": "trainer.gradient_clip_val in the configuration",
+}
+"""Hooks of Lightning's own optimization, which the step of nxdt does not call, and what does their work."""
 
 
 def check_trainer(module: pl.LightningModule) -> None:
@@ -19,7 +24,7 @@ def check_trainer(module: pl.LightningModule) -> None:
 
     Raises:
         NotOurModule: the model is not an :class:`nxdt_core.training.NxdtModule`.
-        TrainerArgumentsIgnored: arguments whose work the configuration decides.
+        TrainerArgumentsIgnored: arguments whose work the configuration decides, or hooks that nothing calls.
     """
     if not isinstance(module, NxdtModule):
         raise NotOurModule(found=type(module).__name__)
@@ -48,5 +53,12 @@ def _ignored(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
             "data.global_batch_size and data.micro_batch_size in the configuration",
         )
+    owners: tuple[object, ...] = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
+    for owner in owners:
+        stock = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
+        for hook, instead in _UNCALLED.items():
+            method = getattr(owner, hook, None)
+            if method is not None and getattr(method, "__func__", method) is not getattr(stock, hook):
+                yield f"{type(owner).__name__}.{hook}", instead
     if given._layer_sync is not None:
         yield "sync_batchnorm=True", "nothing: models here have no batch norm"

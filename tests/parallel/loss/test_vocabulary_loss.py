@@ -5,9 +5,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nxdt_core.nn.loss import logit_rows
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum, vocabulary_loss
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
+from nxdt_core.errors.models import LogitsAreSharded
+from nxdt_core.nn.loss import cross_entropy_sum, log_partition, log_probs, logit_rows
+from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
+from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.testing.ranks import process_group
 
 VOCAB, ROWS = 12, (3, 5)
@@ -68,6 +71,75 @@ def test_equals_the_loss_of_whole_logits(by_rank, dtype: torch.dtype, weighted: 
         assert grad.dtype == dtype
         torch.testing.assert_close(grad, whole.grad.chunk(2, -1)[rank])
         assert not grad[1].any()
+
+
+def z_terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (log_partition(logits).square() * labels.ne(-100)).sum() + log_probs(logits, labels).sum()
+
+
+def sharded_z_terms():
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for dtype in DTYPES:
+            part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
+            with vocabulary_loss(vocabulary_parallel_cross_entropies):
+                total = z_terms(DTensor.from_local(part, mesh, [Shard(-1)], run_check=False), labels_of())
+            total.backward()
+            found[dtype] = total.detach(), part.grad
+        return found
+
+
+def test_log_partition_and_log_probs_are_those_of_whole_logits(ranks) -> None:
+    by_rank, labels = ranks(2).run(sharded_z_terms), labels_of()
+    for dtype in DTYPES:
+        whole, again = logits_of(dtype).requires_grad_(), logits_of(dtype).requires_grad_()
+        z_terms(whole, labels).backward()
+        wide = again.to(torch.promote_types(dtype, torch.float32))
+        kept = labels.ne(-100)
+        picked = wide.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+        expected = (wide.logsumexp(-1).square() * kept).sum() + (picked * kept).sum()
+        expected.backward()
+        torch.testing.assert_close(whole.grad, again.grad)
+        for rank, found in enumerate(by_rank):
+            total, grad = found[dtype]
+            torch.testing.assert_close(total, expected.detach())
+            torch.testing.assert_close(grad, again.grad.chunk(2, -1)[rank])
+
+
+class ReadsLogits:
+    """Computes with logits itself: next to a plain tensor, or alone."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone = alone
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+        squares = logits.logsumexp(-1).square()
+        loss = squares.sum() if self.alone else (squares * batch.labels.ne(-100)).sum()
+        return ObjectiveOutput(loss_sum=loss, weight=batch.weight())
+
+
+def refusals() -> list[str]:
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        labels = torch.zeros(1, 4, dtype=torch.int64)
+        logits = DTensor.from_local(torch.zeros(1, 4, VOCAB // 2), mesh, [Shard(-1)], run_check=False)
+        found = []
+        for alone in (False, True):
+            with pytest.raises(LogitsAreSharded) as raised:
+                objective_output(ReadsLogits(alone), logits, Batch(input_ids=labels, labels=labels))
+            found.append(str(raised.value))
+        return found
+
+
+def test_an_objective_that_computes_with_sharded_logits_is_refused(ranks) -> None:
+    for mixed, alone in ranks(2).run(refusals):
+        assert "objective ReadsLogits computes" in mixed
+        assert "its loss_sum is a DTensor" in alone
+        assert "log_partition" in mixed
 
 
 def no_loss_token() -> tuple[float, float, bool]:

@@ -101,6 +101,12 @@ class WaitsOnTheFirstRank(Right):
             torch.distributed.barrier()
 
 
+@mutant
+class WaitsForBackward(Right):
+    def on_after_backward(self, trainer, pl_module):
+        """Lightning's own loop would call it."""
+
+
 @hookimpl
 def nxdt_callbacks():
     return [CallbackComponent(name=cls.__name__, target=f"{__name__}:{cls.__name__}") for cls in MUTANTS]

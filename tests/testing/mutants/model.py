@@ -92,6 +92,18 @@ class HasNoRuleForBiases(SmallBuilder):
 
 
 @builder
+class DrawsItsLastNorm(SmallBuilder):
+    def init_rules(self):
+        return [InitRule(pattern="*.norm.weight", distribution="constant", mean=1.0), *super().init_rules()[1:]]
+
+
+@builder
+class HasARuleForNothing(SmallBuilder):
+    def init_rules(self):
+        return [InitRule(pattern="*.nrom.weight", distribution="constant", mean=1.0), *super().init_rules()]
+
+
+@builder
 class DrawsAllAlike(SmallBuilder):
     def init_rules(self):
         return [InitRule(pattern="*", distribution="constant", mean=0.1)]

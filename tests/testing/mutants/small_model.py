@@ -126,7 +126,7 @@ class SmallBuilder:
 
     def init_rules(self) -> list[InitRule]:
         return [
-            InitRule(pattern="*.norm.weight", distribution="constant", mean=1.0),
+            InitRule(pattern="*norm.weight", distribution="constant", mean=1.0),
             InitRule(pattern="*.bias", distribution="constant"),
             InitRule(pattern="*", distribution="normal"),
         ]

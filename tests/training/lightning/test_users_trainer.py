@@ -159,6 +159,48 @@ def test_arguments_that_would_do_nothing_are_refused(small_run, arguments, named
     assert all(part in str(caught.value) for part in named)
 
 
+class Average(pl.Callback):
+    """An average of the weights, as callbacks for Lightning compute it."""
+
+    def __init__(self):
+        self.weights, self.gradients = {}, []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.gradients.append(sum(p.grad is not None for p in pl_module.parameters()))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for name, weight in pl_module.named_parameters():
+            self.weights[name] = 0.5 * self.weights.get(name, 0) + 0.5 * weight.detach().clone()
+
+
+def test_callbacks_have_weights_and_gradients(small_run):
+    config, average = small_run(*SHORT), Average()
+    module = NxdtModule(config)
+    trainer_of(config, callbacks=[average]).fit(module, NxdtDataModule(config))
+    weights = dict(module.model.named_parameters())
+    assert average.weights.keys() == weights.keys()
+    assert average.gradients == [len(weights)] * 3
+    assert not any(torch.equal(average.weights[name], weight) for name, weight in weights.items() if weight.ndim > 1)
+
+
+class Unheard(pl.Callback):
+    def on_after_backward(self, trainer, pl_module):
+        """Lightning's own loop would call it."""
+
+
+class UnheardModule(NxdtModule):
+    def on_before_zero_grad(self, optimizer):
+        """Lightning's own loop would call it."""
+
+
+def test_hooks_that_nothing_calls_are_refused(small_run):
+    config = small_run(*SHORT)
+    with pytest.raises(TrainerArgumentsIgnored, match=r"(?s)Unheard\.on_after_backward.*on_before_optimizer_step"):
+        trainer_of(config, callbacks=[Average(), Unheard()]).fit(NxdtModule(config), NxdtDataModule(config))
+    with pytest.raises(TrainerArgumentsIgnored, match=r"UnheardModule\.on_before_zero_grad"):
+        trainer_of(config).fit(UnheardModule(config), NxdtDataModule(config))
+
+
 def test_another_module_and_other_data_are_named(small_run):
     config = small_run(*SHORT)
     with pytest.raises(NotOurModule, match="BoringModel"):

@@ -111,11 +111,12 @@ class _Updates:
     def _add_rules(self, path: str, *, grows: str, other: InitRule) -> None:
         """Add the rules of one update; equal layers share them."""
         pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        shared = (
+        shared = [
             replace(other, pattern=f"{pattern}.{other.pattern}"),
             InitRule(pattern=f"{pattern}.{grows}", distribution="constant"),
-            InitRule(pattern=f"{pattern}.lora_magnitude", distribution="constant", mean=1.0),
-        )
+        ]
+        if self._config.use_dora:
+            shared.append(InitRule(pattern=f"{pattern}.lora_magnitude", distribution="constant", mean=1.0))
         known = {rule.pattern: rule for rule in self.rules}
         if known.get(shared[0].pattern, shared[0]) != shared[0]:  # a layer of another size under the same pattern
             self.rules.insert(0, replace(other, pattern=f"{path}.{other.pattern}"))

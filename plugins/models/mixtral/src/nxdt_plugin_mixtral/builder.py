@@ -22,10 +22,12 @@ class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
     """A decoder whose feed-forward blocks are mixtures of experts."""
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("MixtralForCausalLM",)
-    residual_writers: ClassVar[tuple[str, ...]] = (
-        *RotaryDecoderBuilder.residual_writers,
-        f"{_EXPERTS}.down_proj",
-    )
+
+    @property
+    def residual_writers(self) -> tuple[str, ...]:
+        """Return the patterns of the parameters that write to the residual stream."""
+        attention, dense = super().residual_writers
+        return (attention, *((dense,) if self.config.dense_layers else ()), f"{_EXPERTS}.down_proj")
 
     def build(self) -> Mixtral:
         """Return the whole model."""

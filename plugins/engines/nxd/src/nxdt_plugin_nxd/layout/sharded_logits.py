@@ -33,13 +33,18 @@ class ShardedLogits:
         raise VocabularyIsSharded(attribute=getattr(function, "__name__", str(function)))
 
 
-def sharded_cross_entropies(logits: torch.Tensor | ShardedLogits, labels: torch.Tensor) -> torch.Tensor:
+def sharded_cross_entropies(logits: torch.Tensor | ShardedLogits, labels: torch.Tensor | None) -> torch.Tensor:
     """Compute :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies` by the library's loss; equal on all ranks.
 
     In float32: the library computes in the dtype of the logits, and in their memory.
+
+    Raises:
+        VocabularyIsSharded: without labels, since the library has no log-sum-exp over ranks.
     """
     if not isinstance(logits, ShardedLogits):
         return whole_vocabulary_cross_entropies(logits, labels)
+    if labels is None:
+        raise VocabularyIsSharded(attribute="log_partition")
     from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
 
     _, targets = row_weights(logits.local, labels, None)

@@ -17,7 +17,7 @@ from torch import nn
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage, stages_of_rank
-from nxdt_core.engines.weights import allocate, draw_piece
+from nxdt_core.engines.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.adapter import Adapter
@@ -113,14 +113,8 @@ def lay_out(
         NxdtError: the model's plan, or the library, does not allow the layout.
     """
     sizes = place.sizes
-    with torch.device("meta"):
-        whole = builder.build()
-        plan, rules = builder.plan(), list(builder.init_rules())
-        base = _names(whole)
-        for adapter in adapters:
-            plan = adapter.apply(whole, plan)
-            rules = [*adapter.init_rules(), *rules]
-    added = _names(whole) - base
+    built = build_whole(builder, adapters)
+    whole, plan = built.module, built.plan
     _check_refused(whole, plan, sizes)
     if fixed_shapes:
         _check_capacity(whole, plan)
@@ -144,7 +138,9 @@ def lay_out(
             granularity=run.model.activations_checkpoint_granularity,
             names=run.model.activations_checkpoint_recompute or (),
         )
-    return Stage(modules=modules, plan=plan, rules=tuple(rules), added=added, shards=shards, partial=frozenset(partial))
+    return Stage(
+        modules=modules, plan=plan, rules=built.rules, added=built.added, shards=shards, partial=frozenset(partial)
+    )
 
 
 def _cut(whole: nn.Module, plan: ParallelPlan, place: Place, run: RunConfig) -> Iterator[nn.Module]:
@@ -161,10 +157,6 @@ def _check_capacity(whole: nn.Module, plan: ParallelPlan) -> None:
     for path, router in whole.named_modules():
         if matches_any(plan.expert_routers, path) and getattr(router, "capacity_factor", 0) is None:
             raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
-
-
-def _names(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
 
 
 def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> None:
