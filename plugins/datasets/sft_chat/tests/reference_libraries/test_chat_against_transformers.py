@@ -20,13 +20,21 @@ from nxdt_core.protocols.batch import IGNORE_INDEX
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))
 WITHOUT_TOOLS = ("gemma", "llama2", "mistral", "plain", "zephyr")
+ENDS = ("<|eot_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
+"""What ends turns in templates of other models."""
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The shipped tokenizer with a begin and an end token, as most templates want them."""
+    """The shipped tokenizer with a begin and an end token, as most templates want them, and ends of turns."""
     path = Path(shutil.copytree(DATA / "tokenizer", tmp_path_factory.mktemp("tokenizer") / "chat"))
+    record = json.loads((path / "tokenizer.json").read_text())
+    added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    record["added_tokens"] += [
+        {"id": number, "content": token, "special": True, **added} for number, token in enumerate(ENDS, start=1024)
+    ]
+    (path / "tokenizer.json").write_text(json.dumps(record))
     record = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**record, "bos_token": "<|endoftext|>"}))
     return path
@@ -124,7 +132,7 @@ def test_templates_are_found_where_transformers_finds_them(extra, directory, tmp
 
 def test_special_tokens_are_those_of_transformers(ours, theirs):
     assert ours.special_tokens() == theirs.special_tokens_map
-    assert set(ours.reserved_tokens()) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"}
+    assert set(ours.reserved_tokens()) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", *ENDS}
     text = "<|im_start|>user\nHé 🙂<|im_end|>"
     (located,) = ours.locate([text])
     assert ours.spell(located.ids) == text
