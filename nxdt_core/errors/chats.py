@@ -164,11 +164,17 @@ class TemplateNeedsToken(NxdtError):
     """A template that writes a token which the tokenizer does not have, so that no turn would end."""
 
     code = "NXDT-D317"
-    happened = "The chat template ({origin}) writes {name}, and the tokenizer has none{found}."
-    remedy = "Name it under data.tokenizer ({name}), or set data.chat_template to one that does not write it."
+    happened = "The chat template ({origin}) writes {name}, and the tokenizer has no such token."
+    remedy = "{way}, or set data.chat_template to one that does not write it."
+    usual_remedy = "Set data.chat_template to one whose tokens the tokenizer has, or add them to the tokenizer."
     origin: str
     name: str
-    found: str = ""
+    """``eos_token``, or the token as it is written."""
+
+    def _view(self) -> dict[str, Any]:
+        named = self.name.endswith("_token")
+        way = "Name it under data.tokenizer ({})" if named else "Add {} to the tokenizer and the model's vocabulary"
+        return {**super()._view(), "way": way.format(self.name)}
 
 
 class NotAChatTokenizer(NxdtError):

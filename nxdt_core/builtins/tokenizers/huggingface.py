@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         return pretrained_files(self._loaded, self._named())
 
     def chat_template(self) -> str | None:
-        """Return the template next to the tokenizer; of several templates, the one named ``default``."""
+        """Return the template next to the tokenizer; of several, ``tool_use`` for tools, else ``default``."""
         return chat_template(self._loaded)
 
     def special_tokens(self) -> Mapping[str, str]:

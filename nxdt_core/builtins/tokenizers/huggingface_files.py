@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from nxdt_core.builtins.tokenizers.huggingface_chat import FOR_TOOLS, chat_template
 from nxdt_core.builtins.tokenizers.huggingface_sources import FILE, Loaded, read_record
 
 __all__ = ["pretrained_files"]
@@ -28,5 +29,7 @@ def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -
         record |= read_record(loaded.directory)
         present = [name for name in _BESIDE if (loaded.directory / name).is_file()]
         files |= {name: (loaded.directory / name).read_bytes() for name in present}
+        if (loaded.directory / FOR_TOOLS).is_file() and (template := chat_template(loaded)) is not None:
+            files["chat_template.jinja"] = template.encode()
     own = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
     return {**files, FILE: own, _CONFIG: (json.dumps({**record, **special_tokens}, indent=2) + "\n").encode()}

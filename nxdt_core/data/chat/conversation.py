@@ -1,15 +1,17 @@
-"""A conversation as every format of records gives it, and what must hold of the order of its speakers."""
+"""A conversation as every format of records gives it, and what must hold of the order of its messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from nxdt_core.data.files.records import Place
-from nxdt_core.errors.chats import EmptyTurn, RolesOutOfOrder
+from nxdt_core.data.files.unused_fields import is_given
+from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder
 
-__all__ = ["ROLES", "Conversation", "Message", "check_order"]
+__all__ = ["ROLES", "Conversation", "Message", "check_order", "in_order_of_calls"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak."""
@@ -94,3 +96,37 @@ def check_order(conversation: Conversation) -> None:
         if message.role == "assistant" and not (message.content.strip() or message.calls_tools):
             raise EmptyTurn(place=str(conversation.place), number=number)
         before = "assistant with tool calls" if message.role == "assistant" and message.calls_tools else message.role
+
+
+def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message]:
+    """Return ``messages`` with the results of each turn's calls in the order of the calls, matched by their ids.
+
+    Results without ids stay where they are, unless several calls have ids.
+
+    Raises:
+        BadMessage: an id is missing, unknown or repeated, or a call has no result; names the place and the message.
+    """
+    ordered = list(messages)
+    for at, message in enumerate(messages):
+        if not message.calls_tools:
+            continue
+        results = list(takewhile(lambda each: each.role == "tool", messages[at + 1 :]))
+        calls = [call.get("id") for call in message.calls]
+        given = [result.fields.get("tool_call_id") for result in results]
+        if any(map(is_given, given)) or (results and len(calls) > 1 and any(map(is_given, calls))):
+            _check_ids(calls, given, place, at + 1)
+            results.sort(key=lambda result: calls.index(result.fields["tool_call_id"]))
+            ordered[at + 1 : at + 1 + len(results)] = results
+    return ordered
+
+
+def _check_ids(calls: Sequence[Any], given: Sequence[Any], place: Place, number: int) -> None:
+    """Check that the results whose ids are ``given`` answer each of the ``calls`` of message ``number`` once."""
+    for index, each in enumerate(given):
+        if not is_given(each) or each not in calls or each in given[:index]:
+            reason = f"its tool_call_id {each!r} is not that of a call before it that has no result yet"
+            raise BadMessage(place=str(place), number=number + 1 + index, reason=reason)
+    for index, each in enumerate(calls):
+        if each not in given or each in calls[:index]:
+            reason = f"its call with the id {each!r} has no result, or shares one"
+            raise BadMessage(place=str(place), number=number, reason=reason)

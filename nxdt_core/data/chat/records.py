@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order
+from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order, in_order_of_calls
 from nxdt_core.data.chat.tool_calls import parsed, read_calls, read_tools, tools_key, unread_of_calls
 from nxdt_core.data.files.records import Place
 from nxdt_core.data.files.unused_fields import is_given, unread
@@ -51,7 +51,7 @@ def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
         read, messages = _PAIR, _pair(record, place)
     else:
         raise UnknownRecord(place=str(place), keys=tuple(record))
-    messages = with_system(messages, record, place)
+    messages = with_system(in_order_of_calls(messages, place), record, place)
     conversation = Conversation(
         place=place,
         messages=messages,

@@ -11,11 +11,11 @@ from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.templates import ChatTemplate, find_template
 from nxdt_core.data.chat.time_limit import TookTooLong, time_limit
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.chats import SpecialTokenInText, TemplateRefuses, TemplateUnreadable
+from nxdt_core.errors.chats import SpecialTokenInText, TemplateNeedsToken, TemplateRefuses, TemplateUnreadable
 from nxdt_core.errors.evaluation import ChatTemplateMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
-__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "prompt_ids", "runner_of", "stop_ids"]
+__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "end_of_turn", "prompt_ids", "runner_of", "stop_ids"]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -29,7 +29,8 @@ _MOST_CHARACTERS = 100_000_000
 
 _ANSWER = "This one"
 """Answer of a conversation that shows what follows an answer."""
-
+_TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+"""A special token, by its look."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates read the first two."""
@@ -173,23 +174,34 @@ def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
     found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     if isinstance(tokenizer, ChatTokenizer):
         try:
-            end = _end_of_turn(keys, tokenizer)
+            runner = runner_of(keys, tokenizer)
+            end = None if runner is None else end_of_turn(runner, tokenizer)
         except (NxdtError, ImportError):
             end = None
         found += [] if end is None else [end]
     return tuple(dict.fromkeys(found))
 
 
-def _end_of_turn(keys: ChatKeys, tokenizer: ChatTokenizer) -> int | None:
-    """Return the special token that follows an answer, ignoring space; None where there is none."""
-    runner = runner_of(keys, tokenizer)
-    if runner is None:
-        return None
+def end_of_turn(runner: TemplateRunner, tokenizer: ChatTokenizer) -> int | None:
+    """Return the token that follows an answer, ignoring space; None where a text follows, or it cannot be seen.
+
+    Raises:
+        TemplateNeedsToken: what follows looks like a special token, and is several tokens.
+    """
     asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
-    _, _, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
+    try:
+        _, answer, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
+    except TemplateRefuses:
+        return None
     behind = behind.lstrip()
-    token = max(filter(behind.startswith, tokenizer.reserved_tokens()), key=len, default=None)
-    return None if token is None else int(tokenizer.locate([token])[0].ids[0])
+    looks = _TOKEN.match(behind)
+    token = max(filter(behind.startswith, tokenizer.reserved_tokens()), key=len, default=looks and looks[0])
+    if not answer or token is None:
+        return None
+    ids = tokenizer.locate([token])[0].ids
+    if len(ids) > 1 and token not in tokenizer.reserved_tokens():
+        raise TemplateNeedsToken(origin=runner.template.origin, name=token)
+    return int(ids[0])
 
 
 class ReservedTokens:

@@ -38,6 +38,28 @@ def test_documents_stay_apart(loader, saved, tmp_path):
     assert sample.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("column", ["attention_mask", "position_ids"])
+def test_documents_that_rows_mark_are_packed_as_rows_of_their_own(
+    loader, saved, tmp_path, documents, contents, column, streaming
+):
+    groups = [documents[at : at + 3] for at in range(0, len(documents), 3)]
+    marks = {
+        "attention_mask": [[n for n, ids in enumerate(group, 1) for _ in ids] for group in groups],
+        "position_ids": [[at for ids in group for at in range(len(ids))] for group in groups],
+    }
+    saved(tmp_path / "alone", documents)
+    saved(
+        tmp_path / "marked", [[token for ids in group for token in ids] for group in groups], **{column: marks[column]}
+    )
+    keys = {"streaming": streaming, "shuffle": False, "packing": True}
+    alone, marked = (loader(train_dir=tmp_path / name, **keys).split("train") for name in ("alone", "marked"))
+    count = (sum(map(len, documents)) - 1) // SEQ
+    one, other = ([contents(each) for each, _ in zip(data, range(count), strict=False)] for data in (alone, marked))
+    assert one == other
+    assert len(one) == count > 50
+
+
 def test_labels_are_packed_beside_their_tokens(loader, saved, tmp_path, documents):
     """Where a prompt is not learnt, it is not learnt in a packed sample either."""
     labels = [[IGNORE_INDEX] * (len(ids) // 2) + ids[len(ids) // 2 :] for ids in documents]

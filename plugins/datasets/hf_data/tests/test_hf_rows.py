@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from nxdt_plugin_hf_data.errors import MisfitRows, RowTooLong
+from nxdt_plugin_hf_data.errors import ColumnUnread, MisfitRows, RowTooLong
 
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import Dataloader, MapDataset
@@ -69,6 +69,53 @@ def test_padding_is_no_document_and_restarts_positions(saved, loader, tmp_path):
     assert sample.document_ids.tolist() == [-1, -1, 0, 0, 0, 0, -1, -1]
     assert sample.position_ids.tolist()[2:6] == [0, 1, 2, 3]
     assert sample.labels.tolist() == [-100, -100, ids[3], ids[4], ids[5], -100, -100, -100]
+
+
+MARKS = {
+    "numbers": {"attention_mask": [1, 1, 1, 2, 2, 2, 3, 0]},
+    "positions": {"position_ids": [0, 1, 2, 0, 1, 2, 0, 1], "attention_mask": [1, 1, 1, 1, 1, 1, 1, 0]},
+    "both": {"position_ids": [0, 1, 2, 0, 1, 2, 0, 0], "attention_mask": [1, 1, 1, 2, 2, 2, 3, 0]},
+}
+"""Three documents and padding in a row, as packing collators of other tools mark them."""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("marks", MARKS)
+def test_documents_that_a_row_marks_are_kept_apart(saved, loader, tmp_path, marks, streaming):
+    columns = {name: [values] * len(ROWS) for name, values in MARKS[marks].items()}
+    keys = {"train_dir": saved(tmp_path / "a", ROWS, **columns), "streaming": streaming, "shuffle": False}
+    sample, together = (
+        next(iter(train)) if streaming else train[0]
+        for train in (loader(**keys).split("train"), loader(**keys, reset_attention_mask=False).split("train"))
+    )
+    _, b, c, d, e, f, g, _ = ROWS[0]
+    assert sample.labels.tolist() == [b, c, -100, e, f, -100, -100, -100]
+    assert sample.document_ids.tolist() == [0, 0, 0, 1, 1, 1, 2, -1]
+    assert sample.position_ids.tolist()[:7] == [0, 1, 2, 0, 1, 2, 0]
+    assert together.labels.tolist() == [b, c, d, e, f, g, -100, -100]
+    assert together.document_ids.tolist() == [0] * 7 + [-1]
+
+
+def test_positions_that_count_on_mark_one_document(saved, loader, tmp_path, contents):
+    plain = loader(train_dir=saved(tmp_path / "a", ROWS)).split("train")
+    positions = [[*range(SEQ)]] * len(ROWS)
+    same = loader(train_dir=saved(tmp_path / "b", ROWS, position_ids=positions)).split("train")
+    assert contents(same[0]) == contents(plain[0])
+    kept = loader(train_dir=tmp_path / "a", reset_position_ids=False).split("train")
+    assert len({plain.fingerprint(), kept.fingerprint()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "instead"),
+    [("seq_lengths", "position_ids"), ("seq_idx", "position_ids"), ("completion_mask", "labels")],
+)
+def test_columns_of_documents_and_labels_that_are_not_read_are_refused(saved, loader, tmp_path, column, instead):
+    other = {column: [[1] * SEQ] * len(ROWS)}
+    with pytest.raises(ColumnUnread, match=f"has a column '{column}', .* none called '{instead}'") as caught:
+        loader(train_dir=saved(tmp_path / "a", ROWS, **other)).split("train")
+    assert caught.value.code == "NXDT-D219"
+    saved(tmp_path / "b", ROWS, **other, **{instead: [[*range(SEQ)]] * len(ROWS)})
+    assert len(loader(train_dir=tmp_path / "b").split("train")) == len(ROWS)
 
 
 def test_rows_that_are_not_to_be_packed_are_padded(contents, saved, loader, tmp_path):

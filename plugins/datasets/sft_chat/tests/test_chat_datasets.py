@@ -149,9 +149,15 @@ def test_calls_of_functions_are_trained_and_their_results_are_not(load, write, t
     assert "12:30" not in found
 
 
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\nEND\n{% endfor %}" + (
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A template without special tokens."""
+
+
 def test_bytes_are_tokens_enough(load, write):
-    dataset = load(write(turn("Hé", "Ça 🙂!")), tokenizer=BYTES, chat_template="chatml")
-    assert learnt(BYTES, dataset) == ["Ça 🙂!<|im_end|>"]
+    dataset = load(write(turn("Hé", "Ça 🙂!")), tokenizer=BYTES, chat_template=PLAIN)
+    assert learnt(BYTES, dataset) == ["Ça 🙂!\nEND"]
     assert dataset[0].input_ids[-1] == BYTES.pad_id
 
 
@@ -271,7 +277,7 @@ def test_the_fingerprint_knows_all_that_decides_a_sample(load, write, talk):
         {"path": path, "template_options": {"x": 1}},
         {"path": path, "validation_fraction": 0.5},
         {"path": path, "dev_choose_samples": 1},
-        {"path": path, "tokenizer": BYTES, "chat_template": "chatml"},
+        {"path": path, "tokenizer": BYTES, "chat_template": PLAIN},
     ]
     found = [load(**keys).fingerprint() for keys in variants]
     assert len(set(found)) == len(found)
@@ -336,7 +342,12 @@ def test_tokenizers_that_cannot_serve_are_refused(load, chats_file):
         load(chats_file, tokenizer=WithoutPlaces())
     with pytest.raises(TemplateMissing, match="'chatml'"):
         load(chats_file, tokenizer=BYTES)
-    with pytest.raises(TemplateNeedsToken, match="writes eos_token, and the tokenizer has none"):
+    with pytest.raises(TemplateNeedsToken, match="writes eos_token, and the tokenizer has no such token"):
         load(chats_file, tokenizer=BYTES, chat_template="plain")
+    with pytest.raises(TemplateNeedsToken, match=r"\(chatml\) writes <\|im_end\|>, .* has no such token\.\n  Add <"):
+        load(chats_file, tokenizer=BYTES, chat_template="chatml")
+    bracketed = "{% for m in messages %}{{ m.content }}[/END]{% endfor %}"
+    with pytest.raises(TemplateNeedsToken, match=r"writes \[/END\]"):
+        load(chats_file, chat_template=bracketed)
     with pytest.raises(TemplateUnknown, match=r"no template 'chatlm'[\s\S]*Did you mean 'chatml'"):
         load(chats_file, chat_template="chatlm")

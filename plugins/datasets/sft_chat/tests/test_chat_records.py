@@ -128,6 +128,51 @@ def test_speakers_out_of_turn_are_named(messages, number, found):
     assert f"a.jsonl:7, message {number}: {found}" in str(caught.value)
 
 
+def called(*ids):
+    return {"role": "assistant", "tool_calls": [{"id": id_, "function": {"name": "f"}} for id_ in ids]}
+
+
+def result(id_):
+    return {"role": "tool", "content": f"of {id_}", "tool_call_id": id_}
+
+
+def test_results_are_put_into_the_order_of_their_calls():
+    turns = [USER, called("a", "b", "c"), result("c"), result("a"), result("b"), called("a"), result("a"), ANSWER]
+    found = [content for role, content in said({"messages": turns}) if role == "tool"]
+    assert found == ["of a", "of b", "of c", "of a"]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [called("a"), RESULT, ANSWER],
+        [called(None, None), RESULT, {**RESULT, "tool_call_id": ""}, ANSWER],
+        [called("a", "b")],
+    ],
+)
+def test_results_without_ids_stay_where_they_are_where_that_is_clear(turns):
+    assert len(read({"messages": [USER, *turns]}).messages) == len(turns) + 1
+
+
+@pytest.mark.parametrize(
+    ("turns", "found"),
+    [
+        ([called("a", "b"), result("a"), result("x")], "message 4: its tool_call_id 'x' is not"),
+        ([called("a", "b"), result("a"), result("a"), result("b")], "message 4: its tool_call_id 'a' is not"),
+        ([called("a", "b"), RESULT, RESULT], "message 3: its tool_call_id None is not"),
+        ([called("a", "b"), result("b"), RESULT], "message 4: its tool_call_id None is not"),
+        ([called(None), result("a")], "message 3: its tool_call_id 'a' is not"),
+        ([called("a"), RESULT, called("b"), result("a")], "message 5: its tool_call_id 'a' is not"),
+        ([called("a", "b"), result("b")], "message 2: its call with the id 'a' has no result, or"),
+        ([called("a", "a"), result("a")], "message 2: its call with the id 'a' has no result, or"),
+    ],
+)
+def test_results_that_do_not_match_their_calls_are_named(turns, found):
+    with pytest.raises(BadMessage) as caught:
+        read({"messages": [USER, *turns, ANSWER], "system": "s"})
+    assert f"a.jsonl:7, {found}" in str(caught.value)
+
+
 @pytest.mark.parametrize("content", ["", " \n", None])
 def test_an_empty_turn_of_the_assistant_is_refused(content):
     with pytest.raises(EmptyTurn, match=r"a\.jsonl:7, message 2"):

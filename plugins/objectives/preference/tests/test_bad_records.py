@@ -95,6 +95,12 @@ def test_a_template_that_raises_is_quoted(write, tmp_path):
         pairs(file, chat_tokenizer(), chat_template_file=template)
 
 
+def test_a_template_whose_end_of_a_turn_is_no_token_is_refused(write):
+    file = write([{"prompt": [USER], "chosen": [YES], "rejected": [NO]}])
+    with pytest.raises(NxdtError, match=r"D317.*writes <\|end\|>, and the tokenizer has no such token"):
+        pairs(file, chat_tokenizer(), chat_template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+
+
 def test_answers_that_a_template_leaves_out_or_writes_alike_are_refused(write, tmp_path):
     template = tmp_path / "deaf.jinja"
     template.write_text("{% for m in messages %}{{ m.content | trim }}|{% endfor %}")

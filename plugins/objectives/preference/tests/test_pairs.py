@@ -87,8 +87,9 @@ def test_calls_and_tools_may_be_given_as_their_json(write):
     found = []
     for (one, two), schemas in (((call, other), tools), (written, json.dumps(tools))):
         answer = [
-            {"role": "assistant", "content": None, "tool_calls": [one]},
-            {"role": "tool", "content": "Here."},
+            {"role": "assistant", "content": None, "tool_calls": [{**one, "id": "a"}, {**two, "id": "b"}]},
+            {"role": "tool", "content": "There.", "tool_call_id": "b"},
+            {"role": "tool", "content": "Here.", "tool_call_id": "a"},
             YES,
         ]
         wrong = [{"role": "assistant", "tool_calls": [two]}]
@@ -97,7 +98,7 @@ def test_calls_and_tools_may_be_given_as_their_json(write):
     assert np.array_equal(found[0].input_ids, found[1].input_ids)
     chosen, rejected = answers(found[1], ours)
     assert '"arguments": {"x": 1}' in chosen
-    assert "Here." in chosen
+    assert 0 < chosen.find("Here.") < chosen.find("There.")  # in the order of the calls
     assert chosen.endswith("On its way.<|im_end|>")
     assert '"arguments": {"x": 2}' in rejected
 

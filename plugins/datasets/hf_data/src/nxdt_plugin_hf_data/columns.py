@@ -16,11 +16,23 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.tokens import TokenStream
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_plugin_hf_data.errors import ColumnMissing, ColumnsDisagree, DamagedDataset, NullValue, WrongColumnType
+from nxdt_plugin_hf_data.errors import (
+    ColumnMissing,
+    ColumnsDisagree,
+    ColumnUnread,
+    DamagedDataset,
+    NullValue,
+    WrongColumnType,
+)
 
 __all__ = ["Chunks", "TokenColumn", "TokenColumns", "chosen", "is_tokenised", "text_column", "token_columns"]
 
-_INPUT_IDS, _LABELS, _ATTENTION_MASK = "input_ids", "labels", "attention_mask"
+_INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS = "input_ids", "labels", "attention_mask", "position_ids"
+_UNREAD = {
+    **dict.fromkeys(("seq_lengths", "seq_idx", "cu_seq_lens_q"), _POSITION_IDS),
+    **dict.fromkeys(("completion_mask", "assistant_masks"), _LABELS),
+}
+"""Columns that say where documents begin or what is learnt, and the one that is read for it."""
 
 
 class Chunks:
@@ -72,8 +84,8 @@ class TokenColumn:
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
 
-_ROWS = 4096
-"""Rows whose labels are looked at together."""
+_ROWS = 256
+"""Rows that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +96,9 @@ class TokenColumns:
     labels: TokenColumn | None = None
     """Of the same token, not of the next; −100 where it is not learnt. None: every token is."""
     attention_mask: TokenColumn | None = None
-    """1 for a token, 0 for padding. None: there is no padding."""
+    """0 for padding; documents of a row have different numbers, such as 1 and 2. None: there is no padding."""
+    position_ids: TokenColumn | None = None
+    """Where they do not count on, another document begins. None: each row is one document."""
 
     def learnt(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return, for each token of the rows from ``begin`` to ``end``, whether it has a label and is not padding."""
@@ -95,6 +109,35 @@ class TokenColumns:
         if self.attention_mask is not None:
             learnt &= self.attention_mask.values[places] != 0
         return learnt
+
+    def documents(self, begin: int, end: int) -> NDArray[np.int64] | None:
+        """Return the number of each token's document in the rows from ``begin`` to ``end``, from 1, and 0 for padding.
+
+        None where no column says it: each row is a document.
+        """
+        if self.attention_mask is None and self.position_ids is None:
+            return None
+        places = slice(*self.input_ids.offsets[[begin, end]].tolist())
+        numbers = np.ones(places.stop - places.start, np.int64)
+        if self.attention_mask is not None:
+            numbers[:] = self.attention_mask.values[places]
+        real = np.flatnonzero(numbers)
+        begins = np.diff(numbers[real], prepend=0) != 0
+        if self.position_ids is not None:
+            begins[1:] |= np.diff(self.position_ids.values[places].astype(np.int64)[real]) != 1
+        numbers[real] = np.cumsum(begins)
+        return numbers
+
+    def starts(self) -> NDArray[np.int64]:
+        """Return the places of all tokens with which documents begin, ascending: in rows, and at their beginnings."""
+        offsets = self.input_ids.offsets
+        found = [offsets[:-1][np.diff(offsets) > 0]]
+        for begin in range(0, len(self.input_ids), _ROWS):
+            numbers = self.documents(begin, min(begin + _ROWS, len(self.input_ids)))
+            if numbers is None:
+                break
+            found.append(offsets[begin] + 1 + np.flatnonzero(np.diff(numbers)))
+        return np.unique(np.concatenate(found))
 
     def teach(self) -> bool:
         """Return whether any token of the rows is trained on.
@@ -119,9 +162,13 @@ def chosen(names: Sequence[str], text_key: str, path: str) -> list[str]:
 
     Raises:
         ColumnMissing: there is no text either.
+        ColumnUnread: documents or what is learnt are in columns that are not read.
     """
-    found = [name for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK) if name in names]
+    found = [name for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS) if name in names]
     if _INPUT_IDS in found:
+        for column, instead in _UNREAD.items():
+            if column in names and instead not in found:
+                raise ColumnUnread(path=path, column=column, instead=instead)
         return found
     if text_key not in names:
         raise ColumnMissing(path=path, text_key=text_key, columns=tuple(names))
@@ -140,17 +187,18 @@ def token_columns(table: pa.Table, path: str, first: int = 0) -> TokenColumns:
         WrongColumnType, NullValue: a column has no list of integers in each row.
         ColumnsDisagree: lists of one row differ in length.
     """
-    ids, labels, mask = (
-        _token_column(table.column(name), name, path, first) if name in table.column_names else None
-        for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK)
-    )
-    assert ids is not None
-    for name, other in ((_LABELS, labels), (_ATTENTION_MASK, mask)):
-        if other is not None and not np.array_equal(other.offsets, ids.offsets):
+    columns = {
+        name: _token_column(table.column(name), name, path, first)
+        for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS)
+        if name in table.column_names
+    }
+    ids = columns[_INPUT_IDS]
+    for name, other in columns.items():
+        if not np.array_equal(other.offsets, ids.offsets):
             row = int(np.argmax(np.diff(other.offsets) != np.diff(ids.offsets)))
             tokens, found = len(ids.row(row)), len(other.row(row))
             raise ColumnsDisagree(path=path, row=first + row, column=name, tokens=tokens, found=found)
-    return TokenColumns(input_ids=ids, labels=labels, attention_mask=mask)
+    return TokenColumns(**columns)
 
 
 def text_column(table: pa.Table, text_key: str, path: str, first: int = 0) -> Iterator[str]:

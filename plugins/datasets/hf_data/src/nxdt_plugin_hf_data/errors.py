@@ -10,6 +10,7 @@ from nxdt_core.errors.base import listing
 __all__ = [
     "CacheUnwritable",
     "ColumnMissing",
+    "ColumnUnread",
     "ColumnsDiffer",
     "ColumnsDisagree",
     "DamagedDataset",
@@ -259,3 +260,17 @@ class NothingToLearn(NxdtError):
     key: str
     path: str
     where: str
+
+
+class ColumnUnread(NxdtError):
+    """A column that says where documents begin or what is learnt, in a form that is not read."""
+
+    code = "NXDT-D219"
+    happened = "{path} has a column {column!r}, which is not read, and none called {instead!r}."
+    remedy = (
+        "Write it as 'labels' with -100 for what is not learnt, or as 'position_ids' that restart with each document; "
+        "or remove it."
+    )
+    path: str
+    column: str
+    instead: str

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
+from nxdt_core.data.packing import Packing
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_plugin_hf_data.columns import TokenColumns
 from nxdt_plugin_hf_data.errors import RowTooLong
@@ -19,6 +20,7 @@ class RowDataset:
     Args:
         columns: of the dataset.
         seq_length: tokens of a sample.
+        packing: how documents of a row affect each other.
         path: names the dataset in errors.
         source: digest of the dataset.
 
@@ -26,13 +28,14 @@ class RowDataset:
         RowTooLong: a row has more tokens.
     """
 
-    def __init__(self, columns: TokenColumns, *, seq_length: int, path: str, source: str) -> None:
+    def __init__(self, columns: TokenColumns, *, seq_length: int, packing: Packing, path: str, source: str) -> None:
         lengths = np.diff(columns.input_ids.offsets)
         if lengths.max(initial=0) > seq_length + 1:
             row = int(np.argmax(lengths > seq_length + 1))
             raise RowTooLong(path=path, row=row, found=int(lengths[row]), seq_length=seq_length)
         self._columns = columns
         self._seq_length = seq_length
+        self._packing = packing
         self._source = source
 
     def __len__(self) -> int:
@@ -45,46 +48,50 @@ class RowDataset:
         return row_sample(
             columns.input_ids.row(index),
             None if columns.labels is None else columns.labels.row(index),
-            None if columns.attention_mask is None else columns.attention_mask.row(index),
+            columns.documents(index, index + 1),
             seq_length=self._seq_length,
+            packing=self._packing,
         )
 
     def fingerprint(self) -> str:
-        """Digest of the source and the sequence length."""
-        return digest("rows", self._source, self._seq_length)
+        """Digest of the source and the sequence length, and of what differs from the default packing."""
+        resets = (self._packing.reset_attention_mask, self._packing.reset_position_ids)
+        return digest("rows", self._source, self._seq_length, *(() if all(resets) else resets))
 
 
 def row_sample(
     ids: NDArray[np.integer],
     labels: NDArray[np.integer] | None,
-    mask: NDArray[np.integer] | None,
+    documents: NDArray[np.int64] | None,
     *,
     seq_length: int,
+    packing: Packing,
 ) -> Sample:
     """Return a sample of one row's columns, each of at most ``seq_length`` + 1 tokens.
 
     Labels of a row are at their own token, as transformers has them, and move to the token before. What a row is
-    short of is padding: token 0, seen by nothing and without a label.
+    short of is padding: token 0, seen by nothing and without a label. ``documents`` are those of
+    :meth:`TokenColumns.documents`.
     """
     count = len(ids)
-    if mask is None and count >= seq_length:
+    if documents is None and count >= seq_length:
         return _whole(ids, ids if labels is None else labels, seq_length)
     inputs = np.zeros(seq_length, np.int64)
     inputs[: min(count, seq_length)] = ids[:seq_length]
-    real = np.zeros(seq_length + 1, bool)
-    real[:count] = True if mask is None else mask != 0
+    numbers = np.zeros(seq_length + 1, np.int64)
+    numbers[:count] = 1 if documents is None else documents
+    apart = numbers if packing.reset_attention_mask else np.minimum(numbers, 1)
     targets = np.full(seq_length, IGNORE_INDEX, np.int64)
     targets[: max(count - 1, 0)] = (ids if labels is None else labels)[1:]
-    targets[~(real[1:] & real[:-1])] = IGNORE_INDEX
-    if real[:seq_length].all():
+    targets[(apart[1:] != apart[:-1]) | (apart[1:] == 0)] = IGNORE_INDEX
+    within = numbers[:-1]
+    if within.all() and within[0] == within[-1]:
         return Sample(input_ids=inputs, labels=targets)
-    within = real[:-1]
-    return Sample(
-        input_ids=inputs,
-        labels=targets,
-        position_ids=np.maximum(np.cumsum(within) - 1, 0),
-        document_ids=np.where(within, 0, -1),
-    )
+    positions = np.maximum(np.cumsum(within > 0) - 1, 0)
+    if packing.reset_position_ids:
+        _, first, which = np.unique(within, return_index=True, return_inverse=True)
+        positions -= np.where(within > 0, positions[first][which], 0)
+    return Sample(input_ids=inputs, labels=targets, position_ids=positions, document_ids=apart[:-1] - 1)
 
 
 def _whole(ids: NDArray[np.integer], labels: NDArray[np.integer], seq_length: int) -> Sample:

@@ -100,7 +100,7 @@ class Cutting:
             RowTooLong: a row has more tokens than a sample.
             TokenOutOfVocabulary: one of the samples that are looked at has a token that the model has not.
         """
-        dataset = RowDataset(columns, seq_length=self.seq_length, path=path, source=source)
+        dataset = RowDataset(columns, seq_length=self.seq_length, packing=self.packing, path=path, source=source)
         return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
 
     def packed(
@@ -116,12 +116,11 @@ class Cutting:
         ids, labels, mask = columns.input_ids, columns.labels, columns.attention_mask
         if mask is not None and not mask.values.all():
             raise PaddedDocuments(path=path)
-        starts = ids.offsets[:-1][np.diff(ids.offsets) > 0]
         needed = self.seq_length + 1
         if len(ids.values) < needed:
             raise TooFewTokens(split=split, found=len(ids.values), needed=needed, seq_length=self.seq_length)
         dataset = PackedDataset(
-            TokenStream(tokens=ids.values, starts=starts),
+            TokenStream(tokens=ids.values, starts=columns.starts()),
             seq_length=self.seq_length,
             packing=self.packing,
             source=source,

@@ -81,7 +81,8 @@ class Row:
     path: Path
     ids: Ids
     labels: Ids | None = None
-    mask: Ids | None = None
+    documents: NDArray[np.int64] | None = None
+    """Of each token, as :meth:`TokenColumns.documents` numbers them."""
 
 
 class FileStream:
@@ -167,7 +168,7 @@ class FileStream:
         behind = self._place.token  # of the first of them
         waiting = -behind
         for row in self._rows():
-            if row.mask is not None and not row.mask.all():
+            if row.documents is not None and not row.documents.all():
                 raise PaddedDocuments(path=str(row.path))
             if not len(row.ids):
                 continue
@@ -194,6 +195,8 @@ class FileStream:
             if filled:
                 starts.append(filled)
             part = slice(begin, begin + wanted - filled)
+            if row.documents is not None:
+                starts += (filled + 1 + np.flatnonzero(np.diff(row.documents[part]))).tolist()
             tokens.append(row.ids[part])
             labels.append((row.ids if row.labels is None else row.labels)[part])
             filled += len(tokens[-1])
@@ -214,7 +217,7 @@ class FileStream:
             if found < length and cutting.packs is None:
                 raise RowsDiffer(path=str(row.path), row=row.place.row, found=found, seq_length=length)
             self._place = replace(row.place, row=row.place.row + 1)
-            yield row_sample(row.ids, row.labels, row.mask, seq_length=length)
+            yield row_sample(row.ids, row.labels, row.documents, seq_length=length, packing=cutting.packing)
         return 0
 
     def _rows(self) -> Iterator[Row]:
@@ -242,9 +245,13 @@ class FileStream:
             return
         columns = self._checked(path, first, table)
         for row in range(batch.num_rows):
-            labels, mask = (c.row(row) if c is not None else None for c in (columns.labels, columns.attention_mask))
-            ids = columns.input_ids.row(row)
-            yield Row(place=replace(place, row=first + row), path=path, ids=ids, labels=labels, mask=mask)
+            yield Row(
+                place=replace(place, row=first + row),
+                path=path,
+                ids=columns.input_ids.row(row),
+                labels=None if columns.labels is None else columns.labels.row(row),
+                documents=columns.documents(row, row + 1),
+            )
 
     def _checked(self, path: Path, first: int, table: pa.Table) -> TokenColumns:
         columns = token_columns(table, str(path), first)

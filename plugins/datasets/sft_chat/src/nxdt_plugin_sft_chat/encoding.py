@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.chat.conversation import ROLES, Conversation
-from nxdt_core.data.chat.rendering import ReservedTokens, Span
+from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn
 from nxdt_core.data.files.records import Place
 from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
 from nxdt_plugin_sft_chat.config import ChatConfig
@@ -73,8 +73,10 @@ class Encoder:
 
         Raises:
             SpecialTokenInText: a text would become a special token.
+            TemplateNeedsToken: what ends a turn would become several tokens.
             TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
         """
+        end_of_turn(self._renderer.runner, self._tokenizer)
         remaining = iter(conversations)
         while batch := list(islice(remaining, _BATCH)):
             rendered = [self._rendered(conversation) for conversation in batch]

@@ -39,7 +39,7 @@ class Renderer:
     """Renders conversations with one template, which ``runner`` runs."""
 
     def __init__(self, runner: TemplateRunner) -> None:
-        self._runner = runner
+        self.runner = runner
         self._template = runner.template
         self._to_check = _CHECKED
         self._nothing: str | None = ""
@@ -96,7 +96,7 @@ class Renderer:
         """The first ``count`` messages, and generation blocks where ``marks`` asks for them."""
         messages = [message.for_template(self._nothing) for message in conversation.messages[:count]]
         place = str(conversation.place)
-        return self._runner.run(messages, place=place, tools=conversation.tools, prompts=prompt, marks=marks)
+        return self.runner.run(messages, place=place, tools=conversation.tools, prompts=prompt, marks=marks)
 
     def _between_prefixes(self, conversation: Conversation, number: int, text: str) -> Span:
         message = conversation.messages[number]

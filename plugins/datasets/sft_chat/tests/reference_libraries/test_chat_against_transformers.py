@@ -14,19 +14,29 @@ from hypothesis import strategies as st
 
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import shipped_template, template_names
 from nxdt_core.protocols.batch import IGNORE_INDEX
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))
 WITHOUT_TOOLS = ("gemma", "llama2", "mistral", "plain", "zephyr")
+ENDS = ("<|eot_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
+"""What ends turns in templates of other models."""
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The shipped tokenizer with a begin and an end token, as most templates want them."""
+    """The shipped tokenizer with a begin and an end token, as most templates want them, and ends of turns."""
     path = Path(shutil.copytree(DATA / "tokenizer", tmp_path_factory.mktemp("tokenizer") / "chat"))
+    record = json.loads((path / "tokenizer.json").read_text())
+    added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    record["added_tokens"] += [
+        {"id": number, "content": token, "special": True, **added} for number, token in enumerate(ENDS, start=1024)
+    ]
+    (path / "tokenizer.json").write_text(json.dumps(record))
     record = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**record, "bos_token": "<|endoftext|>"}))
     return path
@@ -109,12 +119,16 @@ def test_templates_are_found_where_transformers_finds_them(extra, directory, tmp
                 {"chat_template": [{"name": "tool", "template": "B"}, {"name": "default", "template": "A"}]},
             ),
             ("tokenizer_config.json", {}),
+            ("additional_chat_templates/rag.jinja", "A"),
         ]
     ):
         path = Path(shutil.copytree(directory, tmp_path / str(number), ignore=shutil.ignore_patterns("*.jinja")))
         record = {**json.loads((path / "tokenizer_config.json").read_text()), **extra}
         text = json.dumps({**record, **content}) if isinstance(content, dict) else content
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(text)
+        if "rag" in name:
+            (path / "chat_template.jinja").write_text("A")
         known = transformers.PreTrainedTokenizerFast.from_pretrained(str(path)).chat_template
         wanted = known.get("default") if isinstance(known, dict) else known
         found = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=path)).chat_template()
@@ -122,9 +136,41 @@ def test_templates_are_found_where_transformers_finds_them(extra, directory, tmp
         assert found == (None if content == {} else "A")
 
 
+@pytest.mark.parametrize("kept", ["list", "files"])
+def test_a_template_named_tool_use_renders_conversations_with_tools(kept, directory, tmp_path, talk, call):
+    """Blanks and line breaks at the ends of the templates are those of each alone."""
+    end = "{% for m in messages %}{{ m.role }} {{ m.content }}{{ m.tool_calls }}<|im_end|>\n{% endfor %}  \n  \n"
+    named = {
+        "default": f"\n  {end}\n",
+        "tool_use": f"  \n {{% if tools %}}\n{{{{ tools | tojson }}}}{{% endif %}}{end}",
+    }
+    path = Path(shutil.copytree(directory, tmp_path / "a", ignore=shutil.ignore_patterns("*.jinja")))
+    if kept == "list":
+        record = json.loads((path / "tokenizer_config.json").read_text())
+        record["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        (path / "tokenizer_config.json").write_text(json.dumps(record))
+    else:
+        (path / "additional_chat_templates").mkdir()
+        (path / "chat_template.jinja").write_text(named["default"])
+        (path / "additional_chat_templates/tool_use.jinja").write_text(named["tool_use"])
+    ours = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=path))
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for name, content in ours.hf_files().items():
+        (exported / name).write_bytes(content)
+    originals, carried = (transformers.PreTrainedTokenizerFast.from_pretrained(str(each)) for each in (path, exported))
+    runner = runner_of(ChatKeys(), ours)
+    for record in (talk, call):
+        messages = [{"content": "", **message} for message in record["messages"]]
+        wanted = originals.apply_chat_template(messages, tools=record.get("tools"), tokenize=False)
+        assert runner.run(messages, place="here", tools=record.get("tools"))[0] == wanted
+        assert carried.apply_chat_template(messages, tools=record.get("tools"), tokenize=False) == wanted
+    assert "The time." in wanted
+
+
 def test_special_tokens_are_those_of_transformers(ours, theirs):
     assert ours.special_tokens() == theirs.special_tokens_map
-    assert set(ours.reserved_tokens()) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"}
+    assert set(ours.reserved_tokens()) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", *ENDS}
     text = "<|im_start|>user\nHé 🙂<|im_end|>"
     (located,) = ours.locate([text])
     assert ours.spell(located.ids) == text

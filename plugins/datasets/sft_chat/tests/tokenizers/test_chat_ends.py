@@ -44,6 +44,16 @@ def test_without_a_template_the_end_of_text_is_all():
     assert stop_ids(ChatKeys(chat_template="chatml"), ByteTokenizer()) == (ByteTokenizer().eos_id,)
 
 
+def test_an_ordinary_token_of_the_vocabulary_may_end_a_turn(tmp_path):
+    path = Path(shutil.copytree(SHIPPED, tmp_path / "tokenizer"))
+    record = json.loads((path / "tokenizer.json").read_text())
+    ordinary = {**record["added_tokens"][0], "id": 1024, "content": "<end>", "special": False}
+    (path / "tokenizer.json").write_text(json.dumps({**record, "added_tokens": [*record["added_tokens"], ordinary]}))
+    tokenizer = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=path))
+    keys = ChatKeys(chat_template="{% for m in messages %}{{ m.content }} <end>\n{% endfor %}")
+    assert stop_ids(keys, tokenizer) == (tokenizer.eos_id, 1024)
+
+
 @pytest.mark.parametrize("eos", [slow("<|im_end|>"), "<|endoftext|>"])
 def test_answers_end_with_the_turn(eos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.data.chat.conversation import Conversation, Message, check_order
+from nxdt_core.data.chat.conversation import Conversation, Message, check_order, in_order_of_calls
 from nxdt_core.data.chat.records import read_message, unused_fields, with_system
 from nxdt_core.data.chat.tool_calls import read_tools
 from nxdt_core.data.files.records import Place
@@ -102,7 +102,8 @@ def _text(value: Any, key: str, place: Place) -> Text:
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadPreference(place=str(place), key=key, reason=f"it is a {type(value).__name__}")
     part = _part(place, repr(key))
-    return tuple(read_message(message, part, number) for number, message in enumerate(value, start=1))
+    messages = [read_message(message, part, number) for number, message in enumerate(value, start=1)]
+    return tuple(in_order_of_calls(messages, part))
 
 
 def _turns(text: Text, role: str) -> Turns:

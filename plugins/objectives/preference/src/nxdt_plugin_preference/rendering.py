@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from nxdt_core.data.chat.conversation import Conversation
 from nxdt_core.data.chat.ignored_parts import ignored_fields
 from nxdt_core.data.chat.keys import ChatKeys
-from nxdt_core.data.chat.rendering import ReservedTokens, runner_of
+from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
@@ -100,6 +100,7 @@ class _Messages:
         runner = runner_of(keys, tokenizer)
         if runner is None:
             raise TemplateMissing(known=template_names(), place=place)
+        end_of_turn(runner, tokenizer)
         self._tokenizer: ChatTokenizer = tokenizer
         self._runner = runner
         self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
