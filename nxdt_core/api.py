@@ -100,6 +100,8 @@ class Component:
     """One line for ``nxdt plugins show``."""
     aliases: tuple[str, ...] = ()
     """Other short names, such as those of an older schema."""
+    suggested_for: tuple[str, ...] = ()
+    """Names that other programs use, in lower case. An error suggests the component for them."""
     capabilities: frozenset[str] = frozenset()
     """Names from :data:`CAPABILITIES` for the component's kind that say what the implementation does. A configuration
     may not require a capability that its engine, model or optimizer does not declare."""

@@ -35,9 +35,35 @@ class Verb(click.Command):
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; for an option that is a key of the configuration suggest ``KEY=VALUE``."""
+        given = [*args]  # the parser empties it
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            keys = _keys_like(error.option_name) if any(each.name == "overrides" for each in self.params) else []
+            if not keys:
+                raise
+            at = next(i for i, word in enumerate(given) if word.partition("=")[0] == error.option_name)
+            value = given[at].partition("=")[2] or (given[at + 1 : at + 2] or ["VALUE"])[0]
+            meant = " or ".join(repr(f"{key}={value}") for key in keys)
+            raise click.UsageError(f"No such option {error.option_name!r}. Did you mean {meant}?", ctx) from None
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples below the options."""
         write_examples(self.examples, formatter)
+
+
+def _keys_like(option: str) -> list[str]:
+    """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
+    from nxdt_core.config.fields.component_slots import Composition
+    from nxdt_core.config.resolve.defaults import complete
+    from nxdt_core.config.sources.node import Node, Origin
+
+    name = option.lstrip("-").replace("-", "_")
+    known = complete(Node({}, Origin(kind="file", where="")), Composition()).known
+    found = [key for key in known if f".{key}".endswith(f".{name}")]
+    return [key for key in found if key.count(".") == min(each.count(".") for each in found)]
 
 
 def write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:

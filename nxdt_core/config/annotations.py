@@ -26,6 +26,7 @@ __all__ = [
     "SecretText",
     "SourcePath",
     "StartsAtFile",
+    "Written",
     "XlaOnly",
 ]
 
@@ -104,6 +105,11 @@ class Secret:
 class StartsAtFile:
     """The key is an address to read from. A relative path starts at the directory of the file that sets it, as one of
     type ``Path`` does; ``scheme://…`` stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The key is a path that a run writes to, so that it need not exist before."""
 
 
 SecretText = Annotated[str, Secret()]

@@ -55,6 +55,10 @@ from nxdt_core.kernel.plugin import plugin_notes
 __all__ = ["check", "load"]
 
 
+_NO_END = 2**31 - 1
+"""Steps that no run takes."""
+
+
 def load(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -101,6 +105,14 @@ def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel
     return _Load(source, tuple(overrides), None, None).kernel()
 
 
+def _without_end(given: Node) -> Node:
+    """Return the tree with the largest ``trainer.max_steps`` where passes over the data alone end the run."""
+    passes = given.plain("trainer.max_epochs")
+    if given.plain("trainer.max_steps") is not None or not isinstance(passes, int) or passes < 1:
+        return given
+    return given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
+
+
 class _Load:
     """One load: what is known so far, and the problems so far."""
 
@@ -139,7 +151,7 @@ class _Load:
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
         given, pairs = spread_alignment(given)
         given, composition = self._compose(given, kernel, locator)
-        completion = complete(given, composition)
+        completion = complete(_without_end(given), composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
         filled = self.filled = self._hide(filled, composition, kernel)
         reading = self.reading = read_tree(filled, composition, completion.known, locator)

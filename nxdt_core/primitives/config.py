@@ -12,6 +12,7 @@ from torch import nn
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.primitives import ArgumentMeansNothing, WorldDoesNotDivide
 from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.module.plan import RECOMPUTED, PlanWishes
@@ -171,6 +172,9 @@ def neuronx_distributed_config(
     )
     made.session = TrainSession(load_config(_run(made, place.world_size), label=_CALL))
     made.engine = cast(CalledEngine, made.session.engine)
+    ranks = made.engine.ranks
+    if place.launcher and place.world_size == 1 and isinstance(ranks, Ranks):  # the loop may ask torch for its rank
+        ranks.start_alone(made.engine.device)
     start_engine(made.session.config, made.engine)
     _CURRENT[:] = [made]
     return made

@@ -1,19 +1,27 @@
-"""Every plugin of this repository keeps what nxdt asks of all."""
+"""Every plugin of this repository passes the kits that ``nxdt plugins check`` runs on it.
+
+The kits of models take minutes; each model plugin subclasses them in its own tests.
+"""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
 
+from nxdt_core.kernel import Kernel
+from nxdt_core.testing.plugin_check import contracts
 from nxdt_core.testing.plugin_contract import PluginContract
 
 FILES = sorted((Path(__file__).parents[2] / "plugins").glob("*/*/pyproject.toml"))
+MODELS = {each.plugin for each in Kernel.start().registry.all("model_builder")}
 
 
-def under_contract(name):
-    return type(f"Test_{name}", (PluginContract,), {"plugin": name})
+def kits(name):
+    if name in MODELS:
+        return {"Test plugin": type("Contract", (PluginContract,), {"plugin": name})}
+    return contracts(name)
 
 
 for _file in FILES:
     for _name in tomllib.loads(_file.read_text())["project"]["entry-points"]["nxdt.plugins"]:
-        globals()[f"Test_{_name}"] = under_contract(_name)
+        globals().update({f"{_kit} of {_name}": _contract for _kit, _contract in kits(_name).items()})

@@ -11,6 +11,7 @@ import click
 import pytest
 
 from nxdt_core.cli.app import root
+from nxdt_core.config import load
 from scripts.readme import SITE, filled
 from scripts.terminal_picture import PICTURE, SHOWN, shown
 from tests import processes
@@ -40,6 +41,7 @@ COMMANDS = sorted(
 
 
 LAUNCHERS = ("torchrun ", "srun ")
+TINY = "train recipe:llama-tiny "
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith(("nxdt ", *LAUNCHERS))])
@@ -85,6 +87,34 @@ def test_light_commands_of_the_documentation_run(tmp_path):
     light = ("nxdt plugins list", "nxdt recipes list", "nxdt config ")
     for line in (line for line in COMMANDS if line.startswith(light)):
         nxdt(*shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if f" {TINY}" in text])
+def test_runs_of_a_page_have_steps_to_do_in_their_order(page):
+    ends = {}
+    for line in (
+        line for block in blocks(PAGES[page], "sh") for line in block.splitlines() if " train recipe:" in line
+    ):
+        source, *words = shlex.split(line.partition(" train ")[2])
+        place = [word for word in words if re.match(r"name=|checkpoint\.uri=|trainer\.max_steps=", word)]
+        config = load(source, place)
+        assert config.run.trainer.max_steps > ends.get(config.checkpoint_uri, 0), line
+        ends[config.checkpoint_uri] = config.run.trainer.max_steps
+
+
+def test_the_plugin_of_the_readme_is_light(tmp_path):
+    (code,) = (code for code in blocks(README, "python") if code.startswith("# finished.py"))
+    (tmp_path / "finished.py").write_text(code)
+    words = [
+        "config",
+        "check",
+        "recipe:llama-tiny",
+        "plugins.local=[finished.py]",
+        "trainer.callbacks=[{name: finished}]",
+    ]
+    command = [sys.executable, "-m", "nxdt_core", *words]
+    done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_plugin_of_the_readme_is_a_callback_of_a_run(tmp_path):

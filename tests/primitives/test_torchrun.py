@@ -33,25 +33,44 @@ found = {name: known[name]() for name in programs}
 with open(f"{path}/rank-{os.environ['RANK']}.json", "w") as file:
     json.dump(found, file)
 """
-ROOT = Path(__file__).parents[2]
+OWN = """
+import torch.distributed as dist
 
+from nxdt_core import primitives
+from nxdt_core.primitives import parallel_state
+
+primitives.neuronx_distributed_config()
+group = parallel_state.get_data_parallel_group()
+print("found", dist.get_rank(), dist.get_world_size(), dist.get_world_size(group), dist.is_initialized())
+"""
+ROOT = Path(__file__).parents[2]
 
 ALL = ("sample", "zero1", "lightning")
 
 
-@pytest.mark.parametrize(("ranks", "programs"), [slow(1, ALL), slow(2, ALL), (2, ("lightning",))])
-def test_programs_that_torchrun_starts_equal_yaml_and_plain_torch(tmp_path, ranks, programs):
-    """By default the one whose trainer looks for a launcher; ranks of pools run the others in files of their own."""
-    (tmp_path / "loop.py").write_text(SCRIPT)
+def test_a_loop_of_one_process_has_a_process_group_under_torchrun(tmp_path):
+    done = started(tmp_path, OWN, 1)
+    assert "found 0 1 1 True" in done.stdout, done.stderr
+
+
+def started(path, script, ranks, *arguments):
+    """Run a script under torchrun."""
+    (path / "loop.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = processes.run(
-        [sys.executable, *torchrun, str(tmp_path / "loop.py"), str(tmp_path), *programs],
+    return processes.run(
+        [sys.executable, *torchrun, str(path / "loop.py"), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=500,
     )
+
+
+@pytest.mark.parametrize(("ranks", "programs"), [slow(1, ALL), slow(2, ALL), (2, ("lightning",))])
+def test_programs_that_torchrun_starts_equal_yaml_and_plain_torch(tmp_path, ranks, programs):
+    """By default the one whose trainer looks for a launcher; ranks of pools run the others in files of their own."""
+    done = started(tmp_path, SCRIPT, ranks, str(tmp_path), *programs)
     assert done.returncode == 0, done.stderr
     for rank in range(ranks):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())

@@ -8,17 +8,21 @@ __all__ = ["POLICIES"]
 
 _HERE = "nxdt_core.builtins.precision"
 
+_BFLOAT16 = ("bf16", "bfloat16", "bf16-mixed", "mixed")
+
 POLICIES = (
     PrecisionComponent(
         name="fp32",
         target=f"{_HERE}.policies:fp32",
         summary="everything in float32",
+        suggested_for=("float32", "32-true", "32", "float", "no"),
     ),
     PrecisionComponent(
         name="mixed_precision",
         target=f"{_HERE}.policies:mixed_precision",
         requires=frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype"}),
         summary="bfloat16 compute; float32 masters, sums of gradients and optimizer state",
+        suggested_for=(*_BFLOAT16, "fp16", "float16", "16-mixed"),
     ),
     PrecisionComponent(
         name="mixed_precisionSR",
@@ -33,12 +37,14 @@ POLICIES = (
         config=f"{_HERE}.config:BF16SRConfig",
         requires=frozenset({"dtype:bfloat16", "stochastic_rounding"}),
         summary="bfloat16 weights and gradients without masters, updates rounded stochastically",
+        suggested_for=("bf16-true",),
     ),
     PrecisionComponent(
         name="autocast",
         target=f"{_HERE}.policies:autocast",
         requires=frozenset({"autocast"}),
         summary="float32 parameters, bfloat16 compute under torch.autocast",
+        suggested_for=(*_BFLOAT16, "amp"),
     ),
     PrecisionComponent(
         name="manual",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
@@ -25,11 +26,14 @@ from nxdt_core.checkpoint.format.file_names import (
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shard_headers import StoredTensor, check_header, tensors_by_file
 from nxdt_core.checkpoint.format.signature import claimed_signer
+from nxdt_core.checkpoint.formats.installed import recognise
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.committed import read_manifest
 from nxdt_core.checkpoint.signing import TrustedKeys
+from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
+from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.checkpoint_storage import ArchivingStorage, CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 
@@ -41,6 +45,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "newest_first",
+    "nothing_at",
     "verify",
     "with_archive_states",
 ]
@@ -262,8 +267,28 @@ def find_checkpoint(
             return on_first_rank(ranks, lambda: read_manifest(storage, step, trusted=trusted), where=where)
     manifest = latest(storage, warn=warn, ranks=ranks, trusted=trusted)
     if manifest is None:
-        raise CheckpointNotFound(where=storage.uri, reason="no step there is committed and sound")
+        raise CheckpointNotFound(where=storage.uri, reason=nothing_at(storage, list_checkpoints(storage)))
     return manifest
+
+
+def nothing_at(storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
+    """Return why ``storage`` has nothing that can be used, where the steps ``found`` are all unfinished or damaged."""
+    if any(status.state != "unfinished" for status in found):
+        return "no step there is committed and sound"
+    if found:
+        return f"the save of {', '.join(f'step {status.step}' for status in found[-3:])} was not finished"
+    others = [str(status.step) for status in list_checkpoints(storage) if status.state == "committed"]
+    if others:
+        return f"the committed steps there are {', '.join(others)}"
+    path = Path(storage.uri)
+    format = recognise(path, Kernel.start())
+    if format is not None:
+        return f"it is {format.record.summary}, which 'nxdt checkpoint import {path} DST' reads"
+    below = path / "checkpoints"
+    if below.is_dir():
+        return f"it is the directory of a run, whose checkpoints are in {below}"
+    missing = scheme_of(storage.uri) == "file" and not path.exists()
+    return "it does not exist" if missing else "no run has saved anything there"
 
 
 def _status(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, nothing_at
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look
 from nxdt_core.cli.terminal.table import human_size, print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
@@ -34,7 +34,7 @@ def list_(uri: str, json_output: bool) -> None:
 
     Missing files and wrong sizes are seen here; changed bytes are found by `verify --deep`, which reads them all.
     """
-    from nxdt_core.checkpoint.read.status import with_archive_states
+    from nxdt_core.checkpoint.read.status import nothing_at, with_archive_states
 
     storage, found = look(uri)
     found = with_archive_states(storage, found)
@@ -44,7 +44,7 @@ def list_(uri: str, json_output: bool) -> None:
         rows = [_row(status) for status in found]
         print_table(_HEADER, rows, right=("STEP", "SIZE"), optional=("URI", "METRICS", "MESH"))
     else:
-        say(f"There is no checkpoint at {uri}: {nothing_at(uri, storage, found)}.", err=True)
+        say(f"There is no checkpoint at {uri}: {nothing_at(storage, found)}.", err=True)
 
 
 def _facts(status: CheckpointStatus) -> dict[str, object]:

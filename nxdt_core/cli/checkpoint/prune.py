@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, nothing_at, own_for
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, own_for
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 __all__ = ["prune"]
@@ -35,6 +35,7 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     from nxdt_core.checkpoint import delete_step
     from nxdt_core.checkpoint.format.file_names import step_of
     from nxdt_core.checkpoint.os_errors import explained_os_errors
+    from nxdt_core.checkpoint.read.status import nothing_at
     from nxdt_core.checkpoint.write.retention import plan_prune
     from nxdt_core.errors.checkpoints import CheckpointNotFound, NoSoundCheckpoint
 
@@ -42,7 +43,7 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
         raise click.BadParameter(f"{uri!r} names one step; name the address of all of them.", param_hint="'URI'")
     storage, found = look(uri)
     if not found:
-        raise CheckpointNotFound(where=uri, reason=nothing_at(uri, storage, found))
+        raise CheckpointNotFound(where=uri, reason=nothing_at(storage, found))
     plan = plan_prune(storage, keep_last)
     if plan.keep and not plan.sound:
         kept = ", ".join(map(str, plan.keep))

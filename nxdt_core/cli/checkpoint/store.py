@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.verb import say
-from nxdt_core.config.sources.paths import expand_home
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nxdt_core.checkpoint import CheckpointStatus, Manifest, Ownership
     from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 
@@ -22,7 +19,6 @@ __all__ = [
     "look",
     "look_for_committed",
     "named_config",
-    "nothing_at",
     "open_one",
     "own_for",
     "trusted_keys",
@@ -65,12 +61,13 @@ def look_for_committed(uri: str) -> tuple[CheckpointStorage, list[CheckpointStat
     Raises:
         CheckpointNotFound: nothing is left; the error says what is there instead.
     """
+    from nxdt_core.checkpoint.read.status import nothing_at
     from nxdt_core.errors.checkpoints import CheckpointNotFound
 
     storage, found = look(uri)
     finished = [status for status in found if status.state != "unfinished"]
     if not finished:
-        raise CheckpointNotFound(where=uri, reason=nothing_at(uri, storage, found))
+        raise CheckpointNotFound(where=uri, reason=nothing_at(storage, found))
     return storage, finished
 
 
@@ -83,14 +80,14 @@ def open_one(uri: str) -> tuple[CheckpointStorage, Manifest]:
         CheckpointTooNew: a later version wrote it.
     """
     from nxdt_core.checkpoint import list_checkpoints, locate, read_manifest
-    from nxdt_core.checkpoint.read.status import newest_first
+    from nxdt_core.checkpoint.read.status import newest_first, nothing_at
     from nxdt_core.errors.checkpoints import CheckpointNotFound
     from nxdt_core.kernel import Kernel
 
     storage, step = locate(uri, Kernel.start())
     newest = next((status.step for status in newest_first(storage, step) if status.state != "unfinished"), None)
     if newest is None:
-        raise CheckpointNotFound(where=uri, reason=nothing_at(uri, storage, list_checkpoints(storage, step)))
+        raise CheckpointNotFound(where=uri, reason=nothing_at(storage, list_checkpoints(storage, step)))
     return storage, read_manifest(storage, newest)
 
 
@@ -103,23 +100,3 @@ def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[
     from nxdt_core.checkpoint import owned
 
     return owned(storage, run=f"nxdt checkpoint {command}", say=lambda line: say(line, err=True))
-
-
-def nothing_at(uri: str, storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
-    """Return why nothing at ``uri`` can be used, where the steps ``found`` there are all unfinished, or none."""
-    from nxdt_core.checkpoint import list_checkpoints
-    from nxdt_core.checkpoint.formats.installed import recognise
-    from nxdt_core.checkpoint.storage import scheme_of
-    from nxdt_core.kernel import Kernel
-
-    if found:
-        return f"the save of {', '.join(f'step {status.step}' for status in found[-3:])} was not finished"
-    others = [str(status.step) for status in list_checkpoints(storage) if status.state == "committed"]
-    if others:
-        return f"the committed steps there are {', '.join(others)}"
-    path = expand_home(uri)
-    format = recognise(path, Kernel.start())
-    if format is not None:
-        return f"it is {format.record.summary}, which 'nxdt checkpoint import' reads"
-    missing = scheme_of(uri) == "file" and not path.exists()
-    return "it does not exist" if missing else "no run has saved anything there"

@@ -46,14 +46,14 @@ def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     """
     from nxdt_core.cli.config.check_report import as_object, failed_as_object
     from nxdt_core.cli.config.layout_check import check_layout
-    from nxdt_core.cli.config.vocabulary_check import vocabulary_notes
+    from nxdt_core.cli.config.vocabulary_check import data_notes, vocabulary_notes
     from nxdt_core.config import load
     from nxdt_core.config.placeholders import values_to_set
     from nxdt_core.errors import NxdtError
 
     try:
         resolved = load(source, overrides)
-        notes = [*resolved.notes, *vocabulary_notes(resolved)]
+        notes = [*resolved.notes, *data_notes(resolved), *vocabulary_notes(resolved)]
         check_layout(resolved)
     except NxdtError as error:
         if not json_output:

@@ -1,11 +1,15 @@
-"""Whether the tokenizer fits the model, as far as files on this machine show. Imports no torch."""
+"""What files on this machine show: which the data lack, and whether the tokenizer fits the model. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.config.annotations import Written
+from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.placeholders import is_placeholder
 from nxdt_core.errors.models import VocabularyTooSmall
 
@@ -13,9 +17,34 @@ if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
     from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["vocabulary_notes"]
+__all__ = ["data_notes", "vocabulary_notes"]
 
 _ENDS = {"eos": "end-of-text", "pad": "padding"}
+
+
+def data_notes(config: ResolvedConfig) -> list[str]:
+    """Return a note for each path of the training data that leads to no file, be it a pattern or without an ending."""
+    section = config.selected("data").config
+    cls: Any = type(section)
+    return [
+        f"data.{name}: {path} is not on this machine"
+        for name, key in (keys_of(cls) if section is not None else {}).items()
+        if not any(isinstance(mark, Written) for mark in key.marks)
+        for path in _paths(getattr(section, name))
+        if not (is_placeholder(path) or path.exists() or glob(str(path)) or glob(f"{path}.*"))
+    ]
+
+
+def _paths(value: Any) -> Iterator[Path]:
+    """Yield the paths in the value of a key, or in those of a section."""
+    if isinstance(value, Path):
+        yield value
+        return
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    parts = value.values() if isinstance(value, Mapping) else value
+    for each in parts if not isinstance(parts, str) and isinstance(parts, Iterable) else ():
+        yield from _paths(each)
 
 
 def vocabulary_notes(config: ResolvedConfig) -> list[str]:
@@ -28,9 +57,7 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
     selected = config.components["tokenizer"]
     if selected is None or selected.config is None:
         return []
-    paths = [
-        path for field in fields(selected.config) if isinstance(path := getattr(selected.config, field.name), Path)
-    ]
+    paths = [*_paths(selected.config)]
     if not paths:
         return []
     if any(map(is_placeholder, paths)):

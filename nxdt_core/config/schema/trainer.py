@@ -25,7 +25,7 @@ class TrainerConfig:
     """The training loop. Names are those of PyTorch Lightning's ``Trainer``."""
 
     max_steps: PositiveInt
-    """Optimizer steps of the whole run, counted over resumes."""
+    """Optimizer steps of the whole run, counted over resumes. It may be left out where ``max_epochs`` is set."""
     accelerator: str = "auto"
     """Device type as torch names it (``cpu``, ``cuda``, ``neuron``); ``auto`` takes what the machine has."""
     devices: PositiveInt = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from nxdt_core.config.sources.node import Node, Origin, Place, from_plain
 from nxdt_core.config.sources.paths import expand_home
-from nxdt_core.config.sources.recipes import RECIPE_SCHEME, find_recipe
+from nxdt_core.config.sources.recipes import RECIPE_SCHEME, find_recipe, list_recipes
 from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import (
     ConfigFileNotFound,
@@ -70,7 +70,7 @@ def read_source(
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
-        return _failed(label, file_problem(path, error, named))
+        return _failed(label, file_problem(path, error, named, find_kernel))
     return replace(_parsed(label, text, path.absolute().parent), stem=path.stem)
 
 
@@ -93,10 +93,17 @@ def _failed(label: str, problem: ConfigProblem) -> Source:
     return Source(label=label, tree=tree, problems=(problem,), readable=False)
 
 
-def file_problem(path: Path, error: Exception, place: Place) -> ConfigProblem:
-    """Return the problem behind an exception of reading a file, with names that are near a missing one."""
+def file_problem(
+    path: Path, error: Exception, place: Place, find_kernel: Callable[[], Kernel] | None = None
+) -> ConfigProblem:
+    """Return the problem behind an exception of reading a file, with names that are near a missing one.
+
+    With ``find_kernel`` these may be recipes of its plugins.
+    """
     if isinstance(error, FileNotFoundError):
-        return ConfigFileNotFound(**place, path=str(path), candidates=_near(path))
+        recipes = list_recipes(find_kernel()) if find_kernel else ()
+        meant = tuple(f"{RECIPE_SCHEME}{each.name}" for each in recipes if each.name == path.name)
+        return ConfigFileNotFound(**place, path=str(path), candidates=meant or _near(path))
     if isinstance(error, UnicodeDecodeError):
         reason = f"byte {error.start} is no UTF-8"
     else:

@@ -196,12 +196,13 @@ class Registry:
         short = name.rpartition(":")[2]
         spellings = [text for c in components for text in (c.record.name, *c.record.aliases)]
         qualified = [c.qualified_name for c in components] if ":" in name else []
+        meant = tuple(c.record.name for c in components if name.lower() in c.record.suggested_for)
         dist = offering_dist(kind, short)
         return UnknownComponent(
             kind=kind,
             name=name,
             section=self.kind(kind).section,
-            close=_close(name, qualified) or _close(short, spellings),
+            close=meant or _close(name, qualified) or _close(short, spellings),
             available=self.names(kind),
             unusable=self._unusable(dist),
             install=self._missing(dist),

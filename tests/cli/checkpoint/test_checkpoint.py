@@ -77,6 +77,24 @@ def test_an_empty_address_lists_nothing_and_verifies_nothing(nxdt, tmp_path):
     assert "[NXDT-S011]" in done.stderr
 
 
+def test_what_has_no_checkpoints_itself_says_where_they_are(nxdt, store, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(store)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "model.safetensors").write_bytes(b"")
+    for path, reason in (
+        (tmp_path / "run", f"whose checkpoints are in {tmp_path}/run/checkpoints"),
+        (other, f"'nxdt checkpoint import {other} DST' reads"),
+        (tmp_path / "none", "it does not exist"),
+    ):
+        for words in (("generate", str(path), "hi"), ("checkpoint", "verify", str(path))):
+            done = nxdt(*words)
+            assert done.returncode == 2
+            assert reason in " ".join(done.stderr.split()), words
+
+
 def test_an_unknown_scheme_is_one_message(nxdt):
     done = nxdt("checkpoint", "list", "tape://vault/run")
     assert done.returncode == 2

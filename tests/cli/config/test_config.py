@@ -53,6 +53,45 @@ def test_a_file_that_is_not_there(nxdt):
         assert "Traceback" not in done.stderr
 
 
+def test_a_recipe_without_its_prefix_is_suggested(nxdt):
+    assert "Did you mean 'recipe:llama-tiny'?" in nxdt("train", "llama-tiny", without=HEAVY).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("train", "recipe:llama-tiny", "--max-steps", "100"), "'trainer.max_steps=100'"),
+        (("plan", "--devices=4"), "'trainer.devices=4'"),
+        (("config", "check", "x.yaml", "--model.optim.lr"), "'model.optim.lr=VALUE'"),
+        (("train", "x.yaml", "--max-restart", "3"), "'--max-restarts'"),
+        (("config", "check", "recipe:llama-tiny", "precision.type=bf16"), "'autocast' or 'mixed_precision'"),
+        (("config", "check", "recipe:llama-tiny", "precision.type=FP16"), "'mixed_precision'"),
+        (("config", "check", "recipe:llama-tiny", "precision.type=float32"), "'fp32'"),
+    ],
+)
+def test_what_other_programs_are_given_suggests_what_is_meant(nxdt, words, meant):
+    done = nxdt(*words, without=HEAVY)
+    assert done.returncode == 2
+    assert f"Did you mean {meant}?" in done.stderr
+
+
+def test_data_that_are_not_on_this_machine_are_a_note(nxdt, tmp_path):
+    for name in ("one.txt", "tokens.bin"):
+        (tmp_path / name).touch()
+    paths = ("none.txt", "one.txt", "*.txt", "*.md", "tokens")
+    files = ",".join(str(tmp_path / each) for each in paths)
+    done = nxdt("config", "check", "recipe:llama-tiny", f"data.train_files=[{files}]")
+    missing = [line for line in done.stderr.split("note: ") if "not on this machine" in " ".join(line.split())]
+    assert [any(f"/{name} " in " ".join(line.split()) for line in missing) for name in paths] == [1, 0, 0, 1, 0]
+    assert done.returncode == 0
+
+
+def test_passes_over_the_data_may_end_a_run_alone(nxdt, recipe):
+    recipe.write_text(recipe.read_text().replace("  max_steps: 40\n", "", 1))
+    assert "trainer.max_steps" in nxdt("config", "check", str(recipe)).stderr
+    assert nxdt("config", "check", str(recipe), "trainer.max_epochs=1").returncode == 0
+
+
 def test_notes_go_to_standard_error(nxdt):
     done = nxdt("config", "check", "recipe:llama-tiny", "bucket_size_collectives=512")
     assert done.returncode == 0

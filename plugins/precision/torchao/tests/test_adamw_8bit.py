@@ -36,7 +36,7 @@ LAYOUTS = {
     "zero3": (2, (f"{STRATEGY}zero_stage=3",)),
     "unsharded": (2, (f"{STRATEGY}zero1=false",)),
     "tp2": (2, (f"{STRATEGY}tensor_model_parallel_size=2", *SMALL_BLOCKS)),
-    "tp2-within-blocks": (2, (f"{STRATEGY}tensor_model_parallel_size=2",)),
+    "tp2-within-blocks": (2, (f"{STRATEGY}tensor_model_parallel_size=2", "model.optim.block_size=24")),
     "tp2-zero3": (4, (f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}zero_stage=3", *SMALL_BLOCKS)),
     "padded-heads": (
         2,
@@ -58,7 +58,7 @@ LAYOUTS = {
 
 
 class TestAdamW8bit(OptimizerContract):
-    """With 8 bits for all matrices, in blocks that no tensor parallel rank cuts."""
+    """With 8 bits for all matrices, in blocks that no tensor parallel rank cuts. The defaults give them float32."""
 
     sharded = True
 
@@ -75,16 +75,14 @@ class TestAdamW8bit(OptimizerContract):
         return AdamW8bitConfig(lr=0.01, weight_decay=0.1, block_size=2, min_8bit_size=0)
 
 
-class TestDefaults(TestAdamW8bit):
-    """The contract's parameters are small, and have float32 state."""
-
-    def tries(self, layout, config):
-        """Rows that tensor parallel ranks cut within a block have other blocks than the whole."""
-        return False
-
-    @pytest.fixture
-    def section(self):
-        return AdamW8bitConfig(lr=0.01, weight_decay=0.1)
+def test_rows_that_are_shorter_than_a_block_have_float32_state():
+    parameters = {width: nn.Parameter(torch.ones(256, width)) for width in (255, 256)}
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = AdamW8bit([_group(parameter) for parameter in parameters.values()], AdamW8bitConfig())
+    optimizer.step()
+    dtypes = {width: optimizer.state[parameter]["exp_avg"].dtype for width, parameter in parameters.items()}
+    assert dtypes == {255: torch.float32, 256: torch.uint8}
 
 
 def test_bytes_of_state_are_two_per_element_and_the_scales():
@@ -140,7 +138,8 @@ STOCK = "model.optim.name=adamw"
 
 
 def configured(directory: Path, *overrides: str):
-    own = () if STOCK in overrides else ("model.optim.name=adamw_8bit", "model.optim.min_8bit_size=1024")
+    small = ("model.optim.min_8bit_size=1024", "model.optim.block_size=16")
+    own = () if STOCK in overrides else ("model.optim.name=adamw_8bit", *small)
     return load(
         "recipe:llama-tiny",
         [
@@ -253,7 +252,7 @@ def test_state_moves_to_other_layouts(ranks, tmp_path, layout, steps):
     """Bitwise where no rank cuts a block; elsewhere blocks at the cut are quantised again."""
     world, overrides = LAYOUTS[layout]
     first, then = tmp_path / "first", tmp_path / "then"
-    sizes = SMALL_BLOCKS if SMALL_BLOCKS[0] in overrides else ()
+    sizes = [each for each in overrides if "block_size" in each]
     expected, _, _ = stopped_and_not(first, steps, *sizes)
     words = (f"trainer.devices={world}", *overrides)
     for losses in ranks(world).run(loaded_and_saved, first, then, steps, *words, timeout_s=240):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Written
 
 __all__ = ["HfDataConfig", "SourceConfig"]
 
@@ -68,7 +69,7 @@ class HfDataConfig:
     """Let positions restart at 0 with each document of a sample."""
     eod_mask_loss: bool = False
     """Leave the positions out of the loss whose input is the end-of-text token."""
-    cache_dir: Path | None = None
+    cache_dir: Annotated[Path | None, Written()] = None
     """Where the tokens of texts are kept, for the next run too; ``null``: in ``data/`` of the run's directory. One
     process of a machine makes them for all. Of no effect for tokens and for streams."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from nxdt_core.config.annotations import NoEffect
+from nxdt_core.config.annotations import NoEffect, Written
 from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
 
 __all__ = ["MegatronDataConfig"]
@@ -24,7 +24,7 @@ class MegatronDataConfig:
     splits_string: str | None = None
     """Shares of training, validation and test documents in every file, such as ``"980,10,10"``; null uses all documents
     for training. It has no effect if ``data_prefix`` lists files for each split."""
-    index_mapping_dir: Path | None = None
+    index_mapping_dir: Annotated[Path | None, Written()] = None
     """Where indices are kept for the next start and for the other processes; null keeps them next to each file."""
     data_impl: Literal["mmap"] = "mmap"
     """Files are mapped into memory."""

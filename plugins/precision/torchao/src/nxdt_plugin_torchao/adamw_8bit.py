@@ -90,11 +90,12 @@ class AdamW8bit(torch.optim.Optimizer):
         return found
 
     def _blocks(self, parameter: torch.Tensor) -> RowBlocks | None:
-        """The blocks of a parameter whose state is in 8 bits, on all ranks or on none."""
-        shard = self._shards[parameter]
-        if len(shard.shape) < 2 or math.prod(shard.shape) < self._config.min_8bit_size or not math.prod(shard.shape):
+        """The blocks of a parameter whose state is in 8 bits. The whole shape decides, in any layout."""
+        shard, config = self._shards[parameter], self._config
+        elements = math.prod(shard.shape)
+        if len(shard.shape) < 2 or shard.shape[-1] < config.block_size or elements < max(1, config.min_8bit_size):
             return None
-        return RowBlocks.of(shard, parameter.shape[-1], self._config.block_size)
+        return RowBlocks.of(shard, parameter.shape[-1], config.block_size)
 
     @staticmethod
     def _restored(state: Mapping[str, torch.Tensor], name: str, blocks: RowBlocks) -> torch.Tensor:

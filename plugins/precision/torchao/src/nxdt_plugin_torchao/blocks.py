@@ -43,14 +43,13 @@ class RowBlocks:
 
     @classmethod
     def of(cls, shard: ParameterShard, width: int, size: int) -> RowBlocks:
-        """Return the blocks of ``size`` elements, or of a whole row where that is shorter.
+        """Return the blocks of ``size`` elements.
 
         Args:
             shard: place of the rows in the whole.
             width: elements of a row here, those that fill it up included.
             size: elements of a block.
         """
-        size = min(size, shard.shape[-1])
         return cls(size, shard.box.offsets[-1] % size, width)
 
     @property

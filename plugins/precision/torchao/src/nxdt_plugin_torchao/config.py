@@ -65,7 +65,7 @@ class AdamW8bitConfig:
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices and embeddings."""
     block_size: PositiveInt = 256
-    """Consecutive elements of a row that share a scaling factor; shorter rows are one block."""
+    """Consecutive elements of a row that share a scaling factor. Matrices with shorter rows have state in float32."""
     min_8bit_size: NonNegativeInt = 4096
     """Elements from which a matrix has state in 8 bits. Smaller ones, norms and biases have it in float32."""
 
