@@ -10,7 +10,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import PROFILES, DeviceProfile, available_type, profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.parallel.estimate.run import estimate
-from nxdt_core.parallel.estimate.weights import StateBytes, needs_stand_ins, state_bytes_per_element
+from nxdt_core.parallel.estimate.weights import StateOf, needs_stand_ins, optimizer_state
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -33,15 +33,14 @@ def estimate_configured(config: ResolvedConfig, parts: RunParts) -> Estimate:
 def workload(config: ResolvedConfig, parts: RunParts) -> Workload:
     """Sizes of the run of ``config``."""
     register_profile_of(config)
-    run, state = config.run, _state_bytes(config, parts.precision)
+    run = config.run
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
     return Workload(
         builder=parts.builder,
         adapters=parts.adapters,
         objective=parts.objective,
         precision=parts.precision,
-        state_bytes=state.held + parts.extra_state_bytes,
-        saved_state_bytes=state.saved + parts.extra_state_bytes,
+        state=_state(config, parts),
         stand_ins=_stand_ins(config, parts.precision),
         sizes=sizes,
         options=LayoutOptions.of(run, _profile(run.trainer.accelerator), ParallelMesh(sizes, None)),
@@ -53,13 +52,15 @@ def workload(config: ResolvedConfig, parts: RunParts) -> Workload:
     )
 
 
-def _state_bytes(config: ResolvedConfig, policy: PrecisionPolicy) -> StateBytes:
-    """Optimizer state by element. Over masters and over rounded weights the optimizer sees float32."""
+def _state(config: ResolvedConfig, parts: RunParts) -> StateOf:
+    """Measures optimizer state. Over masters and over rounded weights the optimizer sees float32."""
+    policy = parts.precision
     optimizer, rounding = config.selected("optimizer"), updates_rounded(policy, config.run.seed)
     wide = policy.master_weights or rounding is not None
     dtype = torch.float32 if wide else getattr(torch, policy.parameters)
     narrow = rounding is not None and rounding.state == "bfloat16"
-    return state_bytes_per_element(optimizer.component.load_target(), optimizer.config, dtype, narrow=narrow)
+    factory, more = optimizer.component.load_target(), parts.extra_state_bytes
+    return optimizer_state(factory, optimizer.config, dtype, narrow=narrow, more=more)
 
 
 def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:

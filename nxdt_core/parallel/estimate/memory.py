@@ -29,8 +29,6 @@ class Storage:
     """Whether other ranks hold the same ones, unless they are sharded."""
     accumulates: bool
     """Whether a step has several micro-batches."""
-    state_bytes: float
-    """Optimizer state by element."""
     stand_ins: bool = False
     """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
 
@@ -133,7 +131,7 @@ def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool
     while the rank is ``computing``."""
     frozen = (counts.stored - counts.trained_stored) * storage.compute_bytes
     trained = counts.trained_stored * storage.stored_bytes
-    state = round(counts.trained_stored * storage.state_bytes)
+    state = round(counts.state)
     if not storage.policy.master_weights:
         return frozen + trained, state
     copies = 2 if computing and storage.policy.stochastic_rounding else 1
@@ -177,7 +175,8 @@ def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
     widened = 0.0
     if storage.stand_ins:
         widened = 2 * _BYTES["float32"]
-        widened += storage.state_bytes if storage.policy.optimizer_state == "bfloat16" else 0
+        if storage.policy.optimizer_state == "bfloat16":
+            widened += counts.state / max(counts.trained_stored, 1)
     return Memory(weights=weights, gradients=gradients, optimizer=optimizer, workspace=round(counts.bucket * widened))
 
 

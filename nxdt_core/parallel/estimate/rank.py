@@ -68,6 +68,7 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
                 partial=laid.tensor_partial,
                 forms=gather_forms(module, laid.plan, work.precision),
                 keeps=storage.sharded and keeps_experts(work.sizes, work.precision),
+                state=work.state,
             )
             if work.options.compile_backend is not None:
                 again = work.options.sequence_parallel and work.options.gathers_again

@@ -22,6 +22,7 @@ from nxdt_core.parallel.layout import part_costs, pipeline_cuts
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.cuts import stage_costs
 from nxdt_core.parallel.pipeline.schedules import Operation, bubble_fraction, schedule_operations
+from nxdt_core.parallel.shards import tables
 from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
@@ -47,7 +48,6 @@ def estimate(work: Workload) -> Estimate:
         sharded=needs_sharding(ParallelMesh(sizes, None), work.precision),
         replicated=sizes.fsdp * sizes.dp_replicate > 1,
         accumulates=work.micro_batches > 1,
-        state_bytes=work.state_bytes,
         stand_ins=work.stand_ins,
     )
     cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
@@ -73,7 +73,7 @@ def estimate(work: Workload) -> Estimate:
         stage_layers=tuple(map(len, shares)),
         pipeline_cuts=tuple(share[-1] for share in shares[:-1]),
         longest_rank=_longest_rank(costs or [1], sizes),
-        checkpoint_bytes=_checkpoint_bytes(work, storage, frozen=parameters - trained, trained=trained),
+        checkpoint_bytes=_checkpoint_bytes(work, storage, whole, plan),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
         layout=tuple(_layout(work)),
         ranks=tuple(ranks),
@@ -131,12 +131,15 @@ def _experts_share(whole: nn.Module, plan: ParallelPlan, work: Workload) -> floa
     return 6 * used / work.builder.flops_per_token(work.seq_length)
 
 
-def _checkpoint_bytes(work: Workload, storage: Storage, *, frozen: int, trained: int) -> int:
-    state = work.state_bytes if work.saved_state_bytes is None else work.saved_state_bytes
-    saved = round(trained * (storage.saved_bytes(bfloat16=work.saves_bfloat16) + state))
+def _checkpoint_bytes(work: Workload, storage: Storage, whole: nn.Module, plan: ParallelPlan) -> int:
+    parameters, trained = count_unique(whole)
+    others = tables([whole], plan)
+    updated = [(name, tuple(each.shape)) for name, each in whole.named_parameters() if each.requires_grad]
+    state = sum(work.state(shape, name not in others).saved for name, shape in updated)
+    saved = round(trained * storage.saved_bytes(bfloat16=work.saves_bfloat16) + state)
     if not all(adapter.saves_base for adapter in work.adapters):
         return saved
-    return saved + frozen * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
+    return saved + (parameters - trained) * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
 
 
 def _shares(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:

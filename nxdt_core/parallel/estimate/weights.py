@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxdt_core.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
+from nxdt_core.engines.packed_state import stepped_once, unpacked_state
 from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.parallel.data.fsdp import Ends, ends_of
 from nxdt_core.parallel.data.gathers import GatherForms
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.updates import in_buckets
-from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState
+from nxdt_core.parallel.shards import tables
+from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterShard
 from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = [
     "ParameterCounts",
     "StateBytes",
+    "StateOf",
     "count_parameters",
     "count_unique",
     "needs_stand_ins",
-    "state_bytes_per_element",
+    "optimizer_state",
 ]
 
 
@@ -70,6 +77,8 @@ class ParameterCounts:
     """The part of ``experts`` that has gradients."""
     partial: int = 0
     """Elements whose gradients tensor parallel ranks still have to sum."""
+    state: float = 0.0
+    """Bytes of optimizer state."""
     bucket: int = 0
     """The most of ``trained_stored`` that an optimizer over rounded weights has in float32 at a time."""
 
@@ -93,6 +102,7 @@ class ParameterCounts:
             experts_narrow=self.experts_narrow + other.experts_narrow,
             experts_trained=self.experts_trained + other.experts_trained,
             partial=self.partial + other.partial,
+            state=self.state + other.state,
             bucket=max(self.bucket, other.bucket),
         )
 
@@ -115,6 +125,7 @@ def count_parameters(
     partial: Iterable[str] = (),
     forms: GatherForms | None = None,
     keeps: bool = False,
+    state: StateOf,
 ) -> ParameterCounts:
     """Count the parameters of ``stage``, tensor and expert parallelism applied and FSDP2 not.
 
@@ -126,15 +137,18 @@ def count_parameters(
         partial: names whose gradients are partial sums over ``tp``.
         forms: how FSDP2 gathers the weights; None as it does by itself.
         keeps: whether FSDP2 leaves experts alone.
+        state: measures the optimizer state of a shard.
     """
     tally, sums, ends = _Tally(), frozenset(partial), ends_of(stage, plan)
     narrow, scaled = (frozenset(), frozenset()) if forms is None else (forms.narrow, forms.scaled)
     trained: dict[str, tuple[int, int]] = {}
+    held, others = 0.0, tables([stage], plan)
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
         expert = "ep" in sharded_over(parameter)
         ranks = sizes.efsdp if expert else sizes.fsdp
-        stored = _shard(tuple(local.shape), ranks) if sharded else local.numel()
+        shard = _shard(tuple(local.shape), ranks) if sharded else tuple(local.shape)
+        stored = math.prod(shard)
         tally.counts["local"] += local.numel()
         tally.counts["stored"] += stored
         tally.counts["narrow"] += local.numel() * (name in narrow)
@@ -148,6 +162,7 @@ def count_parameters(
             trained[name] = parameter.numel(), stored
             tally.counts["trained"] += local.numel()
             tally.counts["trained_stored"] += stored
+            held += state(shard, name not in others).held
             tally.counts["partial"] += local.numel() * (name in sums)
         group = _group_of(name, plan, ends)
         tally.groups[group] += local.numel() * (not (expert and keeps))
@@ -160,6 +175,7 @@ def count_parameters(
         first=first,
         last=last,
         root=root,
+        state=held,
         bucket=max((sum(trained[name][1] for name in bucket) for bucket in buckets), default=0),
     )
 
@@ -172,58 +188,87 @@ def count_unique(module: nn.Module) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Optimizer state in bytes for each trained element."""
+    """Optimizer state of one parameter in bytes."""
 
     held: float
     saved: float
     """In checkpoints."""
 
 
-def state_bytes_per_element(
-    factory: OptimizerFactory, config: object, dtype: torch.dtype, *, narrow: bool = False
-) -> StateBytes:
-    """Return the state that the optimizer keeps for each element of a parameter, by stepping it once on a small one.
+StateOf = Callable[[tuple[int, ...], bool], StateBytes]
+"""Takes a parameter's shape on this rank, and whether it is a matrix of a hidden layer."""
+
+
+def optimizer_state(
+    factory: OptimizerFactory, config: object, dtype: torch.dtype, *, narrow: bool = False, more: float = 0.0
+) -> StateOf:
+    """Return a function that measures the state of a parameter by stepping the optimizer once on the meta device.
+
+    An optimizer that reads values is stepped on the host, on a parameter of at most 256 elements per dimension; its
+    state is taken to grow with the number of elements.
 
     Args:
         factory: of the optimizer.
         config: its section.
         dtype: of the parameter that it sees.
         narrow: whether float32 state of the parameter's shape is kept in two bytes.
+        more: further bytes for each element.
     """
-    parameter = nn.Parameter(torch.zeros(_PROBE, _PROBE, dtype=dtype))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = _over(parameter, factory, config)
-    optimizer.step()
-    packs, state = isinstance(optimizer, PackedState), optimizer.state[parameter]
-    saved = optimizer.unpacked(parameter) if isinstance(optimizer, PackedState) else state
 
-    def size(leaves: Mapping[str, Any]) -> float:
-        tensors = [value for value in leaves.values() if isinstance(value, torch.Tensor) and value.dim()]
-        alike = [value for value in tensors if value.shape == parameter.shape or (packs and leaves is state)]
-        halved = [value for value in alike if narrow and value.dtype == torch.float32 and not packs]
-        return (sum(value.nbytes for value in alike) - sum(value.nbytes // 2 for value in halved)) / parameter.numel()
+    @cache
+    def stepped(shape: tuple[int, ...], matrix: bool, device: str) -> StateBytes:
+        shard = ParameterShard(shape=shape, box=Box.whole(shape), matrix=matrix and len(shape) > 1)
+        with torch.device(device), _Ones() if device == "meta" else nullcontext():  # type: ignore[no-untyped-call]
+            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+            optimizer = stepped_once(factory, config, [parameter], [shard])
+            saved = _bytes(unpacked_state(optimizer, parameter), parameter)
+            if not isinstance(optimizer, PackedState):
+                return StateBytes(held=_bytes(optimizer.state[parameter], parameter, narrow=narrow), saved=saved)
+            return StateBytes(held=_bytes(optimizer.state[parameter], parameter), saved=saved)
 
-    return StateBytes(held=size(state), saved=size(saved))
+    @cache
+    def measured(shape: tuple[int, ...], matrix: bool) -> StateBytes:
+        try:
+            found, scale = stepped(shape, matrix, "meta"), 1.0
+        except Exception:  # of any library
+            small = tuple(min(size, _PROBE) for size in shape)
+            found, scale = stepped(small, matrix, HOST.type), math.prod(shape) / max(math.prod(small), 1)
+        further = more * math.prod(shape)
+        return StateBytes(held=found.held * scale + further, saved=found.saved * scale + further)
+
+    return measured
 
 
 _PROBE = 256
-"""Rows and columns of a parameter that is large enough for packed state."""
+"""Elements in each dimension of a parameter that is large enough for packed state."""
+
+
+class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reads 1 from any tensor of the meta device, such as a count of steps."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype, device=HOST).item()
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(state: Mapping[str, Any], parameter: torch.Tensor, *, narrow: bool = False) -> float:
+    """Return the size of the tensors in ``state`` that have dimensions."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+    halved = [value for value in tensors if narrow and value.dtype == torch.float32 and value.shape == parameter.shape]
+    return sum(value.nbytes for value in tensors) - sum(value.nbytes / 2 for value in halved)
 
 
 def needs_stand_ins(factory: OptimizerFactory, config: object) -> bool:
     """Return whether the optimizer works on float32 stand-ins of weights that are rounded stochastically."""
-    return not AdamUpdates.handles(_over(nn.Parameter(torch.zeros(16, 16)), factory, config))
+    return not AdamUpdates.handles(stepped_once(factory, config, [nn.Parameter(torch.zeros(16, 16))]))
 
 
-def _over(parameter: nn.Parameter, factory: OptimizerFactory, config: object) -> Optimizer:
-    group = {"params": [parameter], "names": ["probe"], "lr": getattr(config, "lr", 0.0), "weight_decay": 0.0}
-    return factory([group], config)  # type: ignore[list-item]
-
-
-def _shard(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of the first rank's shard along dimension 0; FSDP2 pads the others to the same size."""
-    rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    return -(-rows // ranks) * rest
+def _shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Return the shape of the first rank's shard along dimension 0; FSDP2 pads the others to the same size."""
+    return (-(-shape[0] // ranks), *shape[1:]) if shape else shape
 
 
 def _group_of(name: str, plan: ParallelPlan, ends: Ends) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nxdt_core.parallel.estimate.weights import StateOf
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
@@ -26,10 +27,8 @@ class Workload:
     adapters: Sequence[Adapter] = ()
     objective: Objective
     precision: PrecisionPolicy
-    state_bytes: float
-    """Optimizer state in bytes for each trained element."""
-    saved_state_bytes: float | None = None
-    """The same in checkpoints; None: equal to ``state_bytes``."""
+    state: StateOf
+    """Measures the optimizer state of a parameter."""
     stand_ins: bool = False
     """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
     sizes: MeshSizes

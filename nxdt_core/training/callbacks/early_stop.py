@@ -10,6 +10,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
 from nxdt_core.errors.training import MetricNotLogged
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.validation_figures import validated_all
 
 if TYPE_CHECKING:
     from nxdt_core.training.lightning.module import NxdtModule
@@ -58,7 +59,7 @@ class EarlyStop(EarlyStopping):
         Raises:
             MetricNotLogged: there is no such metric.
         """
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or not validated_all(trainer):
             return
         if self.strict and self.monitor not in trainer.callback_metrics:
             raise MetricNotLogged(metric=self.monitor, known=sorted(trainer.callback_metrics))

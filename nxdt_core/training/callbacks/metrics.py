@@ -20,7 +20,7 @@ from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.logger_tags import tag
-from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
+from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars, validated_all
 from nxdt_core.training.data import UNNAMED
 from nxdt_core.training.run.metric_files import FigureFiles
 from nxdt_core.training.run.versions import versions_of
@@ -145,7 +145,7 @@ class MetricsWriter(pl.Callback):
         assert self._validation is not None
         data: NxdtDataModule | Any = getattr(trainer, "datamodule", None)
         found = self._validation.row(getattr(data, "validation_sets", (UNNAMED,)))
-        if found and not trainer.sanity_checking:
+        if found and not trainer.sanity_checking and validated_all(trainer):
             row, unit = {"step": pl_module.train_state.step, **found}, traits_of(pl_module.objective).unit
             named = scalars(row, unit)
             for name, value in named.items():

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: stop at the next step boundary, with a checkpoint. A second signal stops at once."""
+"""Ctrl-C and SIGTERM: stop after a step or a validation's batch, with a checkpoint. A second signal stops at once."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StopSignals", "Supervisor"]
 
+_VALIDATION = "signals in a validation"
 _SAME_REQUEST_S = 1.0
 """Two signals within this are one request among many ranks: a scheduler signals all processes of a job, and an agent
 that is one of them passes its own on. A person's second Ctrl-C comes later."""
@@ -41,7 +42,8 @@ class StopSignals(pl.Callback):
     """Turns signals into a clean stop; ``received`` is the signal that stopped the run.
 
     A signal may reach ranks at different steps, or only one rank. All ranks stop at the same step: each reports its
-    signal at the end of a step and learns at the end of the next step whether any rank received one.
+    signal at the end of a step and learns at the end of the next step whether any rank received one. In a validation
+    the same holds of batches; what it found until then is dropped.
 
     Lightning installs its own handlers, which would raise in the middle of a step. Ours are set after them and removed
     after the fit.
@@ -73,7 +75,34 @@ class StopSignals(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ask the trainer to stop once a signal has reached any rank."""
-        agreed = self._ranks.largest_before(self._wanted)
+        self._stop(trainer, self._ranks.largest_before(self._wanted))
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """End the validation once a signal has reached any rank. Lightning also begins one because a run stops.
+
+        Raises:
+            StopIteration: which Lightning's loop takes as the end of the data.
+        """
+        if not trainer.sanity_checking:
+            self._stop(trainer, self._ranks.largest_before(self._wanted, topic=_VALIDATION))
+            if self.received is not None:
+                raise StopIteration
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Learn of signals during the last batch, so that no further step is trained."""
+        if not trainer.sanity_checking:
+            before = self._ranks.largest_before(self._wanted, topic=_VALIDATION)
+            self._stop(trainer, max(before, self._ranks.last_answer(topic=_VALIDATION)))
+
+    def _stop(self, trainer: pl.Trainer, agreed: int) -> None:
         if agreed and self.received is None:
             self.received = signal.Signals(agreed)
             if self._ranks.world_size > 1:

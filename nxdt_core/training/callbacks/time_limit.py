@@ -35,6 +35,21 @@ class TimeLimit(pl.Callback):
         self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Look at the clock, unless the run ends here anyway."""
+        self._look(trainer, pl_module)
+
+    def on_validation_batch_end(  # type: ignore[override]
+        self,
+        trainer: pl.Trainer,
+        pl_module: NxdtModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Look at the clock during a validation, too."""
+        self._look(trainer, pl_module)
+
+    def _look(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:
         over = trainer.is_global_zero and time.monotonic() >= self._ends_at_s
         if over and pl_module.train_state.step < trainer.max_steps:
             self._signals.request(signal.SIGTERM, because="trainer.max_time is over")

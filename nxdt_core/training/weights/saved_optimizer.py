@@ -91,8 +91,8 @@ def _is_shard(weight: torch.Tensor | Piece | None) -> bool:
     return weight is not None and bool(sharded_over(weight))
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _saved_names(manifest: Manifest) -> set[frozenset[str]]:

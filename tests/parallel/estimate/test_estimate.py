@@ -4,6 +4,7 @@ from dataclasses import asdict
 from functools import cache
 
 import pytest
+import torch
 import torch.distributed as dist
 from nxdt_plugin_llama.modeling import Llama
 
@@ -13,7 +14,9 @@ from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.parallel.estimate import configured
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.training import TrainSession
 from nxdt_core.training.plan import plan
+from tests.training.small import SMALL
 
 STRATEGY = "distributed_strategy."
 TP, PP = f"{STRATEGY}tensor_model_parallel_size", f"{STRATEGY}pipeline_model_parallel_size"
@@ -212,3 +215,16 @@ def test_ten_thousand_ranks_take_no_longer():
     found = planned(f"{TP}=2", f"{PP}=2", "data.global_batch_size=10240", world=10240)
     assert len(found.ranks) == 2
     assert asdict(found.fullest)["memory"]["optimizer"] > 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_optimizer_state_is_what_a_step_leaves(name):
+    """Also state of other shapes than the parameter's, and of embeddings that muon leaves to AdamW."""
+    config = load("recipe:llama-tiny", [*SMALL, f"model.optim.name={name}"])
+    planned = plan(config).estimate
+    with TrainSession(config) as session:
+        session.step(next(session.batches()))
+        held = [value for state in session.optimizer.inner.state.values() for value in state.values()]
+    size = sum(value.nbytes for value in held if isinstance(value, torch.Tensor) and value.dim())
+    assert planned.ranks[0].memory.optimizer == size
+    assert planned.checkpoint_bytes == 4 * planned.parameters + size

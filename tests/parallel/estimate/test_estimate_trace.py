@@ -16,8 +16,9 @@ from nxdt_core.parallel.estimate.kernels import AcceleratorKernels
 from nxdt_core.parallel.estimate.live import LiveBytes, WireBytes
 from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
-from nxdt_core.parallel.estimate.weights import ParameterCounts, needs_stand_ins, state_bytes_per_element
+from nxdt_core.parallel.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
 from nxdt_core.parallel.pipeline.schedules import schedule_operations
+from nxdt_core.protocols.optimizer import as_torch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
@@ -181,7 +182,6 @@ def test_the_fullest_moment_comes_of_the_schedules_own_order():
         sharded=False,
         replicated=False,
         accumulates=True,
-        state_bytes=8,
     )
 
     def at(rank, received=0):
@@ -195,8 +195,8 @@ def test_the_fullest_moment_comes_of_the_schedules_own_order():
 
 def test_masters_are_counted_with_the_optimizer():
     policy = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
-    storage = Storage(policy=policy, zero_stage=1, sharded=True, replicated=True, accumulates=True, state_bytes=8)
-    counts = ParameterCounts(local=100, stored=25, trained=100, trained_stored=25, groups=(60,), root=40)
+    storage = Storage(policy=policy, zero_stage=1, sharded=True, replicated=True, accumulates=True)
+    counts = ParameterCounts(local=100, stored=25, trained=100, trained_stored=25, groups=(60,), root=40, state=25 * 8)
     peak = MicroBatchTrace(kept=0, peak=dict.fromkeys(("activations", "logits", "workspace", "gradients"), 1000))
     memory = fullest_moment(counts, storage, schedule_operations("1f1b", 1, 1, 2)[0], {0: peak}, 0)
     assert (memory.weights, memory.gradients, memory.optimizer) == (200, 400, 25 * (4 + 8))
@@ -204,14 +204,41 @@ def test_masters_are_counted_with_the_optimizer():
 
 def test_an_optimizers_state_is_found_by_stepping_it():
     def adam(groups, config):
-        return torch.optim.AdamW([dict(group) for group in groups])
+        return torch.optim.AdamW(as_torch(groups))
+
+    class Squares(torch.optim.Optimizer):
+        reads = False
+
+        def step(self, closure=None):
+            for weight in self.param_groups[0]["params"]:
+                state = self.state[weight]
+                state["momentum"] = weight.grad.clone()
+                if self.reads:
+                    weight.grad.numpy()
+                else:
+                    state["left"] = torch.zeros(weight.shape[0] ** 2) + 1
+
+    class Reading(Squares):
+        reads = True
+
+    def squares(groups, config):
+        return Squares(as_torch(groups), {})
+
+    def reading(groups, config):
+        return Reading(as_torch(groups), {})
 
     def momentum(groups, config):
-        return torch.optim.SGD([dict(group) for group in groups], momentum=config)
+        return torch.optim.SGD(as_torch(groups), momentum=config)
 
-    assert state_bytes_per_element(adam, None, torch.float32).held == 8
-    assert state_bytes_per_element(adam, None, torch.bfloat16).held == 4
-    assert state_bytes_per_element(momentum, 0.9, torch.float32).held == 4
-    assert state_bytes_per_element(momentum, 0.0, torch.float32).held == 0
+    def held(factory, config, dtype, shape=(300, 10)):
+        return optimizer_state(factory, config, dtype)(shape, True).held
+
+    assert held(adam, None, torch.float32) == 8 * 3000
+    assert held(adam, None, torch.bfloat16) == 4 * 3000
+    assert held(momentum, 0.9, torch.float32) == 4 * 3000
+    assert held(momentum, 0.0, torch.float32) == 0
+    assert held(squares, None, torch.float32) == 4 * (3000 + 300**2)
+    assert held(squares, None, torch.float32, (10_000_000, 10)) == 4 * (10**8 + 10**14), "nothing is allocated"
+    assert held(reading, None, torch.float32) == 4 * 3000
     assert not needs_stand_ins(adam, None)
     assert needs_stand_ins(momentum, 0.9)

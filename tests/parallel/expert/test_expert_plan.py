@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.nn.moe.dispatch import LocalDispatcher
 from nxdt_core.parallel.estimate.run import estimate
+from nxdt_core.parallel.estimate.weights import StateBytes
 from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -37,7 +40,7 @@ def planned(capacity_factor, *, chunks=1, **sizes):
             builder=builder,
             objective=CausalLM(None),
             precision=PrecisionPolicy(name="fp32"),
-            state_bytes=8,
+            state=lambda shape, matrix: StateBytes(held=8 * math.prod(shape), saved=8 * math.prod(shape)),
             sizes=MeshSizes(**sizes),
             options=LayoutOptions(),
             micro_batch_size=2,

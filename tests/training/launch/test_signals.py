@@ -10,7 +10,7 @@ from nxdt_core import checkpoint
 from nxdt_core.training import build, train
 from tests import processes
 from tests.sampling import slow
-from tests.training.launch.launching import wait_for_rows
+from tests.training.launch.launching import environment, wait_for_rows
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
@@ -35,3 +35,99 @@ def test_a_signal_saves_and_stops_at_a_step_boundary(small_run, tmp_path, metric
     assert f"step-{manifest.step:08d}" in out
     resumed = small_run(f"trainer.max_steps={manifest.step + 1}")
     assert train(resumed).step == manifest.step + 1
+
+
+STOPS = """
+import os, signal
+import pytorch_lightning as pl
+from nxdt_core.api import CallbackComponent, hookimpl
+
+class Stops(pl.Callback):
+    def __init__(self, config, run_dir):
+        self.at, self.seen = os.environ.get("STOPS_AT", "").split(), run_dir / "seen.txt"
+
+    def look(self, trainer, where, step, number):
+        if self.at == [where, str(step), str(number)] and trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.look(trainer, "train", pl_module.train_state.step, 0)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        with self.seen.open("a") as file:
+            file.write(f"{pl_module.train_state.step} {batch_idx}\\n")
+        self.look(trainer, "validation", pl_module.train_state.step, batch_idx)
+
+@hookimpl
+def nxdt_callbacks():
+    return [CallbackComponent(name="stops", target=f"{__name__}:Stops", summary="Sends a signal.")]
+"""
+
+
+@pytest.fixture
+def validated(small_run, tmp_path):
+    """A run that validates every second step, over several batches."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    more = (f"plugins.local=[{tmp_path}/stops.py]", "trainer.callbacks=[{name: stops}]", "trainer.val_check_interval=2")
+    early = "{monitor: val_loss, patience: 10}"
+    stopping = ("exp_manager.create_early_stopping_callback=true",)
+    stopping += (f"exp_manager.early_stopping_callback_params={early}",)
+    size = ("data.validation_fraction=0.004", "trainer.limit_val_batches=4")
+
+    def make(steps, *others, name="run"):
+        return small_run(f"trainer.max_steps={steps}", *more, *size, *stopping, *others, name=name)
+
+    return make
+
+
+def seen(config):
+    return [tuple(map(int, line.split())) for line in (config.run_dir / "seen.txt").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("at", "step", "batches"),
+    [
+        ("validation 2 1", 2, [(2, 0), (2, 1)]),
+        ("validation 2 3", 2, [(2, 0), (2, 1), (2, 2), (2, 3)]),
+        ("train 3 0", 3, [*((2, number) for number in range(4)), (3, 0)]),
+    ],
+    ids=["between", "last batch", "in training"],
+)
+def test_a_signal_ends_a_validation_and_nothing_is_lost(validated, metric_rows, monkeypatch, at, step, batches):
+    monkeypatch.setenv("STOPS_AT", at)
+    config = validated(4)
+    stopped = train(config)
+    assert (stopped.step, stopped.exit_status) == (step, 128 + signal.SIGTERM)
+    assert stopped.checkpoint.endswith(f"step-{step:08d}")
+    assert seen(config) == batches
+    rows = config.run_dir / "validation.jsonl"
+    assert rows.exists() == (step == 3), "part of the data gives no figure"
+    monkeypatch.setenv("STOPS_AT", "")
+    whole = validated(4, name="whole")
+    train(whole)
+    assert train(validated(4)).step == 4
+    expected = metric_rows(whole.run_dir, "validation.jsonl")
+    found = metric_rows(config.run_dir, "validation.jsonl")
+    assert found[4] == expected[4]
+    assert metric_rows(config.run_dir)[4]["loss"] == metric_rows(whole.run_dir)[4]["loss"]
+
+
+def test_a_time_limit_ends_a_validation(validated, monkeypatch):
+    config = validated(4, "trainer.max_time=1")
+    monkeypatch.setattr("nxdt_core.training.run.train.seconds_of", lambda limit: 0.0)
+    monkeypatch.setattr("nxdt_core.training.callbacks.time_limit.TimeLimit.on_train_batch_end", lambda *_: None)
+    assert train(config).step == 2
+    assert seen(config) == [(2, 0)]
+
+
+@pytest.mark.parametrize(("batch", "last"), [(0, 1), (3, 3)])
+def test_all_ranks_end_a_validation_together(validated, tmp_path, batch, last):
+    config = validated(4, "trainer.devices=2")
+    (tmp_path / "run.yaml").write_text(__import__("yaml").safe_dump(config.to_dict()))
+    command = [sys.executable, "-m", "nxdt_core", "train", str(tmp_path / "run.yaml")]
+    done = processes.run(
+        command, capture_output=True, text=True, timeout=100, env=environment(STOPS_AT=f"validation 2 {batch}")
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert checkpoint.latest(build.storage(config), warn=print).step == 2
+    assert sorted(seen(config)) == [(2, number) for number in range(last + 1) for _ in range(2)]

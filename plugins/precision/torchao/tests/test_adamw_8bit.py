@@ -17,7 +17,7 @@ from nxdt_core.builtins.optimizers.config import AdamWConfig
 from nxdt_core.builtins.optimizers.stock import adamw
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.parallel.estimate.weights import state_bytes_per_element
+from nxdt_core.parallel.estimate.weights import optimizer_state
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.testing.optimizer_contract import OptimizerContract
 from nxdt_core.testing.ranks import RankPool
@@ -93,18 +93,20 @@ def test_bytes_of_state_are_two_per_element_and_the_scales():
     optimizer.step()
     size = sum(value.nbytes for value in optimizer.state[parameter].values() if value.dim())
     assert size / parameter.numel() == 2 + 2 * 4 / 256
-    estimated = state_bytes_per_element(AdamW8bit, AdamW8bitConfig(), torch.float32)
-    assert (estimated.held, estimated.saved) == (2 + 2 * 4 / 256, 8)
-    assert state_bytes_per_element(adamw, AdamWConfig(), torch.float32).held == 8
+    estimated = optimizer_state(AdamW8bit, AdamW8bitConfig(), torch.float32)((64, 1024), True)
+    assert (estimated.held, estimated.saved) == (size, 8 * parameter.numel())
+    assert optimizer_state(adamw, AdamWConfig(), torch.float32)((64, 1024), True).held == 8 * parameter.numel()
 
 
 def test_a_plan_counts_the_smaller_state():
-    wide, narrow = (
-        plan(load("recipe:llama-tiny", ["trainer.accelerator=cpu", f"model.optim.name={name}"])).estimate
-        for name in ("adamw", "adamw_8bit")
-    )
-    states = [estimate.ranks[0].memory.optimizer for estimate in (wide, narrow)]
-    assert states[1] == pytest.approx(states[0] * (2 + 8 / 256) / 8, rel=1e-6)
+    small = ("trainer.accelerator=cpu", "data.global_batch_size=2", "data.micro_batch_size=1")
+    configs = [load("recipe:llama-tiny", [*small, f"model.optim.name={name}"]) for name in ("adamw", "adamw_8bit")]
+    wide, narrow = (plan(config).estimate for config in configs)
+    with TrainSession(configs[1]) as session:
+        session.step(next(session.batches()))
+        held = [value for state in session.optimizer.inner.state.values() for value in state.values()]
+    assert narrow.ranks[0].memory.optimizer == sum(value.nbytes for value in held if value.dim())
+    assert narrow.ranks[0].memory.optimizer < wide.ranks[0].memory.optimizer / 3
     assert narrow.checkpoint_bytes == wide.checkpoint_bytes
 
 
