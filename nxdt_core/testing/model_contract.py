@@ -361,11 +361,11 @@ class ModelContract:
         return planned_capabilities(builder.plan()) if component is None else component.record.capabilities
 
 
-class _HalfPrecision(TorchDispatchMode):
+class _HalfPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations whose results have 16 bits."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.by: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

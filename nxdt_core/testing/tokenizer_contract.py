@@ -108,7 +108,9 @@ class TokenizerContract:
     def test_two_symbols_never_have_one_id(self, tokenizer: Tokenizer) -> None:
         """Characters of the texts, of ASCII where the vocabulary is of every text, and special tokens."""
         symbols = {*"".join(self.texts), *(map(chr, range(33, 127)) if self.every_text else ())}
-        known = {(id_,): f"the token of {role}" for role, id_ in _specials(tokenizer).items() if id_ is not None}
+        known: dict[tuple[int, ...], str] = {
+            (id_,): f"the token of {role}" for role, id_ in _specials(tokenizer).items() if id_ is not None
+        }
         for symbol in sorted(symbols):
             ids = tuple(tokenizer.encode(symbol))
             other = known.setdefault(ids, repr(symbol))
