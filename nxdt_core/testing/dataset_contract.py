@@ -47,6 +47,8 @@ class DatasetContract:
 
     predicts_the_next_token: ClassVar[bool] = True
     """False for data whose labels are not the tokens that follow."""
+    stream_samples: ClassVar[int] = 200
+    """Samples that are read of a stream, which should be more than one pass over the data."""
 
     @pytest.fixture
     def make(self) -> Callable[[], Dataset]:
@@ -109,6 +111,8 @@ class DatasetContract:
         for sample in samples:
             ids, labels = np.atleast_2d(sample.input_ids), np.atleast_2d(sample.labels)
             learnt = labels[:, :-1] >= 0
+            if sample.document_ids is not None:  # what follows before padding is not among the inputs
+                learnt &= np.atleast_2d(sample.document_ids)[:, 1:] >= 0
             assert (labels[:, :-1] == ids[:, 1:])[learnt].all()
 
     def test_nothing_is_learnt_across_documents_or_of_padding(self, samples: list[Sample]) -> None:
@@ -117,7 +121,8 @@ class DatasetContract:
             if sample.document_ids is not None:
                 documents, labels = np.atleast_2d(sample.document_ids), np.atleast_2d(sample.labels)
                 assert (labels[documents < 0] == IGNORE_INDEX).all()
-                assert (labels[:, :-1][documents[:, 1:] != documents[:, :-1]] == IGNORE_INDEX).all()
+                last = (documents[:, 1:] != documents[:, :-1]) & (documents[:, 1:] >= 0)
+                assert (labels[:, :-1][last] == IGNORE_INDEX).all()
 
     def test_positions_rise_by_one_within_a_document(self, samples: list[Sample]) -> None:
         """Positions may begin at any number."""
@@ -154,20 +159,37 @@ class DatasetContract:
             with pytest.raises(IndexError):
                 by_index[index]
 
+    def test_every_rank_reads_the_same(
+        self, make: Callable[[], Dataset], samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The core gives each rank its part of a batch; a dataset that takes a part itself would lose samples."""
+        fingerprint = make().fingerprint()
+        for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        dataset = make()
+        assert _contents(_first(dataset, _SAMPLES)) == _contents(samples), (
+            "rank 1 of 2 reads other samples than a run of one process; leave the ranks' parts to the core"
+        )
+        assert dataset.fingerprint() == fingerprint, "rank 1 of 2 has another fingerprint than a run of one process"
+
     # Position of a run
 
     def test_a_stream_goes_on_behind_any_sample(self, stream: IterableDataset, make: Callable[[], Dataset]) -> None:
-        """From its state alone, which JSON can hold, in a dataset that has read nothing."""
+        """From its state alone, which JSON can hold, in a dataset that has read nothing; also in a later pass."""
         whole, states = [], []
-        for sample in islice(stream, _SAMPLES):
+        for sample in islice(stream, self.stream_samples):
             whole.append(_content(sample))
             states.append(json.dumps(stream.state_dict()))
-        for place, state in enumerate(states[:-1]):
+        step = max(1, len(whole) // _SAMPLES)
+        for place in sorted({*range(min(_SAMPLES, len(whole)) - 1), *range(0, len(whole) - 1, step)}):
+            state = states[place]
             resumed = make()
             assert not isinstance(resumed, MapDataset)
             resumed.load_state_dict(json.loads(state))
             assert json.dumps(resumed.state_dict()) == state
-            assert _content(next(iter(resumed))) == whole[place + 1]
+            assert _content(next(iter(resumed))) == whole[place + 1], (
+                f"behind sample {place} of a stream, its state gives another sample than the one that followed"
+            )
 
     def test_a_run_goes_on_on_other_ranks_and_threads(self, make: Callable[[], Dataset]) -> None:
         """A run that is resumed at any step, on other ranks and threads, gets the batches that it would have got."""

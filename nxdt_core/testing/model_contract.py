@@ -18,11 +18,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
@@ -126,6 +127,16 @@ class ModelContract:
         logits = model(_tokens(builder, 2, 9))
         assert logits.shape == (2, 9, builder.vocab_size)
         assert torch.isfinite(logits).all()
+
+    def test_it_computes_in_the_dtype_of_its_weights(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """The precision policy chooses dtypes: a forward pass casts nothing to fewer bits than the weights have."""
+        ids, cast = _tokens(builder, 2, 9), _HalfPrecision()
+        with cast:
+            model(ids)
+        assert not cast.by, f"a float32 forward pass makes {cast.by[0]}"
+        for dtype in (torch.float64, torch.bfloat16):
+            found = model.to(dtype)(ids).dtype
+            assert found == dtype, f"the logits of a model in {dtype} are {found}"
 
     def test_a_loss_reaches_every_parameter(self, builder: ModelBuilder, model: nn.Module) -> None:
         """It is that of a guess, about, and each parameter gets a gradient."""
@@ -348,6 +359,21 @@ class ModelContract:
             return self.capabilities
         component = component_of(builder)
         return planned_capabilities(builder.plan()) if component is None else component.record.capabilities
+
+
+class _HalfPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations whose results have 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        dtype = getattr(result, "dtype", None)
+        if dtype in (torch.bfloat16, torch.float16):
+            self.by.append(f"{dtype} by {func}")
+        return result
 
 
 def _fresh(builder: ModelBuilder, seed: int = _SEED) -> nn.Module:

@@ -43,6 +43,8 @@ _QUIET = ("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importli
 _RATE = 0.01
 _TINY = "-tiny"
 """End of the names of recipes whose models take seconds."""
+_UNWRITTEN = "to be described in a line"
+"""In the summaries of ``nxdt plugins new``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class Result:
 
 
 def check_plugin(name: str) -> list[Result]:
-    """Run the contracts of the plugin or distribution ``name``.
+    """Run the contracts of the plugin or distribution ``name``; a component that none is run for is a skip.
 
     Raises:
         UnknownPlugin: nothing of that name is installed.
@@ -72,7 +74,17 @@ def check_plugin(name: str) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="nxdt-check-") as directory:
         file = Path(directory) / "test_plugin.py"
         file.write_text(_FILE.format(name=meant[0].name), encoding="utf-8")
-        return _run(str(file), f"--rootdir={directory}", "-c", _empty(directory))
+        found = _run(str(file), f"--rootdir={directory}", "-c", _empty(directory))
+    kinds = kernel.registry.kinds()
+    own = [each for kind in kinds for each in kernel.registry.all(kind.name) if each.plugin == meant[0].name]
+    unwritten = [each.record.name for each in own if _UNWRITTEN in each.record.summary]
+    if unwritten:
+        text = f"the summary of {', '.join(unwritten)} is that of the template"
+        found.append(Result(of="plugin", requirement="its summaries are written", state="fail", text=text))
+    tested = {each.of for each in found}
+    rest = [name for name in (f"{each.kind} {each.record.name}" for each in own) if name not in tested]
+    reason = "it needs what its author chooses: run the tests of its repository, nxdt plugins check DIRECTORY"
+    return [*found, *(Result(of=each, requirement="it keeps its contract", state="skip", text=reason) for each in rest)]
 
 
 def check_directory(path: Path) -> list[Result]:

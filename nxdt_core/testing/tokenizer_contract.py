@@ -105,6 +105,17 @@ class TokenizerContract:
             assert type(id_) is int, f"the id {id_!r} is a {type(id_).__name__}; return Python integers"
             assert 0 <= id_ < tokenizer.vocab_size, f"the id {id_} is not below vocab_size, {tokenizer.vocab_size}"
 
+    def test_two_symbols_never_have_one_id(self, tokenizer: Tokenizer) -> None:
+        """Characters of the texts, of ASCII where the vocabulary is of every text, and special tokens."""
+        symbols = {*"".join(self.texts), *(map(chr, range(33, 127)) if self.every_text else ())}
+        known: dict[tuple[int, ...], str] = {
+            (id_,): f"the token of {role}" for role, id_ in _specials(tokenizer).items() if id_ is not None
+        }
+        for symbol in sorted(symbols):
+            ids = tuple(tokenizer.encode(symbol))
+            other = known.setdefault(ids, repr(symbol))
+            assert other == repr(symbol), f"{symbol!r} and {other} have the ids {list(ids)}"
+
     def test_a_batch_equals_its_texts(self, tokenizer: Tokenizer) -> None:
         """In their order, without padding; a batch of nothing is nothing."""
         found = [list(ids) for ids in tokenizer.encode_batch(list(self.texts))]

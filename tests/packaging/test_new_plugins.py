@@ -146,6 +146,6 @@ def test_the_command_says_how_to_continue(tmp_path):
     process = processes.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
-    assert out.splitlines()[-1] == "cd my-schedule && pip install . && nxdt plugins check my-schedule"
+    assert out.splitlines()[-1] == "cd my-schedule && pip install . && nxdt plugins check ."
     for line in out.splitlines()[:-2]:
         assert (tmp_path / line).is_file()

@@ -25,6 +25,8 @@ CAUGHT_BY = {
     "LooksAhead": "test_no_token_sees_a_later_one",
     "IgnoresDocuments": "test_documents_do_not_see_one_another",
     "KeepsItsFirstMask": "test_packed_documents_equal_documents_alone",
+    "RoundsItsLogits": "test_it_computes_in_the_dtype_of_its_weights",
+    "WidensItsLogits": "test_it_computes_in_the_dtype_of_its_weights",
     "CountsPlacesFromOne": "test_positions_default_to_the_place_in_the_row",
     "CountsItsCalls": "test_recomputation_changes_nothing",
     "DrawsItsLastNorm": "test_every_pattern_matches_something",

@@ -116,7 +116,7 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
     """Run the conformance kits on a plugin; exit status 1 where it breaks a requirement.
 
     NAME is the name of an installed plugin or distribution, or the directory of a plugin's repository, whose own tests
-    are run. It needs pytest.
+    are run. A plugin of which no component can be tested without its repository is not accepted. It needs pytest.
     """
     from nxdt_core.errors.plugins import KitsNeedPytest
 
@@ -126,6 +126,8 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
         raise KitsNeedPytest(name=name) from error
     kits = import_module(_KITS)
     results = kits.check_directory(Path(name)) if Path(name).is_dir() else kits.check_plugin(name)
+    components = set() if Path(name).is_dir() else {each.of for each in results} - {"plugin"}
+    tested = {each.of for each in results if each.of in components and each.state != "skip"}
     failed = sum(result.state == "fail" for result in results)
     if json_output:
         print_json([{key: getattr(each, key) for key in ("of", "requirement", "state", "text")} for each in results])
@@ -135,8 +137,9 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
             (each.of, each.requirement, click.style(each.state, fg=colours[each.state]), each.text) for each in results
         ]
         print_table(("OF", "REQUIREMENT", "RESULT", "WHY"), rows)
-        click.echo(f"\n{len(results)} requirements, {failed} broken")
-    ctx.exit(1 if failed or not results else 0)
+        counted = f", {len(tested)} of {len(components)} components tested" if components else ""
+        click.echo(f"\n{len(results)} requirements, {failed} broken{counted}")
+    ctx.exit(1 if failed or not results or (components and not tested) else 0)
 
 
 @plugins.command(
@@ -159,7 +162,7 @@ def new(kind: str, name: str, directory: Path | None) -> None:
     target = Path(name) if directory is None else directory
     for path in write_repository(kind, name, target):
         say(str(target / path))
-    say(f"\ncd {target} && pip install . && nxdt plugins check {name}")
+    say(f"\ncd {target} && pip install . && nxdt plugins check .")
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))

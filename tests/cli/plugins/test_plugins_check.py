@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 COUNTING = """
 from nxdt_core.api import LRSchedulerComponent, hookimpl
 
@@ -33,6 +35,48 @@ def test_a_plugin_that_breaks_requirements_is_told_which(nxdt, dist):
     (key,) = broken
     assert key == ("lr_scheduler counting", "a resumed run has the factors of one that was not stopped")
     assert broken[key].startswith("after a resume step 59 has the factor 1.0, and 0.5 in a run that was not stopped")
+
+
+STREAM = """
+from nxdt_core.api import DataloaderComponent, LRSchedulerComponent, hookimpl
+
+
+@hookimpl
+def nxdt_dataloaders():
+    return [DataloaderComponent(name="stream", target="acme:stream", summary="stream, to be described in a line")]
+
+
+def stream(config, context):
+    raise NotImplementedError
+"""
+CONSTANT = """
+
+@hookimpl
+def nxdt_lr_schedulers():
+    return [LRSchedulerComponent(name="even", target="acme:even", summary="a test's")]
+
+
+def even(config, horizon):
+    return lambda step: 1.0
+"""
+
+
+def test_a_plugin_of_which_nothing_was_tested_does_not_pass(nxdt):
+    done = nxdt("plugins", "check", "text")
+    assert done.stdout.splitlines()[-1].endswith(" requirements, 0 broken, 0 of 1 components tested")
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("tested", [0, 1])
+def test_a_component_that_is_not_tested_and_an_unwritten_summary_are_told(nxdt, dist, tested):
+    dist("acme", STREAM + CONSTANT * tested)
+    done = nxdt("plugins", "check", "acme")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(f"broken, {tested} of {1 + tested} components tested")
+    done = nxdt("plugins", "check", "acme", "--json")
+    results = {(each["of"], each["requirement"]): each for each in json.loads(done.stdout)}
+    assert "DIRECTORY" in results["dataloader stream", "it keeps its contract"]["text"]
+    assert results["plugin", "its summaries are written"]["text"] == "the summary of stream is that of the template"
 
 
 def test_the_tests_of_a_repository_are_run(nxdt, work):

@@ -5,6 +5,7 @@ Not collected by name: ``test_dataset_mutants.py`` runs this file and expects fa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -198,6 +199,43 @@ class BeginsAnew(InOrder):
     def __iter__(self) -> Iterator[Sample]:
         self.next = 0
         return super().__iter__()
+
+
+class InPasses(InOrder):
+    """Right: each pass in another order; a base of those whose state misses the pass."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            order = np.random.default_rng(self.next // COUNT).permutation(COUNT)
+            self.next += 1
+            yield self.samples[int(order[(self.next - 1) % COUNT])]
+
+
+@mutant
+class ForgetsThePass(InPasses):
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next % COUNT}
+
+
+@mutant
+class PadsOnTheRight(ByIndex):
+    """Right: a document that ends with a label that no input has, then padding."""
+
+    def __getitem__(self, index: int, /) -> Sample:
+        sample = super().__getitem__(index)
+        ids, labels = sample.input_ids.copy(), sample.labels.copy()
+        ids[-2:], labels[-2:] = 0, IGNORE_INDEX
+        labels[: LENGTH - 2] = [*ids[1 : LENGTH - 2], 10_000]
+        return Sample(input_ids=ids, labels=labels, document_ids=np.where(np.arange(LENGTH) < LENGTH - 2, 0, -1))
+
+
+@mutant
+class TakesItsOwnPart(InOrder):
+    def __iter__(self) -> Iterator[Sample]:
+        ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        for number, sample in enumerate(super().__iter__()):
+            if number % ranks == rank:
+                yield sample
 
 
 def under_contract(cls: type) -> type[DatasetContract]:

@@ -147,6 +147,19 @@ class KeepsItsFirstMask(CausalAttention):
 
 
 @model
+class RoundsItsLogits(Small):
+    def forward(self, input_ids, position_ids=None, document_ids=None):
+        logits = super().forward(input_ids, position_ids, document_ids)
+        return logits.bfloat16().to(logits.dtype)
+
+
+@model
+class WidensItsLogits(Small):
+    def forward(self, input_ids, position_ids=None, document_ids=None):
+        return super().forward(input_ids, position_ids, document_ids).float()
+
+
+@model
 class CountsPlacesFromOne(Small):
     def forward(self, input_ids, position_ids=None, document_ids=None):
         places = 1 + torch.arange(input_ids.shape[1]) if position_ids is None else position_ids

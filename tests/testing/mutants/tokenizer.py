@@ -55,6 +55,18 @@ class PadsBehindItsVocabulary(Right):
 
 
 @mutant
+class ReadsOneLetterAsAnother(Right):
+    def encode(self, text):
+        return super().encode(text.replace("~", "^"))
+
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
+    def locate(self, texts):
+        return super().locate([text.replace("~", "^") for text in texts])
+
+
+@mutant
 class PadsItsBatch(Right):
     def encode_batch(self, texts):
         found = super().encode_batch(texts)
