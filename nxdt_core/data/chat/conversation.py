@@ -41,10 +41,14 @@ class Message:
         """Whether a tool is to answer."""
         return bool(self.calls)
 
+    @property
+    def words(self) -> str:
+        """Return its content without reasoning."""
+        return self.content.rpartition("</think>")[2].strip()
+
     def is_contained_in(self, text: str) -> bool:
-        """Return whether a rendering has its words, reasoning aside, and the functions that it calls."""
-        words = self.content.rpartition("</think>")[2].strip()
-        return words in text and all(call["function"]["name"] in text for call in self.calls)
+        """Return whether a rendering has its words and the functions that it calls."""
+        return self.words in text and all(call["function"]["name"] in text for call in self.calls)
 
     def for_template(self, nothing: str | None) -> dict[str, Any]:
         """Return the message as templates expect it; ``nothing`` is the content of a turn that only calls tools."""

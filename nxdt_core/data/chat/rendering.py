@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from typing import Any
 
@@ -74,7 +76,8 @@ class TemplateRunner:
         """Return the text of ``messages``, and the spans of its generation blocks.
 
         Args:
-            messages: of one conversation, each with ``role`` and ``content``.
+            messages: of one conversation, each with ``role`` and ``content``. Calls of tools have their arguments as
+                objects; a template that cannot write these as JSON gets the JSON.
             place: of the conversation, for errors.
             tools: JSON schemas of the functions that the assistant may call.
             prompts: append the beginning of the assistant's next turn.
@@ -84,6 +87,51 @@ class TemplateRunner:
             TemplateUnreadable: the template is invalid.
             TemplateRefuses: it raises an exception for these messages, does not end, or makes texts without end.
         """
+        try:
+            return self._in_either_form(_plain(messages), place, tools, prompts, marks)
+        except RecursionError as error:
+            raise self._refuses(place, str(error)) from error
+
+    def _in_either_form(
+        self,
+        messages: list[dict[str, Any]],
+        place: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        prompts: bool,
+        marks: bool,
+    ) -> tuple[str, list[Span]]:
+        """Render ``messages``, and again with arguments as texts where a template fails at objects or does not write
+        them as JSON."""
+        calls = (call["function"] for message in messages for call in message.get("tool_calls") or ())
+        functions = [each for each in calls if isinstance(each.get("arguments"), dict)]
+        objects = [str(each["arguments"]) for each in functions if each["arguments"]]
+        refusal = None
+        try:
+            found = self._render(messages, place, tools, prompts, marks)
+            if not any(each in found[0] for each in objects):
+                return found
+        except TemplateRefuses as error:
+            refusal = error
+            if not functions:
+                raise
+        for each in functions:
+            each["arguments"] = json.dumps(each["arguments"], ensure_ascii=False)
+        with suppress(TemplateRefuses):
+            other = self._render(messages, place, tools, prompts, marks)
+            if refusal or not any(each in other[0] for each in objects):
+                return other
+        if refusal:
+            raise refusal
+        return found
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        place: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        prompts: bool,
+        marks: bool,
+    ) -> tuple[str, list[Span]]:
         from jinja2.exceptions import TemplateSyntaxError
 
         from nxdt_core.data.chat.template_environment import compiled
@@ -91,7 +139,7 @@ class TemplateRunner:
         try:
             variables = {
                 **_plain(self._variables),
-                "messages": [_with_reasoning(message) for message in _plain(messages)],
+                "messages": [_with_reasoning(message) for message in messages],
                 "tools": _plain(tools),
                 "documents": None,
                 "add_generation_prompt": prompts,
@@ -186,21 +234,24 @@ def end_of_turn(runner: TemplateRunner, tokenizer: ChatTokenizer) -> int | None:
     """Return the token that follows an answer, ignoring space; None where a text follows, or it cannot be seen.
 
     Raises:
-        TemplateNeedsToken: what follows looks like a special token, and is several tokens.
+        TemplateNeedsToken: what follows looks like a special token, is several tokens, and none comes later.
     """
     asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         _, answer, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
     except TemplateRefuses:
         return None
-    behind = behind.lstrip()
+    behind, reserved = behind.lstrip(), tokenizer.reserved_tokens()
     looks = _TOKEN.match(behind)
-    token = max(filter(behind.startswith, tokenizer.reserved_tokens()), key=len, default=looks and looks[0])
+    token = max(filter(behind.startswith, reserved), key=len, default=looks and looks[0])
     if not answer or token is None:
         return None
     ids = tokenizer.locate([token])[0].ids
-    if len(ids) > 1 and token not in tokenizer.reserved_tokens():
-        raise TemplateNeedsToken(origin=runner.template.origin, name=token)
+    if len(ids) > 1 and token not in reserved:
+        later = [each for each in reserved if each in behind]
+        if not later:
+            raise TemplateNeedsToken(origin=runner.template.origin, name=token)
+        ids = tokenizer.locate([min(later, key=behind.index)])[0].ids
     return int(ids[0])
 
 

@@ -95,14 +95,17 @@ def load(tokenizer):
 
 @pytest.fixture(scope="session")
 def render():
-    """``render(template text, record)`` is the text, and what of it each trained message is."""
+    """``render(template text, record)`` is the text, and what of it each trained message is; with ``learnt``, what of
+    it the loss is on."""
 
-    def render(template, record, trained=None, bos="<s>", eos="</s>", **options):
+    def render(template, record, trained=None, bos="<s>", eos="</s>", learnt=False, **options):
         conversation = read_record(record, Place(path="a.jsonl", number=7))
         spoken = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
         tokens = {"bos_token": bos, "eos_token": eos}
         runner = TemplateRunner(ChatTemplate(template, "given"), tokens, options, date(2024, 7, 26))
         found = Renderer(runner).render(conversation, spoken if trained is None else trained)
+        if learnt:
+            return [found.text[start:end] for start, end in found.learnt]
         return found.text, [found.text[start:end] for start, end in found.trained.values()]
 
     return render

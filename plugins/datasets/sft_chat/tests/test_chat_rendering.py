@@ -109,11 +109,51 @@ def test_generation_blocks_that_leave_out_the_end_of_a_turn_are_refused(render, 
         render(marked, talk)
 
 
-def test_generation_blocks_of_another_number_than_turns_are_refused(render, talk):
-    doubled = OWN["chatml"].replace("{{- '\\n' }}", "{%- generation %}{{- '\\n' }}{%- endgeneration %}")
-    assert doubled != OWN["chatml"]
-    with pytest.raises(TurnsInseparable, match="4 generation blocks for 2 turns"):
-        render(doubled, talk)
+def test_generation_blocks_of_messages_of_others_are_refused(render, talk):
+    everything = "{% for m in messages %}{% generation %}{{ m.content }}|{% endgeneration %}\n{% endfor %}"
+    with pytest.raises(TurnsInseparable, match="5 generation blocks for 2 turns"):
+        render(everything, talk)
+
+
+def test_a_turn_may_have_several_generation_blocks(render, talk):
+    blocks = "{% generation %}<a>{% endgeneration %}:{% generation %}{{ m.content }}</a>{% endgeneration %}"
+    apart = "{% for m in messages %}{{ m.role }} " + (
+        f"{{% if m.role == 'assistant' %}}{blocks}{{% else %}}{{{{ m.content }}}}{{% endif %}}\n{{% endfor %}}"
+    )
+    assert render(apart, talk)[1] == ["<a>:Hello there.</a>", "<a>:4</a>"]
+    assert render(apart, talk, learnt=True) == ["<a>", "Hello there.</a>", "<a>", "4</a>"]
+    assert render(apart, talk, trained=[4], learnt=True) == ["<a>", "4</a>"]
+
+
+def test_a_template_whose_generation_blocks_are_not_reached_is_one_without(render, talk):
+    unreached = "{% if tools %}{% generation %}{% endgeneration %}{% endif %}" + CHATML
+    assert render(unreached, talk) == render(CHATML, talk)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Use </think> to end.",
+        "One </think>",
+        "</think><think>",
+        "<think>\nx\n</think>\n\na<think>b<think>\nx\n</think>\n\n",
+        "\n</think>",
+    ],
+)
+@pytest.mark.parametrize("reasoning", [{}, {"reasoning_content": "hm"}])
+def test_turns_of_qwen3_are_found_that_contain_its_tags(said, reasoning, render):
+    """As blocks around what the assistant writes would mark them."""
+    plain = pair("qwen3")[0]
+    begin, end = plain.index("{%- if loop.index0 > ns.last"), plain.index('{%- elif message.role == "tool"')
+    written = plain[begin:end].replace("'<|im_start|>' + message.role + '\\n' + content", "content")
+    written = written.replace("'<|im_start|>' + message.role + '\\n<think>", "'<think>").replace(
+        "<|im_end|>\\n", "<|im_end|>"
+    )
+    header = "{{- '<|im_start|>' + message.role + '\\n' }}"
+    marked = f"{plain[:begin]}{header}{{%- generation %}}{written}{{%- endgeneration %}}{{{{- '\\n' }}}}{plain[end:]}"
+    turns = [{"role": "user", "content": "a </think>"}, {"role": "assistant", "content": said, **reasoning}]
+    record = {"messages": [*turns, *turns]}
+    assert render(plain, record) == render(marked, record)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -144,6 +184,28 @@ def test_own_templates_write_calls_and_results(name, render, call):
     assert answered.startswith("Half past twelve.")
     assert "12:30" in text
     assert "The time." in text
+
+
+@pytest.mark.parametrize("written", ["'' + {}", "{}", "{} | string"])
+def test_arguments_are_json_where_a_template_writes_no_objects(written, render, call):
+    """One raises an exception for an object; the others write it as Python does."""
+    text = "{% for m in messages %}{{ m.role }} {{ m.content }}{% for c in m.tool_calls or () %}" + (
+        f"{{{{ {written.format('c.function.arguments')} }}}}{{{{ c.function.name }}}}{{% endfor %}}|\n{{% endfor %}}"
+    )
+    quoting = {"role": "user", "content": "{'zone': 'UTC'}"}
+    nothing = {"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {}}]}
+    record = {**call, "messages": [*call["messages"], {"role": "user", "content": "Again"}, nothing]}
+    asked, answered, again = render(text, record)[1]
+    assert (asked, again) == ('assistant {"zone": "UTC"}clock|', "assistant {}clock|")
+    assert answered == "assistant Half past twelve.|"
+    objects = text.replace("c.function.arguments", "c.function.arguments | tojson")
+    quoted = {**call, "messages": [quoting, *call["messages"][1:]]}
+    assert '\\"' not in render(objects, quoted)[0]
+
+
+def test_deepseek_s_template_writes_calls(render, call):
+    _, (asked, _) = render(pair("deepseekv3")[0], call)
+    assert '\n```json\n{"zone": "UTC"}\n```' in asked
 
 
 @pytest.mark.parametrize("name", sorted({"gemma", "llama2", "mistral", "plain", "zephyr"}))

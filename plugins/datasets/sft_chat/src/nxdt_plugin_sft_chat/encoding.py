@@ -99,9 +99,10 @@ def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds
         part = _tokens(span, located)
         role = conversation.messages[number].role
         turn += role == "assistant"
-        trained[part] |= number in rendered.trained
         roles[part] = ROLES.index(role)
         turns[part] = turn if role == "assistant" else 0
+    for span in rendered.learnt:
+        trained[_tokens(span, located)] = True
     unused = (*conversation.unused, *rendered.ignored)
     return Encoded(place=conversation.place, ids=located.ids, trained=trained, roles=roles, turns=turns, unused=unused)
 

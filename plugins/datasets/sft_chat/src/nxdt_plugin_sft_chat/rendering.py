@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from nxdt_core.data.chat.conversation import Conversation, Message
 from nxdt_core.data.chat.ignored_parts import ignored_fields
@@ -20,6 +21,9 @@ __all__ = ["Rendered", "Renderer"]
 
 _OPENED = re.compile(r"[<\[][^>\]\s]*$")
 
+_LOOK = 16
+"""Characters of a turn that are compared before all of it is."""
+
 _CHECKED = 32
 """Conversations in which generation blocks are compared with prefixes: they show the template, not the data."""
 
@@ -30,7 +34,9 @@ class Rendered:
 
     text: str
     trained: Mapping[int, Span]
-    """Number of a message, from 0 → the characters that the loss is on."""
+    """Number of a message, from 0 → from the first to the last character that the loss is on."""
+    learnt: tuple[Span, ...]
+    """The characters that the loss is on; a template may leave out some within a message."""
     ignored: tuple[str, ...]
     """Parts of the conversation that the template does not write."""
 
@@ -71,24 +77,27 @@ class Renderer:
             text, found = self._marked(conversation, trained)
         else:
             text, _ = self._run(conversation, len(conversation.messages))
-            found = {number: self._between_prefixes(conversation, number, text) for number in trained}
-        for number, (start, end) in found.items():
+            found = {number: [self._between_prefixes(conversation, number, text)] for number in trained}
+        turns = {number: (spans[0][0], spans[-1][1]) for number, spans in found.items()}
+        for number, (start, end) in turns.items():
             self._check_span(conversation, number, text[start:end])
         ignored = ignored_fields(conversation, text, lambda other: self._run(other, len(other.messages))[0])
-        return Rendered(text=text, trained=found, ignored=ignored)
+        learnt = tuple(span for spans in found.values() for span in spans)
+        return Rendered(text=text, trained=turns, learnt=learnt, ignored=ignored)
 
-    def _marked(self, conversation: Conversation, trained: Sequence[int]) -> tuple[str, dict[int, Span]]:
+    def _marked(self, conversation: Conversation, trained: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         messages = conversation.messages
         text, blocks = self._run(conversation, len(messages), marks=True)
         spoken = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        if len(blocks) != len(spoken):
+        groups = _of_turns(blocks, [messages[i + 1 : j] for i, j in pairwise(spoken)], text)
+        if groups and len(groups) != len(spoken):
             reason = f"it has {len(blocks)} generation blocks for {len(spoken)} turns of the assistant"
             raise self._inseparable(conversation, spoken[0] if spoken else 0, reason)
-        marked = dict(zip(spoken, blocks, strict=True))
+        marked = dict(zip(spoken, groups, strict=False))
         if self._to_check:
             self._to_check -= 1
             self._check_blocks(conversation, marked, text)
-        return text, {i: marked[i] if i in marked else self._between_prefixes(conversation, i, text) for i in trained}
+        return text, {i: marked.get(i) or [self._between_prefixes(conversation, i, text)] for i in trained}
 
     def _run(
         self, conversation: Conversation, count: int, *, prompt: bool = False, marks: bool = False
@@ -130,8 +139,8 @@ class Renderer:
         place = next((at for at, (one, other) in enumerate(zip(text, rendered, strict=False)) if one != other), end)
         return place if text.startswith(words, place) else text.find(words, start, end)
 
-    def _check_blocks(self, conversation: Conversation, marked: Mapping[int, Span], text: str) -> None:
-        for number, (_, end) in marked.items():
+    def _check_blocks(self, conversation: Conversation, marked: Mapping[int, list[Span]], text: str) -> None:
+        for number, (*_, (_, end)) in marked.items():
             try:
                 wanted = self._between_prefixes(conversation, number, text)[1]
             except (TurnsInseparable, TemplateRefuses):
@@ -157,6 +166,25 @@ class Renderer:
         )
 
 
+def _of_turns(blocks: Sequence[Span], between: Sequence[Sequence[Message]], text: str) -> list[list[Span]]:
+    """Return the generation blocks of each turn of the assistant.
+
+    Args:
+        blocks: of the conversation, in order.
+        between: the messages between each two turns.
+        text: the conversation.
+    """
+    if len(blocks) == len(between) + 1:
+        return [[block] for block in blocks]
+    groups = [list(blocks[:1])] if blocks else []
+    for (_, end), block in pairwise(blocks):
+        heard = between[len(groups) - 1] if len(groups) <= len(between) else ()
+        if heard and all(message.content.strip() in text[end : block[0]] for message in heard):
+            groups.append([])
+        groups[-1].append(block)
+    return groups
+
+
 def _without_trailing_space(text: str, start: int, end: int, message: Message) -> int:
     """The end of a turn without the space after what closes it, which is not generated; space that itself closes the
     turn stays."""
@@ -173,14 +201,18 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
         message: message of the turn.
         text: the whole conversation, rendered.
     """
-    same = _shared(through, text)  # some templates end the conversation with an additional token
-    if message.is_contained_in(text[start:same]) and not _ends_with(text[start:same].rstrip(), message):
-        return same
     words = start + len(text[start:]) - len(text[start:].lstrip())
-    for cut in range(start, len(through)):  # others drop older reasoning
-        if text.startswith(through[cut:], words) and message.is_contained_in(through[cut:]):
+    for cut in range(start, len(through)):  # some templates drop older reasoning
+        if (
+            text.startswith(through[cut : cut + _LOOK], words)
+            and text.startswith(through[cut:], words)
+            and message.is_contained_in(through[cut:])
+        ):
             return words + len(through) - cut
-    return None
+    same = _shared(through, text)  # others end the conversation with an additional token
+    said = message.words or next((call["function"]["name"] for call in reversed(message.calls)), "")
+    whole = same >= through.rfind(said) + len(said) and message.is_contained_in(text[start:same])
+    return same if said and whole and not _ends_with(text[start:same].rstrip(), message) else None
 
 
 def _ends_with(said: str, message: Message) -> bool:

@@ -22,7 +22,7 @@ from nxdt_core.protocols.batch import IGNORE_INDEX
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))
 WITHOUT_TOOLS = ("gemma", "llama2", "mistral", "plain", "zephyr")
-ENDS = ("<|eot_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
+ENDS = ("<|eot_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>")
 """What ends turns in templates of other models."""
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
 
@@ -86,13 +86,28 @@ def test_the_shipped_conversations_are_those_of_transformers(name, ours, theirs,
     assert made(dataset) == [expected(theirs, record, text) for record in records]
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "qwen3_instruct_2507", "cohere", "gemma3", "lfm2_v2"])
+PUBLISHED = (
+    *("llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "cohere", "gemma3", "lfm2_v2"),
+    *("phi3", "phi3_5", "deepseekv3"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_give_what_they_give_transformers(name, ours, theirs, shipped, load, write, tmp_path):
     trl = pytest.importorskip("trl", reason="trl is not installed")
     path = Path(trl.__file__).parent / "chat_templates" / f"{name}_training.jinja"
     records = [record for record in shipped if "tools" not in record][:40]
     dataset = load(write(*records), tokenizer=ours, chat_template_file=path, seq_length=2048)
     assert made(dataset) == [expected(theirs, record, path.read_text()) for record in records]
+
+
+def test_text_between_the_generation_blocks_of_a_turn_is_not_trained(ours, theirs, talk, load, write):
+    marked = "{% generation %}one{% endgeneration %} two {% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    template = "{% for m in messages %}{{ m.role }}: " + (
+        f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{{{{ m.content }}}}{{% endif %}}\n{{% endfor %}}"
+    )
+    dataset = load(write(talk), tokenizer=ours, chat_template=template)
+    assert made(dataset) == [expected(theirs, talk, template)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
