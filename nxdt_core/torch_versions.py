@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Sum one tensor over all ranks and scatter equal parts of it."""
+
+set_group_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+"""Set the longest wait, a ``timedelta``, within one collective of a group that exists. Public from 2.14."""
 
 grouped_mm: Any = getattr(functional, "grouped_mm", None)
 """``functional.grouped_mm``, from 2.10; None before."""
@@ -127,13 +130,6 @@ def unflatten(mesh: DeviceMesh, dim: str, sizes: tuple[int, ...], names: tuple[s
     names = (*before[:index], *names, *before[index + 1 :])
     split = mesh.mesh.unflatten(index, sizes)  # type: ignore[no-untyped-call]
     return DeviceMesh(mesh.device_type, split, mesh_dim_names=names)
-
-
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the longest wait within one collective of a group that exists. Torch has no public name for it."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timeout, group)
 
 
 def fsdp_parameter_groups(state: Any) -> tuple[Any, ...]:

@@ -154,7 +154,7 @@ class ParallelMesh:
         for name in mesh.mesh_dim_names or ():
             self._meshes.setdefault((name,), mesh[name])
             if self._timeout is not None:
-                set_group_timeout(mesh[name].get_group(), self._timeout)
+                set_group_timeout(self._timeout, mesh[name].get_group())
         for pair in pairs:
             self._meshes[pair] = mesh[pair]
 

@@ -1,10 +1,12 @@
-"""Pages of the documentation about each kind of component: the files of ``nxdt plugins new``, the kit, the protocol.
+"""What pages of the documentation show of the code: files, those of ``nxdt plugins new``, kits and protocols.
 
-A page below ``docs/kinds`` is written by hand, with three marks on separate lines:
+A page below ``docs`` is written by hand. Some of its lines are replaced while the site is built. They say what is meant
+where the page is read without that:
 
-* ``[[file PATH]]``: a file of the repository that ``nxdt plugins new SHORT my-SHORT`` writes;
-* ``[[requirements]]``: what the kit of the kind tests, from the names of its tests;
-* ``[[protocol]]``: the source of the kind's protocol.
+* ``*The file [PATH](LINK).*``: a file of this repository;
+* ``*The file `PATH` of the new plugin.*``: a file that ``nxdt plugins new SHORT my-SHORT`` writes;
+* ``*The requirements: the tests of the kit by name.*``: what the kit of the kind tests;
+* ``*The source of the protocol, in `PATH`.*``: that of the kind.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ FOLDER = "kinds"
 _CONTRACTS = {"model_builder": "model", "dataloader": "dataset", "precision_policy": "precision"}
 _CONTRACTS |= {"checkpoint_storage": "storage", "parallel_engine": "engine"}
 """Kind → beginning of the name of its kit's module, where it is not that of the kind."""
-_MARK = re.compile(r"^\[\[(file|requirements|protocol)(?: (\S+))?\]\]$", re.MULTILINE)
+_MARK = re.compile(
+    r"^\*The (?:file \[(?P<ours>\S+)\]\(\S+\)|file `(?P<new>\S+)` of the new plugin"
+    r"|(?P<kit>requirements: the tests of the kit by name)|source of the protocol, in `\S+`)\.\*$",
+    re.MULTILINE,
+)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 
 
@@ -41,16 +47,19 @@ def expanded(page: str, markdown: str) -> str:
     """Return the Markdown of a page with its marks replaced.
 
     Args:
-        page: name of the page, such as ``model``.
+        page: name of the page, such as ``model`` for the kind of models.
         markdown: what is written in it.
     """
     kind = SHORT_NAMES.get(page, page)
 
     def replace(found: re.Match[str]) -> str:
-        if found[1] == "file":
-            path = found[2]
-            return f"`{path}`:\n\n{_block(repository(page)[path], _LANGUAGES[Path(path).suffix])}"
-        if found[1] == "requirements":
+        if found["ours"]:
+            return _block((ROOT / found["ours"]).read_text(), _LANGUAGES[Path(found["ours"]).suffix])
+        if found["new"]:
+            return (
+                f"`{found['new']}`:\n\n{_block(repository(page)[found['new']], _LANGUAGES[Path(found['new']).suffix])}"
+            )
+        if found["kit"]:
             return "\n".join(f"- {each}" for each in requirements(kind))
         return _block(protocol_source(kind), "python")
 

@@ -101,16 +101,15 @@ HIDDEN = ("decisions.md", "defects.md", "reference/schema.md")
 """Pages for contributors, which the site's search leaves out."""
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str | None:
-    """Set what the search does with a page, and fill the pages about kinds; called by mkdocs."""
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Set what the search does with a page, and show the code that it names; called by mkdocs."""
     path = page.file.src_uri
     if path in HIDDEN:
         page.meta["search"] = {"exclude": True}
     for beginning, factor in WEIGHTS.items():
         if path.startswith(beginning):
             page.meta["search"] = {"boost": factor}
-    folder, _, name = path.rpartition("/")
-    return kinds.expanded(name.removesuffix(".md"), markdown) if folder == kinds.FOLDER else None
+    return kinds.expanded(Path(path).stem, markdown)
 
 
 @page("reference/schema.md")

@@ -27,7 +27,7 @@ def test_every_kind_has_a_page_and_every_page_a_kind():
 def test_a_page_shows_the_files_of_a_new_plugin(kind):
     page = kinds.page_of(kind)
     text = kinds.expanded(page, PAGES[kind].read_text())
-    assert "[[" not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert "*The " not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert f"nxdt plugins new {page} my-{page}\n" in text
     files = kinds.repository(page)
     own = {path: source for path, source in files.items() if not path.endswith(OF_EVERY_PLUGIN)}
@@ -41,4 +41,10 @@ def test_the_requirements_of_a_page_are_those_of_the_kit():
     assert "a resumed run has the factors of one that was not stopped" in found["lr_scheduler"]
     for kind, page in PAGES.items():
         assert found[kind], kind
-        assert "[[requirements]]" in page.read_text(), kind
+        assert "\n*The requirements: the tests of the kit by name.*\n" in page.read_text(), kind
+
+
+def test_pages_show_files_that_they_link_to():
+    text = kinds.expanded("plugins", (ROOT / "docs/plugins.md").read_text())
+    assert "*The file " not in text
+    assert (ROOT / "examples/third_party/pyproject.toml").read_text().strip() in text
