@@ -70,15 +70,20 @@ class Console:
     def begin(self, step: int) -> None:
         """Draw the bar of a run that trains from ``step``, where one is drawn."""
         if self._speaks and self._draws and self._bar is None:
-            # Refreshed at logging steps only: a bar that redraws each step costs 2 ms of each.
             self._bar = tqdm(
                 total=self._total,
                 initial=step,
                 file=self._stream,
-                mininterval=0,
+                mininterval=0.5,  # a redraw takes 2 ms
+                miniters=1,
                 dynamic_ncols=True,
                 bar_format=_BAR if self._total else _NO_END,
             )
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics: a line, which stays, and the bar below it."""
@@ -89,7 +94,8 @@ class Console:
             return
         self.begin(row["step"])
         self._bar.set_postfix_str(f"loss {row['loss']:.4f}, {human(row['tokens_per_s'])} tokens/s", refresh=False)
-        self._bar.update(row["step"] - self._bar.n)
+        self.advance(row["step"])
+        self._bar.refresh()
 
     def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:
         """Show the loss of a validation, and that of each set where there are several."""

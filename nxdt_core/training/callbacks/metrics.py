@@ -126,6 +126,7 @@ class MetricsWriter(pl.Callback):
         if PROGRESS.start:
             self._say_start(pl_module)
         step = pl_module.train_state.step
+        self._console.advance(step)
         if step % self._every == 0 or step == trainer.max_steps:
             self._log(trainer, pl_module)
 

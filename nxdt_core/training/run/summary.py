@@ -18,7 +18,7 @@ class RunSummary:
     step: int
     max_steps: int
     loss: float | None
-    """Loss of the last logged step; None where no step was trained."""
+    """Loss of the last step; None where no step was trained."""
     consumed_tokens: int
     tokens_per_s: float | None
     """Median over the logged intervals; None where no step was trained."""

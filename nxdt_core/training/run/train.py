@@ -304,7 +304,7 @@ def _summary(
     return RunSummary(
         step=module.train_state.step,
         max_steps=config.run.trainer.max_steps,
-        loss=metrics.last.get("loss"),
+        loss=float(module.last.loss.loss) if hasattr(module, "last") else None,
         consumed_tokens=module.train_state.consumed_tokens,
         tokens_per_s=metrics.typical_tokens_per_s,
         run_dir=config.run_dir,

@@ -13,6 +13,7 @@ from nxdt_core.checkpoint.format.averages import AVERAGE
 from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.devices import HOST
 from nxdt_core.distributed.placement import sharded_over
 from nxdt_core.engines.packed_state import stepped_once, unpacked_state
 from nxdt_core.errors.optimizers import OptimizerStateOfShards
@@ -92,7 +93,7 @@ def _is_shard(weight: torch.Tensor | Piece | None) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().to(HOST).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _saved_names(manifest: Manifest) -> set[frozenset[str]]:

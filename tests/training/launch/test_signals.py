@@ -131,3 +131,13 @@ def test_all_ranks_end_a_validation_together(validated, tmp_path, batch, last):
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert checkpoint.latest(build.storage(config), warn=print).step == 2
     assert sorted(seen(config)) == [(2, number) for number in range(last + 1) for _ in range(2)]
+
+
+def test_a_stop_between_logged_steps_shows_the_loss_of_the_last_step(validated, metric_rows, monkeypatch, capsys):
+    whole = validated(4, name="whole")
+    train(whole)
+    capsys.readouterr()
+    monkeypatch.setenv("STOPS_AT", "train 3 0")
+    stopped = train(validated(4, "trainer.log_every_n_steps=10", "trainer.enable_progress_bar=true"))
+    assert stopped.loss == metric_rows(whole.run_dir)[3]["loss"]
+    assert "step 3/4 |" in capsys.readouterr().err, "the bar moves without a logged step"
