@@ -102,7 +102,7 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
     module.to_empty(device=device)
     tie(module, tied)
     empty = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
-    for part in module.modules():
+    for part in reversed([*module.modules()]):  # a module may replace what its parts compute
         reset = getattr(part, "reset_buffers", None)
         if callable(reset):
             reset()

@@ -75,7 +75,6 @@ def initialize_parallel_model(
         materialise=False,
     )
     _fill(parallel, _values(module))
-    _fill_buffers(parallel, module)
     for adapter in build.adapters(config.session.config):
         adapter.begin(parallel, config.session.config, config.engine.ranks)
     config.session.model = parallel
@@ -312,13 +311,3 @@ def _own_parts(parallel: CalledModel, values: Mapping[str, Any]) -> dict[str, An
             own = whole.tensor[place.box.within(whole.box)] if whole.box.shape == whole.shape else whole.tensor
             parts[name] = Piece(own.detach(), place.shape, place.box)
     return parts
-
-
-def _fill_buffers(parallel: CalledModel, module: nn.Module) -> None:
-    """Copy the buffers that no checkpoint holds, such as rotary tables."""
-    built = dict(module.named_buffers())
-    with torch.no_grad():
-        for part in parallel.local_modules():
-            for name, buffer in part.named_buffers():
-                if name in built and built[name].shape == buffer.shape:
-                    buffer.copy_(built[name])

@@ -17,7 +17,7 @@ class InitRule:
     """Distribution of the parameters whose path matches ``pattern``; the first match of a list wins."""
 
     pattern: str
-    """Parameter path pattern as in :mod:`nxdt_core.protocols.plan`; ``*`` alone matches all. One that matches no
+    """Path pattern as in :class:`nxdt_core.protocols.plan.ParallelPlan`; ``*`` alone matches all. One that matches no
     parameter is an error, except ``*.bias``."""
     distribution: Literal["normal", "truncated_normal", "uniform", "constant"]
     mean: float = 0.0

@@ -65,7 +65,7 @@ class Objective(Protocol):
 
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab] in the compute dtype. Under tensor parallelism they are sharded:
-        pass them to ``cross_entropies``, ``log_probs`` or ``log_partition`` of :mod:`nxdt_core.nn.loss` alone."""
+        pass them to ``cross_entropies``, ``log_probs`` or ``log_partition`` of ``nxdt_core.nn.loss`` alone."""
         ...
 
 

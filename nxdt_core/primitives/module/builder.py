@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class ModuleBuilder:
         made = _copy_on_meta(self.module)
         if self._plan.pipeline is not None:
             numbered_layers(made, self._plan.pipeline)
-        made.__class__ = _called(type(made), self._plan, self._where)
+        made.__class__ = _called(type(made), self._plan, self._where, dict(self.module.named_buffers()))
         return made
 
     def plan(self) -> ParallelPlan:
@@ -74,6 +74,14 @@ def _cached(kind: Any) -> Any:
     class Called(kind):  # type: ignore[misc]
         nxd_plan: ParallelPlan
         nxd_loss: Any
+        nxd_buffers: Mapping[str, torch.Tensor]
+
+        @torch.no_grad()
+        def reset_buffers(self) -> None:
+            """Copy the buffers that no checkpoint holds, such as rotary tables, from the caller's module."""
+            for name, buffer in self.named_buffers():
+                if name in self.nxd_buffers and self.nxd_buffers[name].shape == buffer.shape:
+                    buffer.copy_(self.nxd_buffers[name])
 
         def forward(self, received: torch.Tensor, *, call: Call) -> Any:
             """Run the caller's forward; ``received`` are the hidden states of the stage before."""
@@ -87,6 +95,6 @@ def _cached(kind: Any) -> Any:
     return Called
 
 
-def _called(kind: Any, plan: ParallelPlan, where: Any) -> type[nn.Module]:
+def _called(kind: Any, plan: ParallelPlan, where: Any, buffers: Mapping[str, torch.Tensor]) -> type[nn.Module]:
     """``kind`` with a forward that takes a call; in a pipeline the last stage gives the loss."""
-    return type(kind.__name__, (_cached(kind),), {"nxd_plan": plan, "nxd_loss": where})
+    return type(kind.__name__, (_cached(kind),), {"nxd_plan": plan, "nxd_loss": where, "nxd_buffers": buffers})
