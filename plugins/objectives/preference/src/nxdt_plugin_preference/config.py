@@ -48,6 +48,9 @@ class PreferenceConfig(ChatKeys):
     packing: bool = False
     """Put several pairs into one sample, apart from each other: their chosen answers into one sequence, the rejected
     ones into another; otherwise each pair is padded to two sequences. Batch sizes count samples."""
+    space_after_turns: bool = False
+    """Let answers of messages end with the space that the template writes after a turn, such as ChatML's newline, as
+    TRL does. Otherwise they end with the token that ends the turn, as in generation."""
     max_prompt_length: PositiveInt | None = None
     """Tokens that a prompt is cut to where it and the longer answer do not fit into ``data.seq_length`` together;
     ``null``: half of that length. Answers are then cut at their end to what is left."""
