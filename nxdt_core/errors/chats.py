@@ -40,6 +40,8 @@ class UnknownRecord(NxdtError):
     def _view(self) -> dict[str, Any]:
         preferences = {"chosen", "rejected"} <= set(self.keys)
         hint = " Chosen and rejected answers are data of an objective such as 'dpo'." if preferences else ""
+        if {"prompt", "completion"} <= set(self.keys):
+            hint = " Rename 'prompt' and 'completion' to 'input' and 'output' where they are texts."
         return {**super()._view(), "found": listing(self.keys) or "none", "hint": hint}
 
 

@@ -64,7 +64,7 @@ class DataFileUnreadable(NxdtError):
 
     code = "NXDT-D003"
     happened = "{path} cannot be read: {reason}."
-    remedy = "Check that it is a complete file that you may read."
+    remedy = "Check that it is complete, of a format that is read, and that you may read it."
     path: str
     reason: str
 

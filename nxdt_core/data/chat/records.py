@@ -11,7 +11,7 @@ from nxdt_core.data.files.records import Place
 from nxdt_core.data.files.unused_fields import is_given, unread
 from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
 
-__all__ = ["read_message", "read_record", "unused_fields", "with_system"]
+__all__ = ["check_text_only", "read_message", "read_record", "unused_fields", "with_system"]
 
 _SHAREGPT = {
     "human": "user",
@@ -25,6 +25,7 @@ _OPENAI = {"function": "tool"}
 """OpenAI's older roles → roles."""
 _OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
 _OF_PART = ("type", "text")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _PAIR = ("instruction", "input", "output", "history")
 
 
@@ -39,6 +40,7 @@ def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
         UnknownRecord: it has none of these keys.
         BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: each names the place and the message.
     """
+    check_text_only(record, place)
     read: tuple[str, ...]
     if _given(record, "messages"):
         read = ("messages",)
@@ -60,6 +62,17 @@ def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
     )
     check_order(conversation)
     return conversation
+
+
+def check_text_only(record: Mapping[str, Any], place: Place) -> None:
+    """Check that a record has no images, videos or sounds, whose places in the text would be trained on alone.
+
+    Raises:
+        BadMessage: it has some.
+    """
+    for key in _MEDIA:
+        if is_given(record.get(key)):
+            raise BadMessage(place=str(place), number=0, reason=f"it has {key!r}; only text can be trained on")
 
 
 def unused_fields(record: Mapping[str, Any], read: Iterable[str], messages: Sequence[Message]) -> tuple[str, ...]:

@@ -43,6 +43,8 @@ EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
 """What a compressed file may expand to in any case, and how many times its size otherwise; text shrinks to a tenth."""
 _PART_BYTES = 1 << 24
 _BOM = "\ufeff"
+_PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
+"""First bytes of compressed files."""
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character, or a whole one in two escapes."""
 
@@ -114,11 +116,15 @@ def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
 
     Raises:
         TextNotUtf8: names the byte and the line, the likeliest encoding, and the command that converts the file.
+        DataFileUnreadable: the file is compressed, and its name does not end in ``.gz`` or ``.zst``.
     """
     check_wide(path, content, first_line=first_line)
     try:
         return content.decode("utf-8").removeprefix(_BOM)
     except UnicodeDecodeError as error:
+        if packed := next((name for begin, name in _PACKED.items() if content.startswith(begin)), None):
+            reason = f"it is compressed with {packed}, and only gzip and Zstandard are read, from .gz and .zst files"
+            raise DataFileUnreadable(path=str(path), reason=reason) from error
         raise not_utf8(path, content, error.start, first_line=first_line) from error
 
 

@@ -18,9 +18,17 @@ from nxdt_core.data.files.paths import (
     expand,
     half_character,
     json_objects,
+    near,
     read_bytes,
 )
-from nxdt_core.errors.data import ArrowMissing, ArrowUnreadable, BadJsonFile, NoRecords
+from nxdt_core.errors.data import (
+    ArrowMissing,
+    ArrowUnreadable,
+    BadJsonFile,
+    DataFileNotFound,
+    DataFileUnreadable,
+    NoRecords,
+)
 
 __all__ = ["Place", "Record", "read_records"]
 
@@ -40,6 +48,8 @@ class Place:
 Record = tuple[Place, dict[str, Any]]
 
 _ARROW, _PARQUET = ".arrow", ".parquet"
+_KINDS = ((_ARROW,), (_PARQUET,), JSON_LINES)
+"""Endings of the files of a directory; those of the first kind that it has are read."""
 _BATCH = 1024
 
 
@@ -47,7 +57,7 @@ def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tu
     """Return the records of all files, in order, and a digest of the files' content.
 
     Args:
-        patterns: paths and patterns; a directory stands for its Arrow files.
+        patterns: paths and patterns; a directory stands for its Arrow files, or else its Parquet or JSONL files.
         key: of the configuration, for errors.
         example: a record as it is wanted, as JSON, for errors.
 
@@ -57,7 +67,7 @@ def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tu
     """
     records: list[Record] = []
     digests: list[str] = []
-    for path in expand(map(_within, patterns), key):
+    for path in expand((each for pattern in patterns for each in _within(pattern, key)), key):
         content = read_bytes(path)
         before = len(records)
         records.extend(
@@ -69,14 +79,24 @@ def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tu
     return records, digest(*digests)
 
 
-def _within(path: Path) -> Path:
-    return path / f"*{_ARROW}" if path.is_dir() else path
+def _within(path: Path, key: str) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "cache-"))]
+    for endings in _KINDS:
+        if found := [each for each in inside if bare_name(each).endswith(endings) and each.is_file()]:
+            return found
+    candidates = tuple(str(each) for each in inside if each.is_dir()) or near(path)
+    raise DataFileNotFound(key=key, path=str(path / "*.jsonl"), candidates=candidates)
 
 
 def _records(path: Path, content: bytes, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
     name = bare_name(path)
     if name.endswith((_ARROW, _PARQUET)):
         return enumerate(_table(path, content), start=1)
+    if name.endswith((".csv", ".tsv")):
+        reason = "it is a table of texts, and records are read from .jsonl, .json, .parquet and .arrow files"
+        raise DataFileUnreadable(path=str(path), reason=reason)
     text = decode(path, content)
     if name.endswith(JSON_LINES) or not text.lstrip().startswith("["):
         return json_objects(path, text, example=example)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import shutil
 
 import pytest
 
@@ -11,7 +14,15 @@ from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES
 from nxdt_core.data.files.records import Place, read_records
 from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, UnknownRecord, UnknownRole
-from nxdt_core.errors.data import ArrowUnreadable, BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords, TextNotUtf8
+from nxdt_core.errors.data import (
+    ArrowUnreadable,
+    BadJsonFile,
+    BadJsonLine,
+    DataFileNotFound,
+    DataFileUnreadable,
+    NoRecords,
+    TextNotUtf8,
+)
 
 SYSTEM = {"role": "system", "content": "s"}
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -195,6 +206,7 @@ def test_an_unknown_role_is_named_with_the_nearest(role, hint):
         ({}, "none"),
         ({"input": "u"}, "'input'"),
         ({"prompt": "p", "chosen": "c", "rejected": "r"}, "objective such as 'dpo'"),
+        ({"prompt": "p", "completion": "c"}, "Rename 'prompt' and 'completion' to 'input' and 'output'"),
     ],
 )
 def test_a_record_of_no_form_is_named_with_its_keys(record, found):
@@ -223,6 +235,8 @@ def test_a_record_of_no_form_is_named_with_its_keys(record, found):
             "not an object",
         ),
         ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "parts of type {}"),
+        ({"messages": [USER, ANSWER], "images": ["x.png"]}, "it has 'images'; only text"),
+        ({"input": "<audio>", "output": "a", "audio": {"path": "x.wav"}}, "it has 'audio'; only text"),
         ({"messages": [USER, ANSWER], "tools": "nonsense"}, "'tools': no JSON"),
         ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "'tools': no JSON"),
         ({"messages": [USER, ANSWER], "tools": '["\\ud800"]'}, r"'tools': half a character, \ud800"),
@@ -273,6 +287,25 @@ def test_a_directory_that_the_datasets_library_wrote_is_read(tmp_path, shipped):
     assert [record for _, record in found] == plain
 
 
+def test_a_directory_stands_for_its_files_of_one_format(tmp_path, write, talk):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines/README.md").write_text("about")
+    for name in ("b.jsonl", "a.ndjson.gz", ".c.jsonl"):
+        line = json.dumps(talk).encode()
+        (tmp_path / "lines" / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    plain = datasets.Dataset.from_list([talk])
+    (tmp_path / "tables").mkdir()
+    plain.to_parquet(tmp_path / "tables/a.parquet")
+    datasets.DatasetDict(train=plain, test=plain).save_to_disk(tmp_path / "splits")
+    shutil.copy(tmp_path / "splits/train/data-00000-of-00001.arrow", tmp_path / "splits/train/cache-1.arrow")
+    for name, count in (("lines", 2), ("tables", 1), ("splits/train", 1)):
+        found, _ = read_records([tmp_path / name], "data.train_files")
+        assert [record for _, record in found] == [talk] * count
+    with pytest.raises(DataFileNotFound, match=r"found nearby: '.*splits/test', '.*splits/train'"):
+        read_records([tmp_path / "splits"], "data.train_files")
+
+
 def test_places_count_lines_and_records(write):
     path = write({"a": 1}, "", {"b": 2})
     found, _ = read_records([path], "data.train_files")
@@ -290,6 +323,15 @@ def test_places_count_lines_and_records(write):
         ("a.json", b'[{"input": "a\\ud83d", "output": "b"}]', BadJsonFile, r"it holds half a character, \ud83d"),
         ("a.jsonl", b'{"a": "caf\xe9"}', TextNotUtf8, "it looks like CP1252"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), TextNotUtf8, "it looks like UTF-16"),
+        (
+            "a.jsonl.xz",
+            lzma.compress(b"{}"),
+            DataFileUnreadable,
+            "it is compressed with xz, and only gzip and Zstandard",
+        ),
+        ("a.jsonl", bz2.compress(b"{}"), DataFileUnreadable, "it is compressed with bzip2"),
+        ("a.json", gzip.compress(b"{}"), DataFileUnreadable, "it is compressed with gzip"),
+        ("a.csv", b"input,output\na,b\n", DataFileUnreadable, "read from .jsonl, .json, .parquet and .arrow files"),
         ("a.jsonl", b"\n", NoRecords, "a.jsonl holds no records"),
         ("a.json", b"[]", NoRecords, "a.json holds no records"),
         ("a.arrow", b"nonsense", ArrowUnreadable, "a.arrow"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ PAIRS = [
     {"prompt": "Thank you", "chosen": " very much; you are welcome!", "rejected": " for nothing"},
     {"prompt": "Tell me a long story about a small town.", "chosen": " Once there was one.", "rejected": " No."},
 ]
+CHATS = [
+    {key: [{"role": "user" if key == "prompt" else "assistant", "content": text}] for key, text in pair.items()}
+    for pair in PAIRS
+]
+"""The same under a template of ChatML, which writes a newline after each turn."""
 PACKING = pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 
 
@@ -57,7 +63,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str, Any]) -> dict[str, float]:
+def ours(
+    models: dict[str, Path], file: Path, packing: bool, objective: dict[str, Any], **data: Any
+) -> dict[str, float]:
     """Loss and metrics of our objective over all pairs, of our own model with the policy's weights."""
     config = load(
         {
@@ -71,6 +79,7 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
                 "micro_batch_size": len(PAIRS),
                 "global_batch_size": len(PAIRS),
                 "tokenizer": {"library": "huggingface", "model": TOKENIZER},
+                **data,
             },
             "model": {
                 "name": "llama",
@@ -117,11 +126,13 @@ def arguments(kind: Any, directory: Path, **more: Any) -> Any:
     )
 
 
-def trainer_of(kind: Any, models: dict[str, Path], settings: Any, **more: Any) -> Any:
+def trainer_of(
+    kind: Any, models: dict[str, Path], settings: Any, pairs: Sequence[Mapping[str, Any]] = PAIRS, **more: Any
+) -> Any:
     return kind(
         model=transformers.LlamaForCausalLM.from_pretrained(models["policy"]).eval(),
         args=settings,
-        train_dataset=datasets.Dataset.from_list(PAIRS),
+        train_dataset=datasets.Dataset.from_list(list(pairs)),
         processing_class=transformers.AutoTokenizer.from_pretrained(models["policy"]),
         **more,
     )
@@ -160,3 +171,14 @@ def test_orpo_equals_trl(models, write, tmp_path, packing):
     found = ours(models, write(PAIRS), packing, {"name": "orpo", "beta": BETA})
     assert found == pytest.approx({name: wanted[name] for name in found}, **CLOSE)
     assert len(found) == 10
+
+
+def test_dpo_of_chats_equals_trl_where_answers_end_with_the_space_after_turns(models, write, tmp_path):
+    reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
+    settings = arguments(trl.DPOConfig, tmp_path, precompute_ref_log_probs=True)
+    wanted = logged(trainer_of(trl.DPOTrainer, models, settings, CHATS, ref_model=reference))
+    file, objective = write(CHATS), {"name": "dpo", "kl_beta": BETA}
+    found = ours(models, file, False, objective, space_after_turns=True)
+    names = [name for name in found if name in wanted]
+    assert {name: found[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, **CLOSE)
+    assert abs(ours(models, file, False, objective)["logps/chosen"] - wanted["logps/chosen"]) > 0.1

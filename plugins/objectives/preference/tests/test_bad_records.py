@@ -57,6 +57,7 @@ def chat_tokenizer():
         ({"prompt": [USER], "chosen": [YES], "rejected": [NO, NO]}, "NXDT-D303", "prompt and 'rejected', message 3"),
         ({"prompt": [{**USER, "role": "usr"}], "chosen": "a", "rejected": "b"}, "NXDT-D302", "2, 'prompt', message 1"),
         ({"prompt": [USER], "chosen": [YES], "rejected": [NO], "tools": "{"}, "NXDT-D301", "'tools'"),
+        ({**GOOD, "images": ["x.png"]}, "NXDT-D301", "it has 'images'; only text"),
         ({"prompt": "other", "chosen": [USER, YES], "rejected": [USER, NO]}, "NXDT-A008", "not what the user says"),
         ({"prompt": "hi", "chosen": [USER, YES], "rejected": [OTHER, NO]}, "NXDT-A008", "not what the user says"),
         ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, "NXDT-D313", "no chat template"),

@@ -108,7 +108,7 @@ def test_fields_of_a_pair_that_nothing_uses_are_counted_or_refused(write, tmp_pa
     template.write_text("{% for m in messages if m.role != 'system' %}{{ m.content }}|{% endfor %}")
     texts = {"prompt": "a", "chosen": "b", "rejected": "c", "system": "S", "tools": [{"name": "f"}], "margin": 0.5}
     reasoned = {**YES, "reasoning_content": "It left."}
-    turns = {"prompt": ASKED, "chosen": [reasoned], "rejected": [NO], "tools": [{"name": "f"}], "images": ["x.png"]}
+    turns = {"prompt": ASKED, "chosen": [reasoned], "rejected": [NO], "tools": [{"name": "f"}], "url": ["x.png"]}
     same = {
         "chosen": [*ASKED, {**YES, "train": False}],
         "rejected": [*ASKED, NO],
@@ -119,7 +119,7 @@ def test_fields_of_a_pair_that_nothing_uses_are_counted_or_refused(write, tmp_pa
     file = write([texts, turns, same, asked])
     keys = {"seq_length": 96, "chat_template_file": template, "train_files": (file,)}
     unused = {"system": 2, "system messages": 2, "tools": 2}
-    ones = ("chosen_score", "images", "margin", "messages.reasoning_content", "messages.train")
+    ones = ("chosen_score", "margin", "messages.reasoning_content", "messages.train", "url")
     assert loader(chat_tokenizer(), **keys).split("train").report().unused == {**unused, **dict.fromkeys(ones, 1)}
     assert "train data: unused: system in 2 records, system messages in 2 records, tools in 2 records" in caplog.text
     assert "margin in 1 record" in caplog.text

@@ -18,7 +18,7 @@ class ChatConfig(ChatKeys):
     """Conversations, rendered by a chat template, with the loss on what the assistant says.
 
     Files are JSONL (``.jsonl``, ``.ndjson``), JSON with a list (``.json``), Arrow or Parquet (``.arrow``,
-    ``.parquet``), or directories of Arrow files; JSON ones may be compressed (``.gz``, ``.zst``).
+    ``.parquet``), or directories of one of these; JSON ones may be compressed (``.gz``, ``.zst``).
     A path may be a pattern.
     """
 

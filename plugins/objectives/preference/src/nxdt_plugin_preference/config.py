@@ -41,13 +41,16 @@ class OrpoConfig:
 class PreferenceConfig(ChatKeys):
     """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
 
-    Files are JSONL, JSON with a list, Arrow or Parquet, or directories of Arrow files; JSON ones may be compressed
+    Files are JSONL, JSON with a list, Arrow or Parquet, or directories of one of these; JSON ones may be compressed
     (``.gz``, ``.zst``). A path may be a pattern. Texts are used unchanged; a chat template renders messages.
     """
 
     packing: bool = False
     """Put several pairs into one sample, apart from each other: their chosen answers into one sequence, the rejected
     ones into another; otherwise each pair is padded to two sequences. Batch sizes count samples."""
+    space_after_turns: bool = False
+    """Let answers of messages end with the space that the template writes after a turn, such as ChatML's newline, as
+    TRL does. Otherwise they end with the token that ends the turn, as in generation."""
     max_prompt_length: PositiveInt | None = None
     """Tokens that a prompt is cut to where it and the longer answer do not fit into ``data.seq_length`` together;
     ``null``: half of that length. Answers are then cut at their end to what is left."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.data.chat.conversation import Conversation, Message, check_order, in_order_of_calls
-from nxdt_core.data.chat.records import read_message, unused_fields, with_system
+from nxdt_core.data.chat.records import check_text_only, read_message, unused_fields, with_system
 from nxdt_core.data.chat.tool_calls import read_tools
 from nxdt_core.data.files.records import Place
 from nxdt_core.data.files.unused_fields import unread
@@ -69,6 +69,7 @@ def read_preference(record: Mapping[str, Any], place: Place) -> Preference:
             names the place.
         BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: of messages; each names the place and the message.
     """
+    check_text_only(record, place)
     answers = {key: _answer(record, key, place) for key in ("chosen", "rejected")}
     prompt = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
     if isinstance(prompt, tuple) or any(isinstance(answer, tuple) for answer in answers.values()):

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from nxdt_core.data.chat.conversation import Conversation
 from nxdt_core.data.chat.ignored_parts import ignored_fields
-from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
 from nxdt_plugin_preference.records import Preference, Turns
 
@@ -54,10 +54,10 @@ class Renderer:
 
     Args:
         tokenizer: of the run.
-        keys: choose the template and what messages may spell.
+        keys: choose the template, what messages may spell, and how answers end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, keys: ChatKeys) -> None:
+    def __init__(self, tokenizer: Tokenizer, keys: PreferenceConfig) -> None:
         self._tokenizer = tokenizer
         self._keys = keys
         self._messages: _Messages | None = None
@@ -94,7 +94,7 @@ class Renderer:
 class _Messages:
     """Tokenizes pairs of messages, of which the first has ``place``."""
 
-    def __init__(self, tokenizer: Tokenizer, keys: ChatKeys, place: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, keys: PreferenceConfig, place: str) -> None:
         if not isinstance(tokenizer, ChatTokenizer):
             raise NotAChatTokenizer(tokenizer=type(tokenizer).__name__)
         runner = runner_of(keys, tokenizer)
@@ -104,7 +104,8 @@ class _Messages:
         self._tokenizer: ChatTokenizer = tokenizer
         self._runner = runner
         self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
-        self.settings = runner.settings
+        self._keeps_space = keys.space_after_turns
+        self.settings = (runner.settings, True) if keys.space_after_turns else runner.settings
 
     def render(self, pair: Preference, prompt: Turns) -> Pair:
         conversations: dict[str, Turns] = {}
@@ -131,7 +132,7 @@ class _Messages:
     ) -> tuple[list[str], tuple[str, ...]]:
         """Return the prompt alone and each conversation up to the end of its last turn, and what the template ignores.
 
-        Space after the last turn is not a part of an answer."""
+        Space after the last turn is a part of an answer only where ``data.space_after_turns`` says so."""
 
         def render(conversation: Conversation, *, prompts: bool = False) -> str:
             messages = [turn.for_template(nothing) for turn in conversation.messages]
@@ -155,7 +156,7 @@ class _Messages:
                     origin = self._runner.template.origin
                     raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)
             ignored |= dict.fromkeys(ignored_fields(conversation, text, render))
-            texts.append(text.rstrip())
+            texts.append(text if self._keeps_space else text.rstrip())
         return texts, tuple(ignored)
 
 
