@@ -116,6 +116,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _main(args: Sequence[str] | None) -> int:
+    # Before torch is imported: waiting threads that spin take the cores that other processes need to end the wait.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _open_missing_streams()
     _accept_all_characters()
     if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line

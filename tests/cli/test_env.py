@@ -94,3 +94,12 @@ def test_a_package_of_the_same_torch_is_fine(nxdt, site):
     done = nxdt("env")
     assert done.returncode == 0
     assert version in done.stdout
+
+
+@pytest.mark.parametrize(("environment", "spins"), [({}, False), ({"OMP_WAIT_POLICY": "active"}, True)])
+def test_waiting_threads_leave_their_cores_to_other_processes(nxdt, environment, spins):
+    """libgomp, which torch brings, prints what it has read when it was loaded."""
+    done = nxdt("env", fork=False, OMP_DISPLAY_ENV="verbose", **environment)
+    assert done.returncode == 0
+    assert ("GOMP_SPINCOUNT = '0'" not in done.stderr) == spins
+    assert "GOMP_SPINCOUNT" in done.stderr
