@@ -31,7 +31,7 @@ def test_a_place_without_checkpoints_has_none(store: LocalStorage) -> None:
     assert list_checkpoints(store) == []
     assert latest(store, warn=pytest.fail) is None
     assert prune(store, 1) == []
-    with pytest.raises(CheckpointNotFound, match="no step there"):
+    with pytest.raises(CheckpointNotFound, match="it does not exist"):
         find_checkpoint(store, None, warn=pytest.fail)
     with pytest.raises(CheckpointNotFound, match="step-00000003"):
         find_checkpoint(store, 3, warn=pytest.fail)

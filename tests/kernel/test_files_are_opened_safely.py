@@ -84,7 +84,7 @@ ALLOWED = {
     },
     "read only, in a directory that is named; links are followed, and the line before checks that it is a file": {
         f"{CORE}/builtins/tokenizers/files.py: path.read_bytes()",
-        f"{CORE}/builtins/tokenizers/huggingface_chat.py: own.read_text(encoding='utf-8')",
+        f"{CORE}/builtins/tokenizers/huggingface_chat.py: path.read_text(encoding='utf-8')",
         f"{CORE}/builtins/tokenizers/huggingface_files.py: (loaded.directory / name).read_bytes()",
         f"{CORE}/builtins/tokenizers/huggingface_sources.py: path.read_bytes()",
         f"{CORE}/checkpoint/hf/weights.py: safe_open(path, framework='pt', device=HOST.type)",

@@ -1,5 +1,7 @@
 """``parallel_state``: each rank's place, and groups whose collectives reach the ranks that they list."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,6 +63,9 @@ def test_groups_are_those_of_the_layout(found_on_ranks, layout, groups):
 
 
 def alone():
+    """Without a launcher, unlike under torchrun, where a single process has a process group, too."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
     assert not parallel_state.model_parallel_is_initialized()
     with pytest.raises(NxdtError, match=r"NXDT-T064.*neuronx_distributed_config"):
         parallel_state.get_data_parallel_size()

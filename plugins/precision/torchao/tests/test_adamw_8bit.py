@@ -100,7 +100,8 @@ def test_bytes_of_state_are_two_per_element_and_the_scales():
 
 def test_a_plan_counts_the_smaller_state():
     small = ("trainer.accelerator=cpu", "data.global_batch_size=2", "data.micro_batch_size=1")
-    configs = [load("recipe:llama-tiny", [*small, f"model.optim.name={name}"]) for name in ("adamw", "adamw_8bit")]
+    keys = ("model.optim.name=adamw",), ("model.optim.name=adamw_8bit", "model.optim.block_size=64")
+    configs = [load("recipe:llama-tiny", [*small, *own]) for own in keys]
     wide, narrow = (plan(config).estimate for config in configs)
     with TrainSession(configs[1]) as session:
         session.step(next(session.batches()))
