@@ -189,6 +189,10 @@ def test_loggers_and_callbacks_are_lists_of_components(load, good):
             "exp_manager.loggers[0].name: required key is missing. Give it the component's name. [NXDT-C011]",
         ),
         (
+            "trainer.callbacks=[{name: yes}]",
+            "trainer.callbacks[0].name: found true (a boolean); allowed: the component's name, a text. [NXDT-C012]",
+        ),
+        (
             "trainer.callbacks=[{name: beep, volume: 3}]",
             "trainer.callbacks[0].volume: unknown key. The component takes no keys. [NXDT-C010]",
         ),

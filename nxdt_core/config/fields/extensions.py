@@ -10,6 +10,7 @@ from nxdt_core.config.resolve.path_values import Locator
 from nxdt_core.config.resolve.select import usable_class
 from nxdt_core.config.resolved import Selected
 from nxdt_core.config.secrets.fields import Path, find_node
+from nxdt_core.config.secrets.messages import describe_node
 from nxdt_core.config.sources.node import Node
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
@@ -18,6 +19,7 @@ from nxdt_core.errors.configuration import (
     ImpossibleCombination,
     MissingKey,
     UnknownKey,
+    WrongValue,
 )
 from nxdt_core.kernel import Kernel
 
@@ -97,6 +99,12 @@ def _items(tree: Node, path: str, found: Extensions) -> Iterator[_Wanted]:
             yield _Wanted(where, item, where, Node({}, item.origin))
         elif isinstance(item.value, dict) and isinstance(item.plain("name"), str):
             yield _Wanted(f"{where}.name", item.value["name"], where, item.without("name"))
+        elif isinstance(item.value, dict) and item.plain("name") is not None:  # `yes` is a boolean of YAML
+            name = item.value["name"]
+            place = name.origin.at(f"{where}.name")
+            found.problems.append(
+                WrongValue(**place, found=describe_node(name), allowed="the component's name, a text")
+            )
         elif isinstance(item.value, dict):
             found.problems.append(MissingKey(**item.origin.at(f"{where}.name"), allowed="the component's name"))
 
