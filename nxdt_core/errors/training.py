@@ -214,10 +214,10 @@ class NotOurBatch(NxdtError):
 
 
 class TrainerArgumentsIgnored(NxdtError):
-    """Arguments of a Trainer, or hooks of its callbacks, that would have no effect."""
+    """Arguments of a Trainer, callbacks or hooks of them, that would have no effect."""
 
     code = "NXDT-T042"
-    happened = "The Trainer has arguments or hooks that NxdtStrategy does not carry out: {found}."
+    happened = "The Trainer has arguments, callbacks or hooks that NxdtStrategy does not carry out: {found}."
     remedy = "Leave them out, and use instead: {instead}."
     arguments: tuple[tuple[str, str], ...]
     """Argument, and what does its work."""

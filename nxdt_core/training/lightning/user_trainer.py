@@ -18,13 +18,24 @@ _UNCALLED = {
 }
 """Hooks of Lightning's own optimization, which the step of nxdt does not call, and what does their work."""
 
+_UNFIT = {
+    **dict.fromkeys(("WeightAveraging", "StochasticWeightAveraging"), "exp_manager.ema in the configuration"),
+    "GradientAccumulationScheduler": "data.global_batch_size and data.micro_batch_size in the configuration",
+    "BatchSizeFinder": "data.micro_batch_size in the configuration, and nxdt plan",
+    "LearningRateFinder": "model.optim.lr in the configuration",
+    "BaseFinetuning": "an adapter, or a callback that calls requires_grad_(False) in on_fit_start",
+    "ModelPruning": "a callback that changes weights in on_train_batch_end",
+}
+"""Lightning's callbacks that look for weights before there are any, copy the module or change Lightning's own loop."""
+
 
 def check_trainer(module: pl.LightningModule) -> None:
     """Refuse what Lightning would accept and nxdt not carry out.
 
     Raises:
         NotOurModule: the model is not an :class:`nxdt_core.training.NxdtModule`.
-        TrainerArgumentsIgnored: arguments whose work the configuration decides, or hooks that nothing calls.
+        TrainerArgumentsIgnored: arguments whose work the configuration decides, callbacks that cannot work,
+            or hooks that nothing calls.
     """
     if not isinstance(module, NxdtModule):
         raise NotOurModule(found=type(module).__name__)
@@ -55,6 +66,8 @@ def _ignored(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
         )
     owners: tuple[object, ...] = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
     for owner in owners:
+        unfit = (each.__name__ for each in type(owner).__mro__ if each.__module__.startswith("pytorch_lightning"))
+        yield from ((type(owner).__name__, _UNFIT[name]) for name in unfit if name in _UNFIT)
         stock = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
         for hook, instead in _UNCALLED.items():
             method = getattr(owner, hook, None)

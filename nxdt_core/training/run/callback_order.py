@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint
 
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors.training import TrainerArgumentsIgnored
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
@@ -33,12 +35,16 @@ def run_callbacks(
     signals: StopSignals,
 ) -> list[pl.Callback]:
     """Return the figures first, then what acts on them, then saving; what stops the run on request comes after all of
-    them."""
+    them.
+
+    Raises:
+        TrainerArgumentsIgnored: a callback of the configuration that saves checkpoints.
+    """
     trainer = config.run.trainer
     compiles = config.run.model.compile or build.precision(config).stochastic_rounding
     compiling = [CompileTime(console)] if compiles else []
     guard = [NonFiniteGuard(trainer.log_every_n_steps)] if trainer.nonfinite == "stop" else []
-    named = [selected.component.load_target()(selected.config, config.run_dir) for selected in config.callbacks]
+    named = _named(config)
     saver = (
         [CheckpointSaver(own, console, config, metrics, figures, ownership)] if config.run.checkpoint.enabled else []
     )
@@ -59,3 +65,12 @@ def run_callbacks(
         *stopping,
         *saver,
     ]
+
+
+def _named(config: ResolvedConfig) -> list[pl.Callback]:
+    """The callbacks of the configuration. Lightning's own error of those that save would be a traceback."""
+    named = [selected.component.load_target()(selected.config, config.run_dir) for selected in config.callbacks]
+    savers = dict.fromkeys(type(each).__name__ for each in named if isinstance(each, Checkpoint))
+    if savers:
+        raise TrainerArgumentsIgnored(arguments=tuple((saver, "the section checkpoint") for saver in savers))
+    return named

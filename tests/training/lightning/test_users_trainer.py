@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning import callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
 
 from nxdt_core.errors.training import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
+from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, train
 from tests.sampling import slow
 from tests.training.small import SMALL
 
@@ -199,6 +200,47 @@ def test_hooks_that_nothing_calls_are_refused(small_run):
         trainer_of(config, callbacks=[Average(), Unheard()]).fit(NxdtModule(config), NxdtDataModule(config))
     with pytest.raises(TrainerArgumentsIgnored, match=r"UnheardModule\.on_before_zero_grad"):
         trainer_of(config).fit(UnheardModule(config), NxdtDataModule(config))
+
+
+class Thaw(callbacks.BaseFinetuning):
+    """At the time that Lightning calls it there are no weights: it would freeze nothing."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module)
+
+
+@pytest.mark.parametrize(
+    ("callback", "instead"),
+    [
+        (lambda: callbacks.EMAWeightAveraging(), r"exp_manager\.ema"),
+        (lambda: callbacks.StochasticWeightAveraging(1e-4), r"exp_manager\.ema"),
+        (lambda: callbacks.GradientAccumulationScheduler({0: 2}), r"data\.global_batch_size"),
+        (lambda: callbacks.BatchSizeFinder(), r"data\.micro_batch_size"),
+        (lambda: callbacks.LearningRateFinder(), r"model\.optim\.lr"),
+        (lambda: Thaw(), r"an adapter"),
+        (lambda: callbacks.ModelPruning("l1_unstructured"), r"on_train_batch_end"),
+    ],
+    ids=["ema", "swa", "accumulation", "batch size", "learning rate", "finetuning", "pruning"],
+)
+def test_callbacks_of_lightning_that_cannot_work_are_refused(small_run, callback, instead):
+    """Most ended with a traceback of Lightning; one that freezes weights froze none, and said nothing."""
+    config, made = small_run(*SHORT), callback()
+    with pytest.raises(TrainerArgumentsIgnored, match=rf"(?s){type(made).__name__}.*{instead}"):
+        trainer_of(config, callbacks=[made]).fit(NxdtModule(config), NxdtDataModule(config))
+
+
+def test_a_run_refuses_callbacks_that_save(small_run, tmp_path):
+    """Lightning's Trainer ended the command with a traceback; a Trainer of the user's own takes them."""
+    (tmp_path / "savers.py").write_text(
+        "from nxdt_core.api import CallbackComponent, hookimpl\n"
+        "from pytorch_lightning.callbacks import ModelCheckpoint\n"
+        "def saver(config, run_dir): return ModelCheckpoint(dirpath=run_dir)\n"
+        "@hookimpl\n"
+        "def nxdt_callbacks(): return [CallbackComponent(name='saver', target=f'{__name__}:saver')]\n"
+    )
+    config = small_run(*SHORT, f"plugins.local=[{tmp_path}/savers.py]", "trainer.callbacks=[saver]")
+    with pytest.raises(TrainerArgumentsIgnored, match=r"(?s)ModelCheckpoint.*the section checkpoint"):
+        train(config)
 
 
 def test_another_module_and_other_data_are_named(small_run):
