@@ -42,6 +42,12 @@ class Message:
         return bool(self.calls)
 
     @property
+    def thought(self) -> str:
+        """Return the reasoning within its content; empty unless the assistant speaks."""
+        thought = self.content.rpartition("</think>")[0] if self.role == "assistant" else ""
+        return thought.rpartition("<think>")[2].strip()
+
+    @property
     def words(self) -> str:
         """Return its content without reasoning."""
         return self.content.rpartition("</think>")[2].strip()

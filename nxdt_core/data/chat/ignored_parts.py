@@ -43,6 +43,8 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
     for name in dict.fromkeys(named):
         if name not in _LINKS:
             yield f"messages.{name}", replace(conversation, messages=[_without(each, name) for each in messages])
+    if any(message.thought for message in messages):
+        yield "reasoning in content", replace(conversation, messages=[_without_thought(each) for each in messages])
     if conversation.tools:
         yield "tools", replace(conversation, tools=None)
     for number, message in enumerate(messages):
@@ -56,6 +58,10 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
 
 def _without(message: Message, name: str) -> Message:
     return replace(message, fields={key: value for key, value in message.fields.items() if key != name})
+
+
+def _without_thought(message: Message) -> Message:
+    return replace(message, content=message.content.rpartition("</think>")[2]) if message.thought else message
 
 
 def _with(conversation: Conversation, number: int, message: Message) -> Conversation:

@@ -17,7 +17,17 @@ from nxdt_core.errors.chats import SpecialTokenInText, TemplateNeedsToken, Templ
 from nxdt_core.errors.evaluation import ChatTemplateMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
-__all__ = ["Messages", "ReservedTokens", "Span", "TemplateRunner", "end_of_turn", "prompt_ids", "runner_of", "stop_ids"]
+__all__ = [
+    "Messages",
+    "ReservedTokens",
+    "Span",
+    "TemplateRunner",
+    "behind_answer",
+    "end_of_turn",
+    "prompt_ids",
+    "runner_of",
+    "stop_ids",
+]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -236,15 +246,10 @@ def end_of_turn(runner: TemplateRunner, tokenizer: ChatTokenizer) -> int | None:
     Raises:
         TemplateNeedsToken: what follows looks like a special token, is several tokens, and none comes later.
     """
-    asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        _, answer, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
-    except TemplateRefuses:
-        return None
-    behind, reserved = behind.lstrip(), tokenizer.reserved_tokens()
+    behind, reserved = (behind_answer(runner) or "").lstrip(), tokenizer.reserved_tokens()
     looks = _TOKEN.match(behind)
     token = max(filter(behind.startswith, reserved), key=len, default=looks and looks[0])
-    if not answer or token is None:
+    if token is None:
         return None
     ids = tokenizer.locate([token])[0].ids
     if len(ids) > 1 and token not in reserved:
@@ -253,6 +258,16 @@ def end_of_turn(runner: TemplateRunner, tokenizer: ChatTokenizer) -> int | None:
             raise TemplateNeedsToken(origin=runner.template.origin, name=token)
         ids = tokenizer.locate([min(later, key=behind.index)])[0].ids
     return int(ids[0])
+
+
+def behind_answer(runner: TemplateRunner) -> str | None:
+    """Return the text that follows an answer; None where it cannot be seen."""
+    asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        _, answer, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
+    except TemplateRefuses:
+        return None
+    return behind if answer else None
 
 
 class ReservedTokens:

@@ -132,7 +132,7 @@ def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
         else:
             table = pyarrow.ipc.open_stream(buffer).read_all()
         table.validate(full=True)  # offsets of a damaged file lead anywhere
-        rows: list[dict[str, Any]] = _without_nulls(table.to_pylist())
+        rows: list[dict[str, Any]] = _values(table.to_pylist(), pyarrow.list_(pyarrow.struct(table.schema)))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise ArrowUnreadable(path=str(path), reason=reason) from error
@@ -159,8 +159,18 @@ def _parquet(buffer: Any) -> Any:
         return pyarrow.Table.from_batches(batches, file.schema_arrow)
 
 
-def _without_nulls(value: Any) -> Any:
-    """``value`` without the keys of objects that hold nothing: Arrow gives each object the keys of all others."""
+def _values(value: Any, kind: Any) -> Any:
+    """Return ``value`` of the Arrow type ``kind``, with the columns of JSON that ``datasets`` writes parsed.
+
+    Objects lose the keys that hold nothing: Arrow gives each object the keys of all others. JSON keeps its nulls.
+    """
+    if isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json":
+        found = json.loads(value)
+        if half := half_character(value, found):
+            raise ValueError(f"its JSON holds half a character, {half}")
+        return found
+    kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        kinds = {field.name: field.type for field in kind} if hasattr(kind, "get_field_index") else {}
+        return {key: _values(each, kinds.get(key)) for key, each in value.items() if each is not None}
+    return [_values(each, getattr(kind, "value_type", None)) for each in value] if isinstance(value, list) else value

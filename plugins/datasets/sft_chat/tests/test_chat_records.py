@@ -279,6 +279,32 @@ def test_a_table_gives_no_call_the_arguments_of_others(tmp_path):
     assert [record for _, record in found] == records
 
 
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+def test_columns_of_json_are_parsed(tmp_path, form):
+    """The datasets library stores objects whose keys or types differ as texts of JSON."""
+    datasets = pytest.importorskip("datasets", minversion="4.8", reason="these datasets have no columns of JSON")
+    records = [
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}],
+            "tools": None,
+        }
+        for arguments in ({"day": "today", "zone": None}, {"day": 3})
+    ]
+    found = datasets.Dataset.from_list(records, on_mixed_types="use_json")
+    found.to_parquet(tmp_path / "parquet.parquet") if form == "parquet" else found.save_to_disk(tmp_path / "saved")
+    read, _ = read_records([tmp_path / ("parquet.parquet" if form == "parquet" else "saved")], "data.train_files")
+    assert [record["messages"] for _, record in read] == [record["messages"] for record in records]
+
+
+@pytest.mark.parametrize(("text", "reason"), [('{"a"', "a.parquet"), ('"\\ud83d"', "half a character")])
+def test_a_column_that_says_it_is_json_and_is_not_is_refused(tmp_path, text, reason):
+    pa = pytest.importorskip("pyarrow", minversion="19", reason="pyarrow has no JSON type")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"messages": pa.array([text], pa.json_())}), tmp_path / "a.parquet")
+    with pytest.raises(ArrowUnreadable, match=reason):
+        read_records([tmp_path / "a.parquet"], "data.train_files")
+
+
 def test_a_directory_that_the_datasets_library_wrote_is_read(tmp_path, shipped):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     plain = [record for record in shipped if "tools" not in record]

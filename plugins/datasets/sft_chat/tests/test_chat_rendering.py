@@ -16,6 +16,9 @@ OWN = {name: shipped_template(name).text for name in template_names()}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ENDLESS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for call in m.tool_calls %}<call>{{ call.function.name }}: {{ call.function.arguments | tojson }}</call>{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 BARE = {"messages": [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": "\nHello. \n"}]}
 THOUGHT = {
     "messages": [
@@ -98,6 +101,14 @@ def test_a_template_that_drops_calls_of_functions_is_refused(name, render, call)
 def test_a_template_that_ends_no_turn_is_refused(render, talk):
     with pytest.raises(EndOfTurnUntrained, match="no text follows an answer"):
         render(pair("glm4moe")[0], talk)
+
+
+def test_a_template_that_closes_calls_and_not_their_turn_is_refused(render, call):
+    """A model that is trained without the end of such a turn calls functions again and again."""
+    for text in (pair("glm4moe")[0], ENDLESS):
+        with pytest.raises(EndOfTurnUntrained, match="no text follows an answer"):
+            render(text, call, trained=[1])
+    assert render(pair("glm4moe")[1], call, trained=[1])[1][0].endswith("</tool_call><|observation|>")
 
 
 def test_generation_blocks_that_leave_out_the_end_of_a_turn_are_refused(render, talk):

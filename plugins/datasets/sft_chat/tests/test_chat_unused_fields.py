@@ -50,6 +50,27 @@ def counted(load, write, tmp_path):
     return counted
 
 
+DROPS_THOUGHTS = """{% for message in messages %}{{ message.role }}: {{ message.content.split('</think>')[-1] }}
+{{- eos_token }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+KEEPS_LAST = DROPS_THOUGHTS.replace("[-1]", "[-1] if not loop.last else message.content")
+
+
+@pytest.mark.parametrize(
+    ("template", "contents", "unused"),
+    [
+        (DROPS_THOUGHTS, ["<think>\nHm.\n</think>\n\nHere."], {"reasoning in content": 1}),
+        (DROPS_THOUGHTS, ["Hm.\n</think>\n\nHere."], {"reasoning in content": 1}),
+        (DROPS_THOUGHTS, ["<think>\n\n</think>\n\nHere.", "Here."], {}),
+        (KEEPS_LAST, ["<think>a</think>Here.", "<think>b</think>Here."], {}),
+        (KEEPS_LAST, ["<think>a</think>Here.", "Here."], {"reasoning in content": 1}),
+    ],
+)
+def test_reasoning_in_a_text_that_the_template_drops_is_counted(counted, template, contents, unused):
+    turns = [turn for text in contents for turn in (USER, {**ANSWER, "content": text})]
+    assert counted(template, {"messages": turns}) == unused
+
+
 def test_the_history_of_alpaca_comes_before_the_instruction():
     record = {"instruction": "C", "input": "D", "output": "E", "system": "S", "history": [["q", "a"], ["r", "b"]]}
     found = read(record)

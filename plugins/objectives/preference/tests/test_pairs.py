@@ -308,6 +308,16 @@ def test_orpo_has_a_finite_gradient_at_certain_answers():
     assert logits.grad.isfinite().all()
 
 
+def test_orpo_gives_a_certain_answer_the_larger_odds():
+    """log p of an answer rounds to 0 where its logits lead by more than 17."""
+    real = pair(1, ((2, 5), (2, 6)))
+    lead = torch.tensor([200.0, 5.0])[:, None, None]
+    places = torch.from_numpy(real.labels).clamp(min=0)[..., None]
+    logits = torch.zeros(2, 12, 12).scatter(2, places, lead.expand(places.shape))
+    odds = Orpo(OrpoConfig())(logits, collate([real])).metrics["log_odds_chosen"]
+    assert 20 < float(odds) < 1000
+
+
 def test_pairs_of_every_format_are_the_same(write, tmp_path):
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from nxdt_core.data.chat.conversation import Conversation, Message
 from nxdt_core.data.chat.ignored_parts import ignored_fields
-from nxdt_core.data.chat.rendering import Span, TemplateRunner
+from nxdt_core.data.chat.rendering import Span, TemplateRunner, behind_answer
 from nxdt_core.errors.chats import TemplateRefuses
 from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
 
@@ -157,8 +158,13 @@ class Renderer:
         if not message.is_contained_in(said):
             reason = f"it leaves out what message {number + 1} says or calls"
             raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
-        if _ends_with(said, message):
+        if _ends_with(said, message) or (message.calls_tools and not self._ends_turns):
             raise EndOfTurnUntrained(origin=self._template.origin, reason="no text follows an answer")
+
+    @cached_property
+    def _ends_turns(self) -> bool:
+        """Whether a text follows answers: that of calls may end with what closes the call, and not the turn."""
+        return behind_answer(self.runner) != ""
 
     def _inseparable(self, conversation: Conversation, number: int, reason: str) -> TurnsInseparable:
         return TurnsInseparable(

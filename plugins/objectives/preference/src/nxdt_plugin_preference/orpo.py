@@ -72,11 +72,11 @@ class Orpo:
 
 
 def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 − p)); of blank answers, log p = 0, something finite.
+    """log(p / (1 − p)); where log p = 0, as of blank answers and of those that are certain, the largest finite one.
 
     1 − p is −expm1(log p) near 1, 1 − exp(log p) elsewhere (Mächler 2012, "Accurately computing log(1 − exp(−|a|))").
     """
-    log_p = log_p.masked_fill(log_p >= 0, -1.0)
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
     near_one = log_p > -math.log(2)
     # Each branch gets arguments that it is finite on: the gradient of one not taken is multiplied by 0; 0 × ∞ is nan.
     near = torch.log(-torch.expm1(torch.where(near_one, log_p, -1.0)))
