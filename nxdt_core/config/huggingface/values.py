@@ -68,12 +68,13 @@ def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
 def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the mapping that describes the rotary embedding; empty where the file has none.
 
-    transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` with keys such as ``rope_theta``.
+    transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` next to ``rope_theta``. Both versions let
+    ``rope_scaling`` replace ``rope_parameters`` in a file with both: people add it to extend the context.
 
     Raises:
         HFFileDamaged: it is not a mapping.
     """
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in ("rope_scaling", "rope_parameters"):
         found = hf_config.get(key)
         if found and not isinstance(found, Mapping):
             raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {found!r}")

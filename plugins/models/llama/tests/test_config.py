@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -157,6 +158,25 @@ def test_both_spellings_of_the_rotary_embedding_are_read():
     assert LlamaConfig.from_hf(old)["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
+_ADDED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_scaling": _ADDED, "rope_theta": 99.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_scaling": _ADDED},
+    ],
+    ids=["scaling added", "base left out"],
+)
+def test_a_file_that_was_edited_to_extend_the_context_means_what_it_means_to_transformers(rope):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+    file = {**{key: value for key, value in LLAMA_31.items() if not key.startswith("rope")}, **rope}
+    keys = LlamaConfig.from_hf(copy.deepcopy(file))
+    theirs = transformers.LlamaConfig(**copy.deepcopy(file)).rope_parameters
+    assert {**keys["rope_scaling"], "rope_theta": keys["rope_theta"]} == theirs
+
+
 def test_what_a_file_leaves_out_is_what_transformers_takes():
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     keys = LlamaConfig.from_hf({key: LLAMA_31[key] for key in sizes})
@@ -176,7 +196,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
         {"quantization_config": {"quant_method": "fp8"}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"partial_rotary_factor": 0.5},
     ],
     ids=str,
