@@ -196,7 +196,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
         {"quantization_config": {"quant_method": "fp8"}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"partial_rotary_factor": 0.5},
     ],
     ids=str,
