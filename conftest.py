@@ -18,7 +18,6 @@ from tests.rewriting import rewrite_tests
 from tests.sampling import DEFAULT, resolve, takes_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as nxdt sets it: forks need the environment of their server
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the hundreds of processes compiles the package once more
 sys.dont_write_bytecode = False
 os.environ["LC_ALL"] = "C.UTF-8"  # for what tests read from pipes; tests/cli/terminal/test_encodings.py tries others

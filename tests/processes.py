@@ -56,11 +56,12 @@ _SET_BY_LIBRARIES = frozenset(
         "HF_XET_HIGH_PERFORMANCE",
         "KMP_DUPLICATE_LIB_OK",
         "KMP_INIT_AT_FORK",
+        "OMP_WAIT_POLICY",
         "PYTORCH_NVML_BASED_CUDA_CHECK",
         "TORCHINDUCTOR_CACHE_DIR",
     }
 )
-"""By their import, in each process that they are imported in."""
+"""By their import, or by a command of nxdt, in the process that does so."""
 _MAY_BE_MISSING = re.compile(r"LC_|LANG$|HOME$|XDG_|OPENBLAS_")
 """Not set does the same as what is set here: UTF-8, the user's directory, how fast OpenBLAS is."""
 SPARE = "nxdt-spare"
