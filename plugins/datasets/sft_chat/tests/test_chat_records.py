@@ -356,7 +356,7 @@ def test_places_count_lines_and_records(write):
             "it is compressed with xz, and only gzip and Zstandard",
         ),
         ("a.jsonl", bz2.compress(b"{}"), DataFileUnreadable, "it is compressed with bzip2"),
-        ("a.json", gzip.compress(b"{}"), DataFileUnreadable, "it is compressed with gzip"),
+        ("a.json", gzip.compress(b"{}", mtime=0), DataFileUnreadable, "it is compressed with gzip"),
         ("a.csv", b"input,output\na,b\n", DataFileUnreadable, "read from .jsonl, .json, .parquet and .arrow files"),
         ("a.jsonl", b"\n", NoRecords, "a.jsonl holds no records"),
         ("a.json", b"[]", NoRecords, "a.json holds no records"),
