@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from typing import Any
@@ -98,41 +98,10 @@ class TemplateRunner:
             TemplateRefuses: it raises an exception for these messages, does not end, or makes texts without end.
         """
         try:
-            return self._in_either_form(_plain(messages), place, tools, prompts, marks)
+            plain = _plain(messages)
+            return _in_either_form(plain, lambda: self._render(plain, place, tools, prompts, marks))
         except RecursionError as error:
             raise self._refuses(place, str(error)) from error
-
-    def _in_either_form(
-        self,
-        messages: list[dict[str, Any]],
-        place: str,
-        tools: Sequence[Mapping[str, Any]] | None,
-        prompts: bool,
-        marks: bool,
-    ) -> tuple[str, list[Span]]:
-        """Render ``messages``, and again with arguments as texts where a template fails at objects or does not write
-        them as JSON."""
-        calls = (call["function"] for message in messages for call in message.get("tool_calls") or ())
-        functions = [each for each in calls if isinstance(each.get("arguments"), dict)]
-        objects = [str(each["arguments"]) for each in functions if each["arguments"]]
-        refusal = None
-        try:
-            found = self._render(messages, place, tools, prompts, marks)
-            if not any(each in found[0] for each in objects):
-                return found
-        except TemplateRefuses as error:
-            refusal = error
-            if not functions:
-                raise
-        for each in functions:
-            each["arguments"] = json.dumps(each["arguments"], ensure_ascii=False)
-        with suppress(TemplateRefuses):
-            other = self._render(messages, place, tools, prompts, marks)
-            if refusal or not any(each in other[0] for each in objects):
-                return other
-        if refusal:
-            raise refusal
-        return found
 
     def _render(
         self,
@@ -186,6 +155,34 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return ``message`` with its reasoning under both keys that templates read, as transformers gives it."""
     found = [message[key] for key in _REASONING if message.get(key) is not None]
     return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
+
+
+def _in_either_form(
+    messages: Sequence[Mapping[str, Any]], render: Callable[[], tuple[str, list[Span]]]
+) -> tuple[str, list[Span]]:
+    """Render ``messages``, and again with arguments as texts, written into them, where a template fails at objects or
+    does not write them as JSON."""
+    calls = (call["function"] for message in messages for call in message.get("tool_calls") or ())
+    functions = [each for each in calls if isinstance(each.get("arguments"), dict)]
+    objects = [str(each["arguments"]) for each in functions if each["arguments"]]
+    refusal = None
+    try:
+        found = render()
+        if not any(each in found[0] for each in objects):
+            return found
+    except TemplateRefuses as error:
+        refusal = error
+        if not functions:
+            raise
+    for each in functions:
+        each["arguments"] = json.dumps(each["arguments"], ensure_ascii=False)
+    with suppress(TemplateRefuses):
+        other = render()
+        if refusal or not any(each in other[0] for each in objects):
+            return other
+    if refusal:
+        raise refusal
+    return found
 
 
 def runner_of(keys: ChatKeys, tokenizer: ChatTokenizer) -> TemplateRunner | None:

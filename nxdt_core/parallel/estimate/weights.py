@@ -221,10 +221,11 @@ def optimizer_state(
         with torch.device(device), _Ones() if device == "meta" else nullcontext():  # type: ignore[no-untyped-call]
             parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
             optimizer = stepped_once(factory, config, [parameter], [shard])
-            saved = _bytes(unpacked_state(optimizer, parameter), parameter)
-            if not isinstance(optimizer, PackedState):
-                return StateBytes(held=_bytes(optimizer.state[parameter], parameter, narrow=narrow), saved=saved)
-            return StateBytes(held=_bytes(optimizer.state[parameter], parameter), saved=saved)
+            halves = narrow and not isinstance(optimizer, PackedState)
+            return StateBytes(
+                held=_bytes(optimizer.state[parameter], parameter, narrow=halves),
+                saved=_bytes(unpacked_state(optimizer, parameter), parameter),
+            )
 
     @cache
     def measured(shape: tuple[int, ...], matrix: bool) -> StateBytes:
