@@ -34,6 +34,7 @@ from typing import ClassVar
 import pluggy
 
 from nxdt_core._version import __version__
+from nxdt_core.callback import Callback, Run
 from nxdt_core.capabilities import CAPABILITIES
 from nxdt_core.errors.plugins import BadComponentRecord
 
@@ -43,6 +44,7 @@ __all__ = [
     "KINDS",
     "PROJECT",
     "AdapterComponent",
+    "Callback",
     "CallbackComponent",
     "CheckpointFormatComponent",
     "CliCommand",
@@ -55,12 +57,12 @@ __all__ = [
     "Kind",
     "LRSchedulerComponent",
     "LauncherComponent",
-    "LoggerComponent",
     "MetricComponent",
     "ModelComponent",
     "ObjectiveComponent",
     "OptimizerComponent",
     "PrecisionComponent",
+    "Run",
     "StorageComponent",
     "TaskSuiteComponent",
     "TokenizerComponent",
@@ -249,13 +251,8 @@ class LauncherComponent(Component):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggerComponent(Component):
-    """A factory of a PyTorch Lightning ``Logger``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CallbackComponent(Component):
-    """A factory of a PyTorch Lightning ``Callback``."""
+    """A :class:`nxdt_core.api.Callback`; one that logs is listed in ``exp_manager.loggers``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +314,7 @@ class Kind:
 
 def _kind(name: str, record: type[Component], protocol: str, section: str, summary: str) -> Kind:
     hook = "nxdt_precision_policies" if name == "precision_policy" else f"nxdt_{name}s"
-    package = "nxdt_core" if protocol.startswith("devices:") else "nxdt_core.protocols"
+    package = "nxdt_core" if protocol.startswith(("devices:", "callback:")) else "nxdt_core.protocols"
     return Kind(
         name=name,
         hook=hook,
@@ -384,7 +381,6 @@ KINDS: tuple[Kind, ...] = (
         "facts about device types",
     ),
     _kind("launcher", LauncherComponent, "launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
-    _kind("logger", LoggerComponent, "extension:LoggerFactory", "exp_manager.loggers", "where metrics go"),
-    _kind("callback", CallbackComponent, "extension:CallbackFactory", "trainer.callbacks", "actions in the loop"),
+    _kind("callback", CallbackComponent, "callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
 )
 """The kinds that the kernel itself defines, in the order in which they are listed."""

@@ -68,7 +68,6 @@ def main() -> None:
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # of what is not installed
             importlib.import_module(name)
-    _look_for_callbacks_once()
     gc.set_threshold(*usual)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -98,21 +97,6 @@ def main() -> None:
     sys.argv[:] = ["-c" if program[0] == "-c" else program[-1], *arguments]
     sys.orig_argv[:] = task["words"]
     _run(program)
-
-
-def _look_for_callbacks_once() -> None:
-    """Let forks take from here that no installed package offers callbacks to Lightning, where no other packages are on
-    their path. Each trainer reads the metadata of all packages to see that, which takes 26 CPU-milliseconds."""
-    from pytorch_lightning.trainer.connectors import callback_connector
-
-    look, searched = callback_connector._load_external_callbacks, {*sys.path}
-
-    def looked(group: str) -> list[Any]:
-        others = (path for path in sys.path if path not in searched)
-        return look(group) if any(True for path in others for _ in Path(path).glob("*-info")) else []
-
-    if not look("pytorch_lightning.callbacks_factory"):
-        callback_connector._load_external_callbacks = looked
 
 
 def _use_huge_pages() -> None:

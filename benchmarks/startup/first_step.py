@@ -40,15 +40,20 @@ REPORT = textwrap.dedent(
 
 PLUGIN = REPORT + textwrap.dedent(
     f"""
-    from nxdt_core.api import hookimpl
+    from nxdt_core.api import Callback, CallbackComponent, hookimpl
+
+    class Moments(Callback):
+        def __init__(self, config, run_dir): ...
+
+        def on_fit_start(self, run):
+            report("{MOMENTS[0]}")
+
+        def on_step_end(self, run):
+            report("{MOMENTS[1]}")
 
     @hookimpl
-    def nxdt_fit_start(context):
-        report("{MOMENTS[0]}")
-
-    @hookimpl
-    def nxdt_step_end(context):
-        report("{MOMENTS[1]}")
+    def nxdt_callbacks():
+        return [CallbackComponent(name="moments", target=f"{{__name__}}:Moments")]
     """
 )
 
@@ -165,7 +170,7 @@ def main() -> None:
             f"model.num_kv_heads={heads}",
             *("data.global_batch_size=1", "data.micro_batch_size=1", "trainer.val_check_interval=null"),
             *("checkpoint.enabled=false", "exp_manager.create_tensorboard_logger=false"),
-            *(f"plugins.local=[{where / 'moments.py'}]", f"exp_manager.exp_dir={where}"),
+            *(f"plugins.local=[{where / 'moments.py'}]", "trainer.callbacks=[moments]", f"exp_manager.exp_dir={where}"),
         ]
         bare = [sys.executable, str(where / "bare.py"), str(where / "bare.toml")]
         run(ours, where), run(bare, where)  # warm the disk's cache

@@ -57,6 +57,7 @@ def configuration(shape: list[str], steps: int, where: str, name: str) -> Resolv
         [
             *shape,
             f"plugins.local=[{CLOCK}]",
+            "trainer.callbacks=[clock]",
             f"trainer.max_steps={steps}",
             "trainer.log_every_n_steps=10",
             "trainer.val_check_interval=null",

@@ -12,7 +12,6 @@ from nxdt_core.api import (
     DeviceProfileComponent,
     EngineComponent,
     LauncherComponent,
-    LoggerComponent,
     LRSchedulerComponent,
     ObjectiveComponent,
     OptimizerComponent,
@@ -178,7 +177,24 @@ def nxdt_callbacks() -> list[CallbackComponent]:
             target=f"{_HERE}.callbacks.generations:Generations",
             config=f"{_HERE}.callbacks.config:GenerationsConfig",
             summary="what the model writes behind some prompts, at each validation",
-        )
+        ),
+        CallbackComponent(
+            name="tensorboard",
+            target=f"{_HERE}.loggers.clients:TensorBoard",
+            summary="TensorBoard event files in the run's directory",
+        ),
+        CallbackComponent(
+            name="wandb",
+            target=f"{_HERE}.loggers.clients:Wandb",
+            config=f"{_HERE}.loggers.config:WandbConfig",
+            summary="Weights & Biases; needs nxdt-core[wandb]",
+        ),
+        CallbackComponent(
+            name="mlflow",
+            target=f"{_HERE}.loggers.clients:MLflow",
+            config=f"{_HERE}.loggers.config:MLFlowConfig",
+            summary="MLflow; needs nxdt-core[mlflow]",
+        ),
     ]
 
 
@@ -186,27 +202,3 @@ def nxdt_callbacks() -> list[CallbackComponent]:
 def nxdt_launchers() -> list[LauncherComponent]:
     """Declare the schedulers, and the variables of processes that others have started."""
     return [*LAUNCHERS]
-
-
-@hookimpl
-def nxdt_loggers() -> list[LoggerComponent]:
-    """Declare Lightning's loggers. (``metrics.jsonl`` is always written and is not a component.)"""
-    return [
-        LoggerComponent(
-            name="tensorboard",
-            target=f"{_HERE}.loggers.build:tensorboard",
-            summary="TensorBoard event files in the run's directory",
-        ),
-        LoggerComponent(
-            name="wandb",
-            target=f"{_HERE}.loggers.build:wandb",
-            config=f"{_HERE}.loggers.config:WandbConfig",
-            summary="Weights & Biases; needs nxdt-core[wandb]",
-        ),
-        LoggerComponent(
-            name="mlflow",
-            target=f"{_HERE}.loggers.build:mlflow",
-            config=f"{_HERE}.loggers.config:MLFlowConfig",
-            summary="MLflow; needs nxdt-core[mlflow]",
-        ),
-    ]

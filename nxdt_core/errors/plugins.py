@@ -12,7 +12,6 @@ __all__ = [
     "BadComponentRecord",
     "ComponentUnusable",
     "KitsNeedPytest",
-    "LightningCallbacksRefused",
     "LocalPluginMissing",
     "PipMissing",
     "PluginHookFailed",
@@ -234,16 +233,6 @@ class PipMissing(NxdtError):
     happened = "{python} has no pip, which knows the package index."
     remedy = "Install it: python -m ensurepip; or compare the versions of nxdt plugins list with your index."
     python: str
-
-
-class LightningCallbacksRefused(NxdtError):
-    """Lightning would load callbacks of a distribution that the policy keeps out."""
-
-    code = "NXDT-K032"
-    happened = "Lightning adds callbacks of {names} to every run, and the policy of plugins keeps it out: {reasons}."
-    remedy = "Uninstall it, or change plugins.block or plugins.allow: Lightning itself cannot leave it out."
-    names: str
-    reasons: str
 
 
 class SchemeNotAllowed(NxdtError):

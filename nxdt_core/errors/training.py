@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
 
 __all__ = [
+    "CallbackMethodUnknown",
     "CannotCopyFile",
     "CannotGenerate",
     "CannotServeReport",
@@ -21,6 +24,7 @@ __all__ = [
     "NoTrainingData",
     "NotARunDirectory",
     "NotOurBatch",
+    "NotOurCallback",
     "NotOurModule",
     "NotOurStrategy",
     "NothingToPlot",
@@ -225,6 +229,62 @@ class TrainerArgumentsIgnored(NxdtError):
     def _view(self) -> dict[str, Any]:
         found, instead = zip(*self.arguments, strict=True)
         return {**super()._view(), "found": "; ".join(found), "instead": "; ".join(instead)}
+
+
+class NotOurCallback(NxdtError):
+    """A component of the kind ``callback`` that builds something else."""
+
+    code = "NXDT-T044"
+    happened = "{name} built a {kind}, and nxdt train calls an nxdt_core.api.Callback."
+    remedy = "Let it return a subclass of nxdt_core.api.Callback{advice}."
+    name: str
+    found: object
+
+    def _view(self) -> dict[str, Any]:
+        bases = {base.__module__.partition(".")[0] for base in type(self.found).__mro__}
+        of_lightning = bases & {"pytorch_lightning", "lightning"}
+        advice = ""
+        if of_lightning:
+            moved = {old: new for old, new in _LIGHTNING_HOOKS.items() if _overrides(self.found, old)}
+            named = ", ".join(f"{old} → {new}" for old, new in moved.items())
+            advice = (
+                f"{named and f' ({named})'}, or use it in a Trainer of your own, which nxdt-plugin-lightning supports"
+            )
+        kind = f"{type(self.found).__name__}{' of PyTorch Lightning' if of_lightning else ''}"
+        return {**super()._view(), "kind": kind, "advice": advice}
+
+
+class CallbackMethodUnknown(NxdtError):
+    """A callback with a method that looks like one of its moments, and is none."""
+
+    code = "NXDT-T045"
+    happened = "{name} has the method {method}, which no run calls."
+    remedy = "Name it {advice}, or without on_ at its beginning if the callback calls it itself."
+    name: str
+    method: str
+    known: Sequence[str]
+
+    def _view(self) -> dict[str, Any]:
+        close = get_close_matches(self.method, self.known, 1, 0.0)
+        return {**super()._view(), "advice": _LIGHTNING_HOOKS.get(self.method, close[0])}
+
+
+_LIGHTNING_HOOKS = {
+    **dict.fromkeys(("setup", "on_fit_start", "on_train_start"), "on_fit_start"),
+    **dict.fromkeys(("on_train_batch_end", "on_before_optimizer_step", "on_after_backward"), "on_step_end"),
+    "on_validation_batch_end": "on_validation_batch_end",
+    **dict.fromkeys(("on_validation_end", "on_validation_epoch_end"), "on_validation_end"),
+    **dict.fromkeys(("on_train_end", "on_fit_end", "on_train_epoch_end"), "on_fit_end"),
+    **dict.fromkeys(("on_exception", "teardown", "finalize"), "close"),
+    "log_metrics": "on_log",
+}
+"""Method of a callback or logger of Lightning, and the one of a callback of nxdt that is called at that moment."""
+
+
+def _overrides(thing: object, method: str) -> bool:
+    """Whether a class outside of Lightning defines the method."""
+    found = next((base for base in type(thing).__mro__ if method in vars(base)), None)
+    return found is not None and found.__module__.partition(".")[0] not in ("pytorch_lightning", "lightning")
 
 
 class ReferenceLost(NxdtError):

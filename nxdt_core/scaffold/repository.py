@@ -50,8 +50,6 @@ _DEPENDENCIES = {
     "objective": (_TORCH,),
     "parallel_engine": (_TORCH,),
     "device_profile": (_TORCH,),
-    "logger": ('"pytorch-lightning>=2.5"',),
-    "callback": ('"pytorch-lightning>=2.5"',),
 }
 """By kind: what a distribution requires in addition to the core."""
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import pytorch_lightning as pl
 
+from nxdt_core.callback import Callback
 from nxdt_core.checkpoint.write.rank_data import encode_state
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
@@ -47,15 +47,17 @@ class CallbackContract:
     """Seconds that two steps on two ranks may take."""
 
     @pytest.fixture
-    def callback(self, tmp_path: Path) -> pl.Callback:
+    def callback(self, tmp_path: Path) -> Callback:
         """Return the callback of one run."""
         return self._build(self._config(tmp_path, "built"))
 
-    def test_it_is_a_callback_of_lightning(self, callback: pl.Callback) -> None:
-        """Lightning calls its methods by name."""
-        assert isinstance(callback, pl.Callback), (
-            f"the factory returns a {type(callback).__name__}; return a pytorch_lightning.Callback"
+    def test_it_is_a_callback_whose_methods_are_called(self, callback: Callback) -> None:
+        """A run calls the methods of :class:`nxdt_core.api.Callback` by name."""
+        assert isinstance(callback, Callback), (
+            f"the target returns a {type(callback).__name__}; return an nxdt_core.api.Callback"
         )
+        unknown = [name for name in dir(callback) if name.startswith("on_") and not hasattr(Callback, name)]
+        assert not unknown, f"no run calls {', '.join(unknown)}; see the methods of nxdt_core.api.Callback"
 
     def test_a_run_with_it_has_the_losses_of_one_without(self, tmp_path: Path) -> None:
         """It draws no global random numbers, changes no gradient and leaves the model as it finds it."""
@@ -81,7 +83,7 @@ class CallbackContract:
             "in a run that was not stopped; keep what it counts in state_dict()"
         )
 
-    def test_its_state_comes_back(self, callback: pl.Callback, tmp_path: Path) -> None:
+    def test_its_state_comes_back(self, callback: Callback, tmp_path: Path) -> None:
         """Checkpoints hold ``state_dict()``, and a new process loads it."""
         state = callback.state_dict()
         try:
@@ -120,10 +122,10 @@ class CallbackContract:
         return _once(json.dumps([self.entry, *self.plugins]), self._config(directory, "whole"))
 
     @staticmethod
-    def _build(config: ResolvedConfig) -> pl.Callback:
+    def _build(config: ResolvedConfig) -> Callback:
         (selected,) = config.callbacks
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        built: pl.Callback = selected.component.load_target()(selected.config, config.run_dir)
+        built: Callback = selected.component.load_target()(selected.config, config.run_dir)
         return built
 
 

@@ -1,4 +1,4 @@
-"""What every logger must keep; its author subclasses this once for each set of options.
+"""What every callback that logs must keep; its author subclasses this once for each set of options.
 
 Example, the whole test file of a plugin::
 
@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from pytorch_lightning.loggers import Logger
 
+from nxdt_core.callback import Callback
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.testing.runs.small_run import STEPS, losses, no_thread_left, small_config, train_small
 
@@ -47,26 +48,6 @@ class LoggerContract:
         """Return what was logged in the runs of this directory: step → metric → value."""
         raise NotImplementedError("override 'read'")
 
-    @pytest.fixture
-    def logger(self, tmp_path: Path) -> Logger:
-        """Return the logger of one run."""
-        config = self._config(tmp_path, "built")
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.yaml").write_text("seed: 7\n", encoding="utf-8")
-        (selected,) = config.loggers
-        built: Logger = selected.component.load_target()(selected.config, config.run_dir)
-        return built
-
-    def test_it_is_a_logger_of_lightning(self, logger: Logger) -> None:
-        """With a name and a version, which may be empty or None."""
-        assert isinstance(logger, Logger), (
-            f"the factory returns a {type(logger).__name__}; return a pytorch_lightning.loggers.Logger"
-        )
-        for name in ("name", "version"):
-            found = getattr(logger, name)
-            assert found is None or isinstance(found, (str, int)), f"its {name} is {found!r}; return text or None"
-        logger.finalize("success")
-
     def test_it_has_the_losses_of_each_step_and_changes_none(self, tmp_path: Path) -> None:
         """Read the losses of a run that was stopped and resumed, by step, and compare with a run without it."""
         with no_thread_left():
@@ -84,23 +65,20 @@ class LoggerContract:
             close = math.isclose(found[step], loss, rel_tol=_CLOSE)
             assert close, f"it has the loss {found[step]} of step {step}, and the run says {loss}"
 
-    def test_it_takes_numbers_that_are_not_finite(self, logger: Logger) -> None:
+    def test_it_takes_numbers_that_are_not_finite(self, tmp_path: Path) -> None:
         """A run that diverges must say so, and not end in its logger."""
+        config = self._config(tmp_path, "nonfinite")
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "config.yaml").write_text("seed: 7\n", encoding="utf-8")
+        (selected,) = config.loggers
+        logger: Callback = selected.component.load_target()(selected.config, config.run_dir)
+        run: Any = SimpleNamespace(step=1, rank=0, config=config, status="failed", error=None, metrics={})
         try:
-            logger.log_metrics({"loss": math.nan, "grad_norm": math.inf}, step=1)
-            logger.log_metrics({"loss": 1.0}, step=2)
-            logger.save()
-            logger.finalize("failed")
+            logger.on_log(run, {"train/loss": math.nan, "train/grad_norm": math.inf})
+            logger.on_log(run, {"train/loss": 1.0})
+            logger.close(run)
         except Exception as error:
             pytest.fail(f"a loss of NaN raises {type(error).__name__}: {error}")
-
-    def test_it_takes_a_configuration(self, logger: Logger) -> None:
-        """``log_hyperparams`` gets nested keys with lists and None."""
-        try:
-            logger.log_hyperparams({"model": {"name": "x", "sizes": [1, 2], "none": None}, "seed": 7})
-            logger.finalize("success")
-        except Exception as error:
-            pytest.fail(f"a configuration raises {type(error).__name__}: {error}")
 
     def _config(self, directory: Path, name: str, **trainer: Any) -> ResolvedConfig:
         return small_config(

@@ -108,7 +108,7 @@ import os
 from nxdt_core.api import hookimpl
 
 @hookimpl
-def nxdt_configure(context):
+def nxdt_validate_config(context):
     raise RuntimeError(f"cannot log in with {os.environ['NXDT_CANARY']!r}")
 """
 COMMAND = """

@@ -11,7 +11,6 @@ from nxdt_core.api import (
     CallbackComponent,
     ConfigFinding,
     DataloaderComponent,
-    LoggerComponent,
     ModelComponent,
     OptimizerComponent,
     StorageComponent,
@@ -175,16 +174,12 @@ def nxdt_checkpoint_storages():
 
 
 @hookimpl
-def nxdt_loggers():
-    return [
-        LoggerComponent(name="csv", target="tiny:csv", config=f"{__name__}:CsvConfig"),
-        LoggerComponent(name="board", target="tiny:board", config=f"{__name__}:BoardConfig"),
-    ]
-
-
-@hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="beep", target="tiny:beep")]
+    return [
+        CallbackComponent(name="csv", target="tiny:csv", config=f"{__name__}:CsvConfig"),
+        CallbackComponent(name="board", target="tiny:board", config=f"{__name__}:BoardConfig"),
+        CallbackComponent(name="beep", target="tiny:beep"),
+    ]
 
 
 @hookimpl

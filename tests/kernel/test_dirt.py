@@ -25,23 +25,24 @@ BROKEN_SOURCES = {
         "optimizers() implements no hook; did you mean 'nxdt_optimizers'?",
     ),
     "wrong-argument": (
-        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_step_end(contxt): pass",
-        "nxdt_step_end(contxt) has the argument 'contxt'; nxdt_step_end takes context; did you mean 'context'?",
+        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_validate_config(contxt): pass",
+        "nxdt_validate_config(contxt) has the argument 'contxt'; nxdt_validate_config takes context; "
+        "did you mean 'context'?",
     ),
     "extra-argument": (
         "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_optimizers(config): return []",
         "nxdt_optimizers takes no argument",
     ),
     "default": (
-        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_step_end(context=None): pass",
-        "nxdt_step_end(context=None) gives 'context' a default",
+        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_validate_config(context=None): pass",
+        "nxdt_validate_config(context=None) gives 'context' a default",
     ),
     "star-arguments": (
-        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_step_end(*args): pass",
-        "nxdt_step_end(*args) takes *args",
+        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_validate_config(*args): pass",
+        "nxdt_validate_config(*args) takes *args",
     ),
     "keyword-only": (
-        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_step_end(*, context): pass",
+        "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_validate_config(*, context): pass",
         "a hook's arguments are plain names",
     ),
     "wrapper": (
@@ -53,7 +54,7 @@ BROKEN_SOURCES = {
         "is a wrapper",
     ),
     "coroutine": (
-        "from nxdt_core.api import hookimpl\n@hookimpl\nasync def nxdt_step_end(context): pass",
+        "from nxdt_core.api import hookimpl\n@hookimpl\nasync def nxdt_validate_config(context): pass",
         "is a coroutine",
     ),
     "unmarked": ("def nxdt_optimizers(): return []", "nxdt_optimizers() is not marked with @hookimpl"),
@@ -90,9 +91,9 @@ BROKEN_SOURCES = {
         "the optimizer 'a' declares the capability 'tp', which does not exist; known are 'sharded'",
     ),
     "kind-without-capabilities": (
-        "from nxdt_core.api import hookimpl, LoggerComponent\n@hookimpl\n"
-        "def nxdt_loggers(): return [LoggerComponent(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
-        "the logger 'a' declares the capability 'tp'; components of its kind have none",
+        "from nxdt_core.api import hookimpl, CallbackComponent\n@hookimpl\n"
+        "def nxdt_callbacks(): return [CallbackComponent(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
+        "the callback 'a' declares the capability 'tp'; components of its kind have none",
     ),
     "unknown-requirement": (
         "from nxdt_core.api import hookimpl, PrecisionComponent\n@hookimpl\n"
@@ -154,13 +155,13 @@ def test_a_broken_plugin_registers_nothing_at_all(site, contributed):
             raise ValueError("not so fine")
 
         @hookimpl
-        def nxdt_step_end(context):
+        def nxdt_validate_config(context):
             raise AssertionError("a broken plugin was called")
         """,
     )
     kernel = site.start()
     assert contributed(kernel) == []
-    assert kernel.hooks.implementations("nxdt_step_end") == ()
+    assert kernel.hooks.implementations("nxdt_validate_config") == ()
 
 
 def test_a_module_that_does_not_exist_is_broken(site, plugin_named):

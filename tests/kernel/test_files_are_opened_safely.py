@@ -104,8 +104,10 @@ ALLOWED = {
         f"{CORE}/engines/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
         f"{CORE}/parallel/rounding/native.py: tempfile.TemporaryDirectory(prefix='nxdt-')",
     },
-    "checked by `require_regular` in the line before; the library opens paths only": {
+    "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
         f"{CORE}/data/files/array_cache.py: np.load(path, mmap_mode='r')",
+        f"{CORE}/training/callbacks/profiler.py: "
+        "found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {
         f"{CORE}/builtins/storage/local.py: os.link(temporary, path)",

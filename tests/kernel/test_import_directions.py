@@ -20,6 +20,7 @@ CORE = ROOT / "nxdt_core"
 LAYERS = (
     {"_version", "capabilities", "deprecation", "garbage_collection", "parent", "visible_text"},
     {"errors"},
+    {"callback"},
     {"api", "compile_counts", "http_server", "mounts", "regular_files", "torch_versions"},
     {"device_operations"},
     {"trainium"},

@@ -130,7 +130,7 @@ def test_an_entry_point_may_name_an_object(site):
                 return [OptimizerComponent(name="held", target="m:f")]
 
             @property
-            def nxdt_step_end(self):
+            def nxdt_validate_config(self):
                 raise AssertionError("a property was read")
 
         plugin = Plugin()

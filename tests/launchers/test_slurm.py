@@ -21,18 +21,17 @@ STEPS = 10
 WAITS = """
 import os, time
 from pathlib import Path
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 HERE = Path(__file__).parent
 
-class Waits(pl.Callback):
+class Waits(Callback):
     def __init__(self, config, run_dir): ...
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if pl_module.train_state.step != 5 or "SLURM_RESTART_COUNT" in os.environ or "SLURM_JOB_ID" not in os.environ:
+    def on_step_end(self, run):
+        if run.step != 5 or "SLURM_RESTART_COUNT" in os.environ or "SLURM_JOB_ID" not in os.environ:
             return
-        (HERE / f"reached-{trainer.global_rank}").touch()
+        (HERE / f"reached-{run.rank}").touch()
         while not (HERE / "continue").exists():
             time.sleep(0.05)
 

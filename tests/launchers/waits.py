@@ -6,20 +6,18 @@ Next to the copy, ``reached-RANK`` says that a rank waits, and ``lost`` lets all
 import time
 from pathlib import Path
 
-import pytorch_lightning as pl
-
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 HERE = Path(__file__).parent
 
 
-class Waits(pl.Callback):
+class Waits(Callback):
     def __init__(self, config, run_dir): ...
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if pl_module.train_state.step != 5 or (HERE / "lost").exists():
+    def on_step_end(self, run):
+        if run.step != 5 or (HERE / "lost").exists():
             return
-        (HERE / f"reached-{trainer.global_rank}").touch()
+        (HERE / f"reached-{run.rank}").touch()
         while not (HERE / "lost").exists():
             time.sleep(0.02)
 

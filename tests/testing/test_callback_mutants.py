@@ -11,20 +11,21 @@ from tests.testing.mutants.callback import MUTANTS
 from tests.testing.outcomes import CaughtBy, Outcomes, assert_fails_where_wrong, run_mutants, without
 
 FILE = Path(__file__).parent / "mutants/callback.py"
-IS_ONE, SAME = "test_it_is_a_callback_of_lightning", "test_a_run_with_it_has_the_losses_of_one_without"
+IS_ONE, SAME = "test_it_is_a_callback_whose_methods_are_called", "test_a_run_with_it_has_the_losses_of_one_without"
 RESUMED = "test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped"
 STATE, THREAD = "test_its_state_comes_back", "test_it_leaves_no_thread"
 RANKS = "test_two_ranks_finish"
 CAUGHT_BY = {
     "Right": set(),
-    "OnlyLooksLikeOne": {IS_ONE},
+    "OnlyLooksLikeOne": {IS_ONE, SAME, RESUMED, THREAD, RANKS},
     "ScalesWeights": {SAME},
     "CountsItsWarmUpAgain": {RESUMED},
     "SavesASet": {SAME, RESUMED, STATE, THREAD, RANKS},
     "SavesWhatItDoesNotLoad": {STATE},
     "LeavesAThread": {THREAD},
     "WaitsOnTheFirstRank": {RANKS},
-    "WaitsForBackward": {SAME, RESUMED, THREAD, RANKS},
+    "WaitsForBackward": {IS_ONE, SAME, RESUMED, THREAD, RANKS},
+    "Fails": {SAME, RESUMED, RANKS},
 }
 SKIPS = {"CountsItsWarmUpAgain": {SAME}}
 """It says that it changes training."""

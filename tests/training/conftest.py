@@ -1,23 +1,12 @@
 """Small real runs: the Llama plugin on the shipped text, in a few steps."""
 
 import json
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
-from lightning_fabric.utilities import registry
 
 from nxdt_core.config import load
 from tests.training.small import SMALL
-
-
-@pytest.fixture(scope="session", autouse=True)
-def entry_points_read_once() -> Iterator[None]:
-    """Let Lightning read the metadata of all installed packages once, not for each trainer, which takes 30 ms."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entry_points", cache(registry.entry_points))
-        yield
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
 from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.training import build, train
-from nxdt_core.training.callbacks import checkpoints
+from nxdt_core.training.callbacks import checkpoints, console
 from nxdt_core.training.step_times import STEPS, StepTimes
 from tests.training.small import SMALL
 
@@ -256,8 +256,8 @@ def test_a_save_is_left_out_while_another_one_goes_on(small_run, monkeypatch, ca
             time.sleep(0.01)
         return open_write(self, key)
 
-    say = checkpoints.Console.say
-    monkeypatch.setattr(checkpoints.Console, "say", lambda self, line: (said.append(line), say(self, line)))
+    say = console.Console.say
+    monkeypatch.setattr(console.Console, "say", lambda self, line: (said.append(line), say(self, line)))
     monkeypatch.setattr(LocalStorage, "open_write", slow)
     config = small_run(
         "trainer.max_steps=8",

@@ -16,7 +16,6 @@ from nxdt_core.checkpoint.format.signature import Signature
 from nxdt_core.cli import main
 from nxdt_core.errors.signing import (
     CheckpointNotSigned,
-    CheckpointSignatureWrong,
     CheckpointSignedByOther,
     SigningKeyNotTrusted,
     SigningKeyUnusable,
@@ -66,13 +65,13 @@ def test_two_ranks_sign_save_and_resume(tmp_path, key):
     load_trusted(store, TrustedKeys([key[1]]), step=2)
 
 
-def test_the_private_key_is_read_by_the_first_rank_only_and_the_public_ones_by_all(tmp_path, key):
+def test_keys_are_read_by_the_first_rank_only(tmp_path, key):
     settings = [*signing(key), "trainer.devices=2", "name=two"]
     words = ["train", "recipe:llama-tiny", *SMALL, *settings, f"exp_manager.exp_dir={tmp_path}"]
     pool = RankPool(2)
     assert pool.run(train_and_say_which_are_opened, [*words, "trainer.max_steps=1"], key, timeout_s=120)[1][0] is False
     opened = pool.run(train_and_say_which_are_opened, [*words, "trainer.max_steps=2", RESUME], key, timeout_s=120)
-    assert opened == [[True, True], [False, True]]
+    assert opened == [[True, True], [False, False]]
 
 
 def test_the_key_is_in_no_file_of_a_run_and_its_path_is_in_the_configuration(small_run, key):
@@ -102,8 +101,7 @@ def test_a_run_refuses_what_a_trusted_key_has_not_signed(small_run, key, tmp_pat
         train(small_run(*trusting, f"checkpoint.resume_from={tmp_path}/other/checkpoints", name="third"))
 
 
-def test_a_manifest_that_changed_after_the_decision_is_refused_when_it_is_loaded(small_run, key, monkeypatch):
-    """The run looks for its checkpoint first, and the strategy reads the manifest again."""
+def test_a_manifest_that_changes_after_it_was_checked_is_not_read_again(small_run, key, monkeypatch):
     config = small_run("trainer.max_steps=1", *signing(key), name="run")
     train(config)
     store = build.storage(config)
@@ -114,12 +112,12 @@ def test_a_manifest_that_changed_after_the_decision_is_refused_when_it_is_loaded
         path = next(Path(store.uri).rglob("manifest.sig"))
         forged = Signature(public_key=Signature.decode(path.read_bytes()).public_key, signature=bytes(64))
         path.write_bytes(forged.encode())
+        path.with_name("manifest.json").write_text("{}")
         assert start.manifest == manifest
         return start
 
     monkeypatch.setattr("nxdt_core.training.run.train.decide_start", decide_then_forge)
-    with pytest.raises(CheckpointSignatureWrong):
-        train(small_run("trainer.max_steps=2", *signing(key), RESUME, name="run"))
+    assert train(small_run("trainer.max_steps=2", *signing(key), RESUME, name="run")).step == 2
 
 
 def test_checkpoints_of_other_programs_are_refused_where_a_signature_is_required(small_run, key, tmp_path):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pytorch_lightning as pl
+from typing import final
 
 from nxdt_core.builtins.callbacks.config import GenerationsConfig
+from nxdt_core.callback import Callback, Run
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import prompt_ids, stop_ids
@@ -21,9 +20,6 @@ from nxdt_core.regular_files import regular_opener
 from nxdt_core.training import build
 from nxdt_core.visible_text import visible
 
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
-
 __all__ = ["Generations"]
 
 _log = logging.getLogger(__name__)
@@ -31,7 +27,8 @@ _log = logging.getLogger(__name__)
 _FILE = "generations.jsonl"
 
 
-class Generations(pl.Callback):
+@final
+class Generations(Callback):
     """Texts to every logger that takes some, such as TensorBoard, and to ``generations.jsonl`` of the run."""
 
     def __init__(self, config: GenerationsConfig, run_dir: Path) -> None:
@@ -40,42 +37,39 @@ class Generations(pl.Callback):
         self._failed = False
         """Whether a text could not be written."""
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Say what would fail at the first validation.
 
         Raises:
             GenerationsNeedTokenizer: the run has no tokenizer.
         """
-        _tokenizer_of(trainer)
+        _tokenizer_of(run)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+    def on_validation_end(self, run: Run) -> None:
         """Write behind each prompt; on all ranks, which share the work of each token.
 
         Raises:
             ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of prompts that are to be a user's turn.
         """
-        if trainer.sanity_checking:
-            return
-        tokenizer = _tokenizer_of(trainer)
-        config, step = self._config, pl_module.train_state.step
+        tokenizer, config = _tokenizer_of(run), self._config
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )
-        keys = build.chat_keys(pl_module.config)
-        source = HFSource.of_facts(pl_module.session.hf_facts)
+        keys = build.chat_keys(run.config)
+        source = HFSource.of_facts(run.session.hf_facts)
         stops = {*stop_ids(keys, tokenizer), *(() if source is None else source.stops_of(tokenizer))}
         for number, prompt in enumerate(config.prompts):
             written = continue_ids(
-                pl_module.model,
+                run.session.model,
                 self._ids(prompt, tokenizer, keys),
                 sampling,
-                window=pl_module.config.run.data.seq_length,
+                window=run.config.run.data.seq_length,
                 vocab_size=tokenizer.vocab_size,
                 stop_ids=stops,
             )
             text = tokenizer.decode(written)
-            if trainer.is_global_zero:
-                self._log(trainer, step, number, prompt, text)
+            if run.rank == 0:
+                self._log(run, number, prompt, text)
 
     def _ids(self, prompt: str, tokenizer: Tokenizer, keys: ChatKeys) -> list[int]:
         if self._config.chat:
@@ -83,18 +77,15 @@ class Generations(pl.Callback):
             return prompt_ids(messages, tokenizer, keys, place="trainer.callbacks: generations")
         return text_ids(prompt, tokenizer)
 
-    def _log(self, trainer: pl.Trainer, step: int, number: int, prompt: str, text: str) -> None:
+    def _log(self, run: Run, number: int, prompt: str, text: str) -> None:
         try:
             with open(self._run_dir / _FILE, "a", encoding="utf-8", opener=regular_opener) as file:
-                file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+                file.write(json.dumps({"step": run.step, "prompt": prompt, "text": text}) + "\n")
         except OSError as error:
             if not self._failed:
                 _log.warning("%s/%s is incomplete: %s", self._run_dir, _FILE, error.strerror or error)
             self._failed = True
-        for logger in trainer.loggers:
-            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-            if add_text is not None:
-                add_text(f"generations/{number}", _as_code(prompt + text), step)
+        run.log_text(f"generations/{number}", _as_code(prompt + text))
 
 
 def _as_code(text: str) -> str:
@@ -102,9 +93,8 @@ def _as_code(text: str) -> str:
     return "\n".join(f"    {line}" for line in visible(text).splitlines())
 
 
-def _tokenizer_of(trainer: pl.Trainer) -> Tokenizer:
-    data: Any = getattr(trainer, "datamodule", None)
-    tokenizer: Tokenizer | None = getattr(data, "tokenizer", None)
+def _tokenizer_of(run: Run) -> Tokenizer:
+    tokenizer: Tokenizer | None = run.session.data.tokenizer
     if tokenizer is None:
         raise GenerationsNeedTokenizer()
     return tokenizer

@@ -17,7 +17,6 @@ from nxdt_core.config.huggingface.values import architectures_of
 from nxdt_core.errors.exchange import ArchitectureUnread
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.contexts import ResolveModelContext
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 
@@ -86,8 +85,6 @@ class HFReader:
             error.path = str(self._path / CONFIG)
             raise
         kernel = Kernel.start()
-        if kernel.hooks.nxdt_resolve_model(ResolveModelContext(model={}, hf_architectures=named)) is not None:
-            return
         if not kernel.registry.readers(named):
             records = (component.record for component in kernel.registry.all("model_builder"))
             readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}

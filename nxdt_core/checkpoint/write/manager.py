@@ -185,11 +185,6 @@ class CheckpointManager:
         self._flight.running.wait()
         self._end(self._flight, begun)
 
-    def note_wait(self, seconds: float) -> None:
-        """Count what the loop waited for the save in flight outside of these methods."""
-        if self._flight is not None:
-            self._flight.blocked_s += seconds
-
     def leave(self, timeout_s: float) -> None:
         """Give the save in flight some seconds to end, without asking the other ranks: for a run that breaks."""
         if self._flight is not None:

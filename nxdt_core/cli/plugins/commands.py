@@ -52,7 +52,6 @@ def list_(kind: str | None, json_output: bool) -> None:
     Notes below the table name plugins whose import changes more than themselves, such as functions of torch, and
     plugins whose authors forgot something, such as a range of nxdt-core.
     """
-    from nxdt_core.kernel.discovery.lightning_callbacks import lightning_callbacks, lightning_notes
     from nxdt_core.kernel.plugin import plugin_hints, plugin_notes
 
     kernel = _start_kernel()
@@ -68,8 +67,7 @@ def list_(kind: str | None, json_output: bool) -> None:
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
     header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT")
     print_table(header, rows, optional=("DIST", "VERSION"))
-    added = lightning_notes(lightning_callbacks())
-    for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins), *added):
+    for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
         print_note(note)
 
 

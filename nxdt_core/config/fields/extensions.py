@@ -51,28 +51,26 @@ def select_extensions(tree: Node, kernel: Kernel, locator: Locator) -> Extension
     """Select loggers and callbacks of the completed, interpolated tree."""
     found = Extensions()
     for wanted in _wanted_loggers(tree, found):
-        found.loggers += _selected("logger", wanted, found, kernel, locator)
+        found.loggers += _selected(wanted, found, kernel, locator)
     for wanted in _items(tree, "trainer.callbacks", found):
-        found.callbacks += _selected("callback", wanted, found, kernel, locator)
+        found.callbacks += _selected(wanted, found, kernel, locator)
     return found
 
 
 def option_sections(tree: Node, kernel: Kernel) -> Iterator[tuple[Path, type]]:
     """Yield where options of loggers and callbacks are written, selected or not, and the dataclass that declares them;
     a component that cannot be had is left out: :func:`select_extensions` reports it."""
-    places: list[tuple[str, Path, object]] = [
-        ("logger", ("exp_manager", options), logger) for logger, options in FLAGS.items()
-    ]
-    for kind, key in (("logger", _LOGGERS), ("callback", "trainer.callbacks")):
+    places: list[tuple[Path, object]] = [(("exp_manager", options), logger) for logger, options in FLAGS.items()]
+    for key in (_LOGGERS, "trainer.callbacks"):
         node = tree.find(key)
         for number, item in enumerate(node.value if node is not None and isinstance(node.value, list) else ()):
-            places.append((kind, (*key.split("."), number), item.plain("name")))
-    for kind, path, name in places:
+            places.append(((*key.split("."), number), item.plain("name")))
+    for path, name in places:
         section = find_node(tree, path)
         if section is None or not section.children or not isinstance(name, str):
             continue
         try:
-            cls = usable_class(kernel.registry.get(kind, name), section.origin.at(""))
+            cls = usable_class(kernel.registry.get("callback", name), section.origin.at(""))
         except NxdtError:
             continue
         if cls is not None:
@@ -131,11 +129,11 @@ def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
             found.notes.append(f"{path}: no effect, since {key} does not select that logger")
 
 
-def _selected(kind: str, wanted: _Wanted, found: Extensions, kernel: Kernel, locator: Locator) -> Iterator[Selected]:
+def _selected(wanted: _Wanted, found: Extensions, kernel: Kernel, locator: Locator) -> Iterator[Selected]:
     """The component with its options; nothing where it cannot be had."""
     place = wanted.name.origin.at(wanted.key)
     try:
-        component = kernel.registry.get(kind, wanted.name.value)
+        component = kernel.registry.get("callback", wanted.name.value)
         cls = usable_class(component, place)
     except NxdtError as error:
         found.problems.append(error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error))

@@ -16,7 +16,6 @@ from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfi
 from nxdt_core.errors.plugins import AmbiguousComponent
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.components.known import reading_model
-from nxdt_core.kernel.contexts import ResolveModelContext, ResolveStorageContext
 
 __all__ = ["Selection", "select", "selecting_keys", "usable_class"]
 
@@ -141,11 +140,6 @@ def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any])
 
 def _model_name(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
     architectures = architectures_of(hf)
-    section = view.plain("model", {})
-    context = ResolveModelContext(model=section if isinstance(section, dict) else {}, hf_architectures=architectures)
-    answer = kernel.hooks.nxdt_resolve_model(context)
-    if answer is not None:
-        return Implied(answer.value, f"plugin {answer.plugin}", answer.plugin)
     readers = kernel.registry.readers(architectures)
     if readers:
         return Implied(_only(readers, architectures[0]).record.name, f"model.model_config ({architectures[0]})")
@@ -186,9 +180,6 @@ def _storage(name: str | None, view: Node, kernel: Kernel) -> RegisteredComponen
     kernel.registry.check_scheme(scheme)
     if name is not None:
         return kernel.registry.get("checkpoint_storage", name)
-    answer = kernel.hooks.nxdt_resolve_checkpoint_storage(ResolveStorageContext(uri=uri)) if uri else None
-    if answer is not None:
-        return kernel.registry.get("checkpoint_storage", answer.value)
     return kernel.registry.storage_for_scheme(scheme)
 
 

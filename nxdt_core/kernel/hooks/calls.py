@@ -73,13 +73,12 @@ class Implementation:
 
 
 class HookCalls:
-    """Implementations by hook name, in calling order, and the three ways to call them."""
+    """Implementations by hook name, in calling order."""
 
-    __slots__ = ("_by_hook", "_reported")
+    __slots__ = ("_by_hook",)
 
     def __init__(self, by_hook: Mapping[str, tuple[Implementation, ...]]) -> None:
         self._by_hook = by_hook
-        self._reported: set[tuple[str, str]] = set()
 
     def implementations(self, hook: str) -> tuple[Implementation, ...]:
         """Return the implementations of a hook, in calling order: ``tryfirst``, then by distribution and entry point,
@@ -96,39 +95,6 @@ class HookCalls:
             value = _call(hook, implementation, context)
             if value is not None:
                 yield HookResult(plugin=implementation.plugin, dist=implementation.dist, value=value)
-
-    def first(self, hook: str, context: object) -> HookResult[Any] | None:
-        """Call until one returns something; the rest are not called.
-
-        Raises:
-            PluginHookFailed: as :meth:`collect`.
-        """
-        return next(self.collect(hook, context), None)
-
-    def observe(self, hook: str, context: object) -> None:
-        """Call all; a failure is logged once for each plugin and hook, and stops nothing."""
-        for implementation in self._by_hook.get(hook, ()):
-            try:
-                _timed(hook, implementation, context)
-            except GUARDED as error:
-                self._report(hook, implementation, error)
-
-    def _report(self, hook: str, implementation: Implementation, error: BaseException) -> None:
-        key = (f"{implementation.dist}:{implementation.plugin}", hook)
-        if key in self._reported:
-            return
-        self._reported.add(key)
-        import logging  # 7 ms that listing plugins need not pay
-
-        log = logging.getLogger("nxdt.plugins")
-        log.warning(
-            "plugin %r (%s): %s %s; training continues, and further failures of it are not reported",
-            implementation.plugin,
-            implementation.dist,
-            hook,
-            describe_failure(error),
-            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
-        )
 
 
 def _call(hook: str, implementation: Implementation, context: object) -> Any:

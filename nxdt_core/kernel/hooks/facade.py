@@ -69,39 +69,3 @@ class Hooks:
     ) -> tuple[HookResult[Iterable[api.ConfigFinding]], ...]:
         """Return the problems that plugins find."""
         return tuple(self._calls.collect("nxdt_validate_config", context))
-
-    def nxdt_configure(self, context: contexts.ConfigureContext) -> None:
-        """Notify plugins that the configuration is final."""
-        tuple(self._calls.collect("nxdt_configure", context))
-
-    # Resolution: the first answer; a failure stops with PluginHookFailed
-
-    def nxdt_resolve_model(self, context: contexts.ResolveModelContext) -> HookResult[str] | None:
-        """Return the name of the model builder, or None where no plugin knows it."""
-        return self._calls.first("nxdt_resolve_model", context)
-
-    def nxdt_resolve_checkpoint_storage(self, context: contexts.ResolveStorageContext) -> HookResult[str] | None:
-        """Return the name of the storage backend, or None where no plugin knows it."""
-        return self._calls.first("nxdt_resolve_checkpoint_storage", context)
-
-    # Observers: a failure is logged and stops nothing
-
-    def nxdt_fit_start(self, context: contexts.FitContext) -> None:
-        """Training is about to take its first step."""
-        self._calls.observe("nxdt_fit_start", context)
-
-    def nxdt_step_end(self, context: contexts.StepContext) -> None:
-        """An optimizer step is done."""
-        self._calls.observe("nxdt_step_end", context)
-
-    def nxdt_fit_end(self, context: contexts.FitContext) -> None:
-        """Training ended."""
-        self._calls.observe("nxdt_fit_end", context)
-
-    def nxdt_checkpoint_saved(self, context: contexts.CheckpointContext) -> None:
-        """A checkpoint is committed."""
-        self._calls.observe("nxdt_checkpoint_saved", context)
-
-    def nxdt_checkpoint_loaded(self, context: contexts.CheckpointContext) -> None:
-        """A checkpoint was loaded."""
-        self._calls.observe("nxdt_checkpoint_loaded", context)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from nxdt_core.kernel.hookspecs import checkpoints, configuration, registration, resolution, run
+from nxdt_core.kernel.hookspecs import configuration, registration
 
 __all__ = ["PHASES"]
 
-PHASES: tuple[ModuleType, ...] = (registration, configuration, resolution, run, checkpoints)
+PHASES: tuple[ModuleType, ...] = (registration, configuration)
 """Modules of specifications, in the order in which a run meets them."""

@@ -1,4 +1,4 @@
-"""Configuration: defaults, checks, and the moment when it is final. A failure here stops with the plugin's name."""
+"""Configuration: defaults and checks. A failure here stops with the plugin's name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from nxdt_core.api import ConfigFinding
 from nxdt_core.kernel.hookspecs.marker import hookspec
 
 if TYPE_CHECKING:
-    from nxdt_core.kernel.contexts import ConfigDefaultsContext, ConfigureContext, ValidateConfigContext
+    from nxdt_core.kernel.contexts import ConfigDefaultsContext, ValidateConfigContext
 
-__all__ = ["nxdt_config_defaults", "nxdt_configure", "nxdt_validate_config"]
+__all__ = ["nxdt_config_defaults", "nxdt_validate_config"]
 
 
 @hookspec
@@ -38,18 +38,4 @@ def nxdt_validate_config(context: ValidateConfigContext) -> Iterable[ConfigFindi
             if steps % 10:
                 return [ConfigFinding(key="trainer.max_steps", message=f"{steps} is not a multiple of 10")]
             return []
-    """
-
-
-@hookspec
-def nxdt_configure(context: ConfigureContext) -> None:
-    """Called on every process when the configuration is valid and final, before anything is built.
-
-    The run's directory exists, and no other run writes to it.
-
-    Example::
-
-        @hookimpl
-        def nxdt_configure(context):
-            (context.run_dir / "owner.txt").write_text(getpass.getuser())
     """

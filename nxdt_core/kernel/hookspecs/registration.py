@@ -20,7 +20,6 @@ from nxdt_core.api import (
     EngineComponent,
     Kind,
     LauncherComponent,
-    LoggerComponent,
     LRSchedulerComponent,
     MetricComponent,
     ModelComponent,
@@ -45,7 +44,6 @@ __all__ = [
     "nxdt_device_profiles",
     "nxdt_kinds",
     "nxdt_launchers",
-    "nxdt_loggers",
     "nxdt_lr_schedulers",
     "nxdt_metrics",
     "nxdt_model_builders",
@@ -258,26 +256,14 @@ def nxdt_launchers() -> Iterable[LauncherComponent]:  # type: ignore[empty-body]
 
 
 @hookspec
-def nxdt_loggers() -> Iterable[LoggerComponent]:  # type: ignore[empty-body]
-    """Offer PyTorch Lightning loggers, listed in ``exp_manager.loggers``.
-
-    Example::
-
-        @hookimpl
-        def nxdt_loggers():
-            return [LoggerComponent(name="graphite", target="my_plugin.graphite:build_logger")]
-    """
-
-
-@hookspec
 def nxdt_callbacks() -> Iterable[CallbackComponent]:  # type: ignore[empty-body]
-    """Offer PyTorch Lightning callbacks, listed in ``trainer.callbacks``.
+    """Offer callbacks, listed in ``trainer.callbacks``, and loggers, listed in ``exp_manager.loggers``.
 
     Example::
 
         @hookimpl
         def nxdt_callbacks():
-            return [CallbackComponent(name="ema", target="my_plugin.ema:build_callback", config="my_plugin.config:Ema")]
+            return [CallbackComponent(name="ema", target="my_plugin.ema:Ema", config="my_plugin.config:Ema")]
     """
 
 

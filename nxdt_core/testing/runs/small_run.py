@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nxdt_core import callback
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.devices import HOST
 from nxdt_core.training.run.train import train
@@ -75,9 +77,26 @@ def small_config(
 
 
 def train_small(config: ResolvedConfig) -> Path:
-    """Train, and return the run's directory."""
-    train(config)
+    """Train, and return the run's directory. A callback that the run went on without is a failure."""
+    failed, log = _Messages(), logging.getLogger(callback.__name__)
+    log.addHandler(failed)
+    try:
+        train(config)
+    finally:
+        log.removeHandler(failed)
+    assert not failed.seen, failed.seen[0]
     return config.run_dir
+
+
+class _Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
 
 
 @contextmanager

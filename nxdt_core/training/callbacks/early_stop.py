@@ -1,75 +1,81 @@
-"""Early stopping: Lightning's, with messages of the run, and state that survives a resume."""
+"""Early stopping: the run ends once a metric has stopped improving. Its state survives a resume."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import Any, final
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import EarlyStopping
-
+from nxdt_core.callback import Callback, Run
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
 from nxdt_core.errors.training import MetricNotLogged
-from nxdt_core.training.callbacks.console import Console
-from nxdt_core.training.callbacks.validation_figures import validated_all
-
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["EarlyStop"]
 
 
-class EarlyStop(EarlyStopping):
+@final
+class EarlyStop(Callback):
     """Judges a metric after each validation; all ranks stop where one would.
 
     Args:
         params: what is judged, and how.
-        console: where the reason of the stop is printed.
         min_steps: steps before which it does not stop the run.
     """
 
-    def __init__(self, params: EarlyStoppingParams, console: Console, *, min_steps: int = 0) -> None:
-        super().__init__(
-            monitor=params.monitor,
-            min_delta=params.min_delta,
-            patience=params.patience,
-            mode=params.mode,
-            strict=params.strict,
-            check_finite=params.check_finite,
-            stopping_threshold=params.stopping_threshold,
-            divergence_threshold=params.divergence_threshold,
-            check_on_train_epoch_end=False,
-        )
-        self._console = console
+    def __init__(self, params: EarlyStoppingParams, *, min_steps: int = 0) -> None:
+        self._params = params
         self._min_steps = min_steps
+        self._sign = 1.0 if params.mode == "min" else -1.0
+        self._best: float | None = None
+        self._waited = 0
+        """Validations since the best one."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was seen, not how long to wait: that is the configuration's."""
-        super().load_state_dict({**state_dict, "patience": self.patience})
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen, of the metric that is judged."""
+        judged = {"monitor": self._params.monitor, "mode": self._params.mode}
+        return {**judged, "best": self._best, "waited": self._waited}
 
-    def on_train_start(self, trainer: Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was seen, unless another metric is judged now."""
+        if (state["monitor"], state["mode"]) == (self._params.monitor, self._params.mode):
+            self._best, self._waited = state["best"], state["waited"]
+
+    def on_fit_start(self, run: Run) -> None:
         """Stop a run that is resumed after it was stopped."""
-        if self.wait_count >= self.patience and pl_module.train_state.step >= self._min_steps:
-            self._console.say(f"early stopping: {self.monitor} had not improved in {self.wait_count} validations")
-            trainer.should_stop = True
+        if self._waited >= self._params.patience and run.step >= self._min_steps:
+            run.say(f"early stopping: {self._params.monitor} had not improved in {self._waited} validations")
+            run.stopping = True
 
-    def on_validation_end(self, trainer: Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Stop the run where the monitored metric has not improved for ``patience`` validations, after the least
-        length.
+    def on_validation_end(self, run: Run) -> None:
+        """Stop the run where the metric has not improved for ``patience`` validations, after the least length.
 
         Raises:
             MetricNotLogged: there is no such metric.
         """
-        if trainer.sanity_checking or not validated_all(trainer):
+        name, value = self._params.monitor, run.metrics.get(self._params.monitor)
+        if value is None:
+            if self._params.strict:
+                raise MetricNotLogged(metric=name, known=sorted(run.metrics))
             return
-        if self.strict and self.monitor not in trainer.callback_metrics:
-            raise MetricNotLogged(metric=self.monitor, known=sorted(trainer.callback_metrics))
-        asked_before = trainer.should_stop
-        super().on_validation_end(trainer, pl_module)
-        if asked_before or not trainer.should_stop:
-            return
-        step = pl_module.train_state.step
-        if step < self._min_steps:
-            trainer.should_stop = False
-            return
-        why = (self.stopping_reason_message or "another rank stops").removesuffix(" Signaling Trainer to stop.")
-        self._console.say(f"step {step}: early stopping. {why}")
+        why = self._judge(value)
+        stops = run.session.engine.ranks.any_rank(why is not None) and run.step >= self._min_steps
+        if stops and not run.stopping:
+            run.stopping = True
+            run.say(f"step {run.step}: early stopping. {why or 'another rank stops'}")
+
+    def _judge(self, value: float) -> str | None:
+        """Return why the run ends with this value; None where it continues."""
+        params, sign = self._params, self._sign
+        better = self._best is None or sign * value < sign * self._best - abs(params.min_delta)
+        if params.check_finite and not math.isfinite(value):
+            return f"{params.monitor} is {value}"
+        if params.stopping_threshold is not None and sign * value < sign * params.stopping_threshold:
+            return f"{params.monitor} is {value:.6g}, better than stopping_threshold {params.stopping_threshold}"
+        if params.divergence_threshold is not None and sign * value > sign * params.divergence_threshold:
+            return f"{params.monitor} is {value:.6g}, worse than divergence_threshold {params.divergence_threshold}"
+        if better:
+            self._best, self._waited = value, 0
+            return None
+        self._waited += 1
+        if self._waited < params.patience:
+            return None
+        return f"{params.monitor} has not improved in {self._waited} validations (best: {self._best:.6g})"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import final
 
-import pytorch_lightning as pl
-
+from nxdt_core.callback import Callback, Run
 from nxdt_core.devices import profile_of
 from nxdt_core.errors.training import StepNotFinite
-
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["NonFiniteGuard"]
 
 
-class NonFiniteGuard(pl.Callback):
+@final
+class NonFiniteGuard(Callback):
     """Ends a run with an error after a step that was left out.
 
     The count of such steps is on the device. It is read every ``every`` steps, when the metrics wait for the device
@@ -28,19 +25,15 @@ class NonFiniteGuard(pl.Callback):
     def __init__(self, every: int) -> None:
         self._every = every
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step_end(self, run: Run) -> None:
         """Look, where it is time to.
 
         Raises:
             StepNotFinite: on all ranks.
         """
-        step = pl_module.train_state.step
-        if step % self._every == 0 or step == trainer.max_steps or profile_of(pl_module.engine.device).host:
-            skipped = int(pl_module.optimizer.skipped_steps)
-            if skipped:
-                result = pl_module.last
-                raise StepNotFinite(
-                    step=step, skipped=skipped, loss=float(result.loss.loss), grad_norm=float(result.grad_norm)
-                )
+        session, result = run.session, run.last
+        looks = run.step % self._every == 0 or run.step == run.max_steps or profile_of(session.engine.device).host
+        skipped = int(session.optimizer.skipped_steps) if looks else 0
+        if skipped and result is not None:
+            loss, norm = float(result.loss.loss), float(result.grad_norm)
+            raise StepNotFinite(step=run.step, skipped=skipped, loss=loss, grad_norm=norm)

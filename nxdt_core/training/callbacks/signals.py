@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
-import pytorch_lightning as pl
-
+from nxdt_core.callback import Callback, Run
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.training.callbacks.console import Console
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["StopSignals", "Supervisor"]
 
 _VALIDATION = "signals in a validation"
+_BY_CALLBACK = 1
+"""In place of a signal's number, below those of the signals here."""
 _SAME_REQUEST_S = 1.0
 """Two signals within this are one request among many ranks: a scheduler signals all processes of a job, and an agent
 that is one of them passes its own on. A person's second Ctrl-C comes later."""
@@ -38,15 +39,14 @@ class Supervisor(Protocol):
         """Write the stacks of a run that hangs below its directory."""
 
 
-class StopSignals(pl.Callback):
-    """Turns signals into a clean stop; ``received`` is the signal that stopped the run.
+@final
+class StopSignals(Callback):
+    """Turns signals, and the wishes of callbacks, into a clean stop; ``received`` is the signal that stopped the run.
 
     A signal may reach ranks at different steps, or only one rank. All ranks stop at the same step: each reports its
     signal at the end of a step and learns at the end of the next step whether any rank received one. In a validation
-    the same holds of batches; what it found until then is dropped.
-
-    Lightning installs its own handlers, which would raise in the middle of a step. Ours are set after them and removed
-    after the fit.
+    the same holds of batches; what it found until then is dropped. It is the last callback of a run, so that it sees
+    at the end of a step what the others ask for.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -64,50 +64,39 @@ class StopSignals(pl.Callback):
         self.failure: CannotWriteRunDirectory | None = None
         """Why the run cannot continue; the same on all ranks once training has ended."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Install the handlers of SIGINT and SIGTERM."""
         for number in self._SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
         if self._supervisor is not None:
             self._supervisor.on_stop = self._want
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Ask the trainer to stop once a signal has reached any rank."""
-        self._stop(trainer, self._ranks.largest_before(self._wanted))
+    def on_step_end(self, run: Run) -> None:
+        """Stop the run once a signal has reached any rank."""
+        self._stop(run, self._ranks.largest_before(self._request(run)))
 
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """End the validation once a signal has reached any rank. Lightning also begins one because a run stops.
+    def on_validation_batch_end(self, run: Run) -> None:
+        """End the validation once a signal has reached any rank."""
+        self._stop(run, self._ranks.largest_before(self._request(run), topic=_VALIDATION))
 
-        Raises:
-            StopIteration: which Lightning's loop takes as the end of the data.
-        """
-        if not trainer.sanity_checking:
-            self._stop(trainer, self._ranks.largest_before(self._wanted, topic=_VALIDATION))
-            if self.received is not None:
-                raise StopIteration
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, run: Run) -> None:
         """Learn of signals during the last batch, so that no further step is trained."""
-        if not trainer.sanity_checking:
-            before = self._ranks.largest_before(self._wanted, topic=_VALIDATION)
-            self._stop(trainer, max(before, self._ranks.last_answer(topic=_VALIDATION)))
+        before = self._ranks.largest_before(self._request(run), topic=_VALIDATION)
+        self._stop(run, max(before, self._ranks.last_answer(topic=_VALIDATION)))
 
-    def _stop(self, trainer: pl.Trainer, agreed: int) -> None:
-        if agreed and self.received is None:
-            self.received = signal.Signals(agreed)
-            if self._ranks.world_size > 1:
-                self._announce(self.received)
-            trainer.should_stop = True
+    def _request(self, run: Run) -> int:
+        return self._wanted or (_BY_CALLBACK if run.stop_reason else 0)
+
+    def _stop(self, run: Run, agreed: int) -> None:
+        if not agreed or run.stopping:
+            return
+        run.stopping, run.status = True, "stopped"
+        if agreed == _BY_CALLBACK:
+            run.say(f"stopping after step {run.step}: {run.stop_reason or 'another rank asked for it'}")
+            return
+        self.received = signal.Signals(agreed)
+        if self._ranks.world_size > 1:
+            self._announce(self.received)
 
     def request(self, number: signal.Signals, *, because: str) -> None:
         """Stop as if the signal had reached this rank; ``because`` is the reason shown. Later requests are ignored."""
@@ -122,18 +111,18 @@ class StopSignals(pl.Callback):
         self.failure = self.failure or error
         self.request(signal.SIGTERM, because=f"{error.path} cannot be written ({error.reason})")
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Complete pending communication between the ranks, and agree on what failed."""
         self._ranks.last_answer()
+        self._ranks.last_answer(topic=_VALIDATION)
         self.failure = self._ranks.broadcast_object(self.failure)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore the signal handlers from before, where Lightning has not: its own would hold the model for good."""
+    def close(self, run: Run) -> None:
+        """Restore the signal handlers from before."""
         if self._supervisor is not None:
             self._supervisor.on_stop = None
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, handler)
+            signal.signal(number, handler)
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

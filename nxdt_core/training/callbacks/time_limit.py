@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import final
 
-import pytorch_lightning as pl
-
+from nxdt_core.callback import Callback, Run
 from nxdt_core.training.callbacks.signals import StopSignals
-
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
 
 __all__ = ["TimeLimit"]
 
 
-class TimeLimit(pl.Callback):
+@final
+class TimeLimit(Callback):
     """Asks for a stop as SIGTERM would, once ``limit_s`` have passed since it was made.
 
-    The first rank's clock decides for all. (Lightning's ``Timer`` lets each rank decide by its own clock, and counts
-    over resumes: the second of two jobs with the same limit would stop at once.)
+    The first rank's clock decides for all. A resumed run has the whole limit again: else the second of two jobs with
+    the same limit would stop at once.
 
     Args:
         limit_s: seconds.
@@ -31,25 +28,14 @@ class TimeLimit(pl.Callback):
         self._ends_at_s = time.monotonic() + limit_s
         self._signals = signals
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: NxdtModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step_end(self, run: Run) -> None:
         """Look at the clock, unless the run ends here anyway."""
-        self._look(trainer, pl_module)
+        self._look(run)
 
-    def on_validation_batch_end(  # type: ignore[override]
-        self,
-        trainer: pl.Trainer,
-        pl_module: NxdtModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, run: Run) -> None:
         """Look at the clock during a validation, too."""
-        self._look(trainer, pl_module)
+        self._look(run)
 
-    def _look(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:
-        over = trainer.is_global_zero and time.monotonic() >= self._ends_at_s
-        if over and pl_module.train_state.step < trainer.max_steps:
+    def _look(self, run: Run) -> None:
+        if run.rank == 0 and time.monotonic() >= self._ends_at_s and run.step < run.max_steps:
             self._signals.request(signal.SIGTERM, because="trainer.max_time is over")

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.training.data import UNNAMED
 
-__all__ = ["ValidationFigures", "scalars", "validated_all"]
+__all__ = ["ValidationFigures", "scalars"]
 
 Figures = dict[str, float | int | None]
 
@@ -63,9 +62,3 @@ def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, 
         named = {key: value for key, value in figures.items() if key not in ("step", "sets", unit)}
         found |= {f"{stage}_{key}{suffix}": value for key, value in named.items()}
     return found
-
-
-def validated_all(trainer: pl.Trainer) -> bool:
-    """Return whether no signal has stopped the validation that ends: Lightning does not count the batch that did."""
-    batches: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current
-    return bool(batches.completed == batches.processed)

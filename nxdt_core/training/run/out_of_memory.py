@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import max_memory_bytes, profile_of
 from nxdt_core.errors.ranks import OutOfMemory
-
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
+from nxdt_core.training.session import TrainSession
 
 __all__ = ["MemoryUse", "compare", "memory_errors_explained"]
 
@@ -40,12 +38,11 @@ class MemoryUse:
 
 
 @contextmanager
-def memory_errors_explained(config: ResolvedConfig, module: NxdtModule) -> Iterator[None]:
+def memory_errors_explained(session: TrainSession) -> Iterator[None]:
     """Turn what allocators raise into an :class:`nxdt_core.errors.ranks.OutOfMemory` of this rank.
 
     Args:
-        config: of the run; its memory is estimated again.
-        module: whose trainer runs inside.
+        session: which the block builds or trains; the memory that its configuration takes is estimated again.
 
     Raises:
         OutOfMemory: the device, or the host, has no memory for what was asked.
@@ -53,15 +50,15 @@ def memory_errors_explained(config: ResolvedConfig, module: NxdtModule) -> Itera
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _explained(config, module) from error
+        raise _explained(session) from error
     except RuntimeError as error:
         if _HOST_ALLOCATOR not in str(error):
             raise
-        raise _explained(config, module) from error
+        raise _explained(session) from error
 
 
-def _explained(config: ResolvedConfig, module: NxdtModule) -> OutOfMemory:
-    engine = module.engine
+def _explained(session: TrainSession) -> OutOfMemory:
+    engine = session.engine
     profile = profile_of(engine.device)
     peak, total = max_memory_bytes(engine.device), profile.operations.total_memory_bytes(engine.device)
     if peak is None or (total is None and not profile.host):
@@ -70,23 +67,23 @@ def _explained(config: ResolvedConfig, module: NxdtModule) -> OutOfMemory:
         usage, part = f"the process had taken up to {peak / _GIB:.1f} GiB", ""
     else:
         usage = f"tensors had taken up to {peak / _GIB:.1f} GiB of {total / _GIB:.1f} GiB"
-        held = _held_bytes(module)
+        held = _held_bytes(session)
         sizes = engine.rank_info.mesh
         pp_rank = engine.rank_info.rank * sizes.get("pp", 1) // engine.rank_info.world_size
-        part = compare(MemoryUse(held=held, step=max(0, peak - held)), _estimated(config, pp_rank))
+        part = compare(MemoryUse(held=held, step=max(0, peak - held)), _estimated(session.config, pp_rank))
     return OutOfMemory(
         rank=engine.ranks.rank, host=engine.ranks.host, device=str(engine.device), usage=usage, part=part
     )
 
 
-def _held_bytes(module: NxdtModule) -> int:
+def _held_bytes(session: TrainSession) -> int:
     """Weights, gradients and optimizer state that this process holds."""
     held: list[Any] = []
-    if hasattr(module, "model"):
-        for _, parameter in module.model.named_parameters():
+    if hasattr(session, "model"):
+        for _, parameter in session.model.named_parameters():
             held += [parameter, parameter.grad]
-    if hasattr(module, "optimizer"):
-        held += [value for state in module.optimizer.inner.state.values() for value in state.values()]
+    if hasattr(session, "optimizer"):
+        held += [value for state in session.optimizer.inner.state.values() for value in state.values()]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
     return sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
 

@@ -1,49 +1,49 @@
-"""The run that a configuration describes: what ``nxdt train`` calls, in terms of the Lightning classes."""
+"""The run that a configuration describes: what ``nxdt train`` calls on each rank."""
 
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-import pytorch_lightning as pl
-from pytorch_lightning.loggers import Logger
-from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
-from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+import torch
 
 from nxdt_core import checkpoint
+from nxdt_core.callback import Callback, Run
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.config.resolved import Selected
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.device_settings import ignored_settings
+from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.garbage_collection import collect_as_usual
-from nxdt_core.kernel.contexts import ConfigureContext
-from nxdt_core.kernel.discovery.lightning_callbacks import (
-    check_lightning_callbacks,
-    lightning_callbacks,
-    lightning_notes,
-)
+from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.nn.flops import token_flops
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.training import build
-from nxdt_core.training.callbacks.adapter_finish import AdapterFinish
+from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
+from nxdt_core.training.callbacks.compile_time import CompileTime
 from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.callbacks.early_stop import EarlyStop
 from nxdt_core.training.callbacks.metrics import MetricsWriter
+from nxdt_core.training.callbacks.nonfinite import NonFiniteGuard
+from nxdt_core.training.callbacks.profiler import Profiler
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.callbacks.signals import StopSignals, Supervisor
 from nxdt_core.training.callbacks.time_limit import TimeLimit
-from nxdt_core.training.lightning.datamodule import NxdtDataModule
-from nxdt_core.training.lightning.module import NxdtModule
-from nxdt_core.training.lightning.strategy import NxdtStrategy
+from nxdt_core.training.data import RunData
+from nxdt_core.training.loop import fit
 from nxdt_core.training.monitoring.callback import MonitorReports
 from nxdt_core.training.monitoring.monitor import Monitor, monitored
 from nxdt_core.training.run.banner import banner
-from nxdt_core.training.run.callback_order import run_callbacks
 from nxdt_core.training.run.epochs import counts_passes, in_steps
 from nxdt_core.training.run.fast_dev_run import as_trial
 from nxdt_core.training.run.files import dated, keep_inputs, other_source, run_dir_explained
@@ -52,6 +52,7 @@ from nxdt_core.training.run.metric_files import FigureFiles
 from nxdt_core.training.run.out_of_memory import memory_errors_explained
 from nxdt_core.training.run.ownership import owned_on_rank_zero
 from nxdt_core.training.run.resume_command import resume_command
+from nxdt_core.training.run.resumed import resume_notes
 from nxdt_core.training.run.start import (
     ForeignStart,
     Start,
@@ -62,6 +63,7 @@ from nxdt_core.training.run.start import (
     with_start_step,
 )
 from nxdt_core.training.run.summary import RunSummary
+from nxdt_core.training.session import TrainSession, start_engine
 from nxdt_core.training.weights.saved_optimizer import continues_optimizer
 
 __all__ = ["train"]
@@ -80,148 +82,245 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
         NxdtError: something that the user can fix; what was committed before stays.
     """
     PROGRESS.spent("import")
-    _quieten_lightning()
     if supervisor is not None:
         supervisor.watch(config.run.distributed_strategy.timeout_s)
-    strategy = NxdtStrategy(config)
-    strategy.start()
-    PROGRESS.spent("devices")
-    ranks = strategy.engine.ranks
-    config = strategy.config = as_trial(dated(config, ranks))
-    console = Console(
-        config.run.trainer.max_steps,
-        speaks=strategy.is_global_zero,
-        bar=config.run.trainer.enable_progress_bar,
-        prints=config.run.exp_manager.log_format == "text",
-    )
-    own = build.storage(config)
-    ranks.on_rank_zero(lambda: build.check_signing(config))
-    # Nothing below the run's directory changes before it is owned: another run may use it.
-    with printed(config, strategy.engine.rank_info), owned_on_rank_zero(config, own, console.say, ranks) as ownership:
-        if supervisor is not None:
-            supervisor.keep_stacks_in(config.run_dir)
-        config.kernel.hooks.nxdt_configure(
-            ConfigureContext(config=config.to_dict(), components=_names(config), run_dir=config.run_dir)
+    with _started(config) as engine:
+        PROGRESS.spent("devices")
+        ranks = engine.ranks
+        config = as_trial(dated(config, ranks))
+        console = Console(
+            config.run.trainer.max_steps,
+            speaks=ranks.rank == 0,
+            bar=config.run.trainer.enable_progress_bar,
+            prints=config.run.exp_manager.log_format == "text",
         )
-        with run_log(config, strategy.engine.rank_info), monitored(config, ranks) as monitor:
-            if monitor.url is not None:
-                console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
-            if config.run.checkpoint.enabled:
-                ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
-            summary = _train(config, strategy, console, own, ownership, supervisor, monitor)
-            # A run that is stopped before its end has saved a checkpoint, unless it saves none.
-            monitor.enter("finished" if summary.exit_status == 0 or summary.step >= summary.max_steps else "stopped")
-            return summary
+        own = build.storage(config)
+        ranks.on_rank_zero(lambda: build.check_signing(config))
+        # Nothing below the run's directory changes before it is owned: another run may use it.
+        with printed(config, engine.rank_info), owned_on_rank_zero(config, own, console.say, ranks) as ownership:
+            if supervisor is not None:
+                supervisor.keep_stacks_in(config.run_dir)
+            with run_log(config, engine.rank_info), monitored(config, ranks) as monitor:
+                if monitor.url is not None:
+                    console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
+                if config.run.checkpoint.enabled:
+                    ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
+                signals = StopSignals(console, ranks, supervisor)
+                return _Training(engine, console, own, ownership, signals, monitor).train(config)
 
 
-def _train(
-    config: ResolvedConfig,
-    strategy: NxdtStrategy,
-    console: Console,
-    own: CheckpointStorage,
-    ownership: Ownership | None,
-    supervisor: Supervisor | None,
-    monitor: Monitor,
-) -> RunSummary:
-    ranks, profile = strategy.engine.ranks, profile_of(strategy.engine.device)
-    signals = StopSignals(console, ranks, supervisor)
-    limit = config.run.trainer.max_time
-    time_limit = [] if limit is None else [TimeLimit(seconds_of(limit), signals)]
-    other = other_source(config)
-    ranks.on_rank_zero(lambda: keep_inputs(config))
-    data = NxdtDataModule(config)
-    start = decide_start(config, own, console.say, ranks)
-    if other is not None and _resumes(start) and start.storage.uri == own.uri:
-        console.say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
-    if isinstance(start, Start):
-        check_adapter(config, start)
-        if _resumes(start):
-            check_versions(config, start, console.say)
-            continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
-    if counts_passes(config):
-        data.prepare()
-        config = in_steps(config, data.train_samples)
-        console.expect(config.run.trainer.max_steps)
-    if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
-        console.say(f"step {start.manifest.step}: nothing to do, trainer.max_steps is {config.run.trainer.max_steps}")
-        if start.storage.uri == own.uri:
-            for adapter in build.adapters(config):
-                adapter.finish(build.step_uri(own, start.manifest.step), config, ranks)
-        strategy.engine.shutdown()
-        monitor.row({"step": start.manifest.step, "consumed_tokens": start.manifest.facts.consumed_tokens})
-        monitor.checkpoint(start.manifest.step, start.manifest.created)
-        monitor.expect(config.run.trainer.max_steps)
-        return _finished(config, start)
-    base = decide_base(config, start, console.say, ranks) if _resumes(start) else None
-    config = with_start_step(config, base or start)
-    monitor.expect(config.run.trainer.max_steps)
-    if strategy.is_global_zero:
-        for line in banner(config, strategy.engine):
-            console.say(line)
-    for note in ignored_settings(config.run, profile):
-        console.say(f"note: {note}")
-    module = NxdtModule(config, logs_metrics=False)
-    module.announce = console.say
-    data.prepare()
-    loggers: list[Logger] = []
-    ranks.on_rank_zero(lambda: loggers.extend(_built(selected, config.run_dir) for selected in config.loggers))
-    files = FigureFiles(config.run_dir if strategy.is_global_zero else None, signals.fail)
-    figures = SaveFigures(files)
-    metrics = _metrics(config, console, files, figures)
-    factories = lightning_callbacks()
-    check_lightning_callbacks(config.kernel.policy, factories)
-    for note in lightning_notes(factories):
-        console.say(note)
-    _log.info("plugins %s", config.kernel.fingerprint())
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator=strategy.lightning_accelerator,
-        devices=1,
-        plugins=[LightningEnvironment()],  # else Lightning looks for launchers itself, and refuses `srun --ntasks`
-        max_steps=config.run.trainer.max_steps,
-        # Without this Lightning counts passes, and reading its estimate of steps resets the data (its issue 20550).
-        max_epochs=-1,
-        val_check_interval=config.run.trainer.val_check_interval,
-        check_val_every_n_epoch=None,
-        limit_val_batches=_val_batches(config),
-        num_sanity_val_steps=config.run.trainer.num_sanity_val_steps,
-        inference_mode=config.run.trainer.inference_mode,
-        logger=loggers or False,
-        profiler=_profiler(config, strategy.global_rank),
-        detect_anomaly=config.run.trainer.detect_anomaly,
-        callbacks=[
-            *run_callbacks(config, own, ownership, console, metrics, figures, signals),
-            AdapterFinish(config, lambda module: _within_store(own, _last_checkpoint(own, module, start))),
-            *time_limit,
-            *([MonitorReports(monitor, metrics)] if monitor.wanted else []),
-            signals,
-        ],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+@contextmanager
+def _started(config: ResolvedConfig) -> Iterator[ParallelEngine]:
+    """Start the engine for a block, and stop it. After an error the groups of several ranks stay: leaving them waits
+    for ranks that are stuck in them, or fails those, too."""
+    check_world_size(config, place_from_environment())
+    engine = build.engine(config)
+    start_engine(config, engine)
     try:
-        collect_as_usual()
-        with memory_errors_explained(config, module):
-            trainer.fit(module, data, ckpt_path=_prepare_start(module, start, base, console))
-    except SystemExit as left:  # what Lightning makes of a second Ctrl-C
-        if isinstance(left.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
+        yield engine
+    except BaseException:
+        if engine.ranks.world_size == 1:
+            engine.shutdown()
         raise
-    finally:
-        module.session.collections.close()
-        console.close()
-        strategy.close()
-    if signals.failure is not None:
-        raise signals.failure
-    return _summary(config, own, start, module, metrics, signals)
+    engine.shutdown()
 
 
-def _names(config: ResolvedConfig) -> dict[str, str]:
-    """``plugin:name`` of the component in each slot that has one."""
-    used = {slot: selected.component for slot, selected in config.components.items() if selected is not None}
-    return {slot: component.qualified_name for slot, component in used.items()}
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """A run whose directory and store are owned: from the decision where it begins to its summary."""
+
+    engine: ParallelEngine
+    console: Console
+    own: CheckpointStorage
+    ownership: Ownership | None
+    signals: StopSignals
+    monitor: Monitor
+
+    def train(self, config: ResolvedConfig) -> RunSummary:
+        """Train from where the run begins, unless it has nothing left to do."""
+        data, start = RunData(config), self._start(config)
+        if counts_passes(config):
+            data.prepare()
+            config = in_steps(config, data.train_samples)
+            self.console.expect(config.run.trainer.max_steps)
+        self.monitor.expect(config.run.trainer.max_steps)
+        if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
+            return self._nothing_to_do(config, start)
+        base = decide_base(config, start, self.console.say, self.engine.ranks) if _resumes(start) else None
+        config = with_start_step(config, base or start)
+        self._introduce(config)
+        PROGRESS.spent("setup")
+        data.prepare()
+        PROGRESS.spent("data")
+        session = TrainSession(config, engine=self.engine, data=data)
+        files = FigureFiles(config.run_dir if self.engine.ranks.rank == 0 else None, self.signals.fail)
+        metrics, run = self._composed(session, files, start)
+        try:
+            collect_as_usual()
+            with memory_errors_explained(session):
+                self._prepare(session, run, start, base)
+                with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):
+                    fit(run)
+            self._finish(run, start)
+        except BaseException as error:
+            run.status, run.error = "failed", error
+            raise
+        finally:
+            run.call("close")
+            session.collections.close()
+            self.console.close()
+        if self.signals.failure is not None:
+            raise self.signals.failure
+        self.monitor.enter(run.status)
+        return self._summary(run, start, metrics)
+
+    def _start(self, config: ResolvedConfig) -> Start | ForeignStart | None:
+        """Decide where the run begins, and check that it can begin there."""
+        other, ranks, say = other_source(config), self.engine.ranks, self.console.say
+        ranks.on_rank_zero(lambda: keep_inputs(config))
+        start = decide_start(config, self.own, say, ranks)
+        if other is not None and _resumes(start) and start.storage.uri == self.own.uri:
+            say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
+        if isinstance(start, Start):
+            check_adapter(config, start)
+            if _resumes(start):
+                check_versions(config, start, say)
+                continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
+        return start
+
+    def _introduce(self, config: ResolvedConfig) -> None:
+        """Say what is about to run."""
+        if self.engine.ranks.rank == 0:
+            for line in banner(config, self.engine):
+                self.console.say(line)
+        for note in ignored_settings(config.run, profile_of(self.engine.device)):
+            self.console.say(f"note: {note}")
+        _log.info("plugins %s", config.kernel.fingerprint())
+
+    def _composed(
+        self, session: TrainSession, files: FigureFiles, start: Start | ForeignStart | None
+    ) -> tuple[MetricsWriter, Run]:
+        """Return the run with its callbacks: the figures first, then what acts on them, then saving; what stops the run
+        on request comes after all of them."""
+        config, trainer, manager = session.config, session.config.run.trainer, session.config.run.exp_manager
+        figures = SaveFigures(files)
+        policy = build.precision(config)
+        metrics = MetricsWriter(
+            files,
+            self.console,
+            every=trainer.log_every_n_steps,
+            flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
+            compute_dtype=policy.autocast or policy.parameters,
+            parameter_norm=manager.log_parameter_norm,
+            more=lambda: figures.row,
+        )
+        observers = self._observers(config)
+        stopping, ends = manager.early_stopping_callback_params, trainer.max_time
+        callbacks: dict[str, Callback | None] = {
+            "profiler": _profiler(config, self.engine.ranks.rank),
+            "compile time": CompileTime() if config.run.model.compile or policy.stochastic_rounding else None,
+            "metrics": metrics,
+            "nonfinite": NonFiniteGuard(trainer.log_every_n_steps) if trainer.nonfinite == "stop" else None,
+            **observers,
+            "early stopping": EarlyStop(stopping, min_steps=trainer.min_steps or 0)
+            if manager.create_early_stopping_callback
+            else None,
+            "checkpoints": CheckpointSaver(self.own, config, figures, self.ownership)
+            if config.run.checkpoint.enabled
+            else None,
+            "time limit": TimeLimit(seconds_of(ends), self.signals) if ends is not None else None,
+            "monitor": MonitorReports(self.monitor, metrics) if self.monitor.wanted else None,
+            "signals": self.signals,
+        }
+        used = {name: callback for name, callback in callbacks.items() if callback is not None}
+        return metrics, Run(session, self.console.say, used, frozenset(observers))
+
+    def _observers(self, config: ResolvedConfig) -> dict[str, Callback]:
+        """Build the callbacks that the configuration names, and its loggers on the first rank."""
+        found = _built(config.callbacks, config.run_dir)
+        self.engine.ranks.on_rank_zero(lambda: found.update(_built(config.loggers, config.run_dir)))
+        return found
+
+    def _prepare(
+        self, session: TrainSession, run: Run, start: Start | ForeignStart | None, base: Start | ForeignStart | None
+    ) -> None:
+        """Build model and optimizer, and load what the run begins with."""
+        self._take_weights(session, base or start)
+        if _resumes(start):
+            self.console.say(f"resuming from {build.step_uri(start.storage, start.manifest.step)}")
+        self.console.say("building the model")
+        PROGRESS.spent("setup")
+        session.build_model(resumes=start.manifest if _resumes(start) else None)
+        PROGRESS.spent("weights")
+        session.build_optimizer()
+        PROGRESS.spent("build")
+        if not _resumes(start):
+            return
+        self.console.say(f"loading step {start.manifest.step}")
+        extra = session.load_checkpoint(start.storage, start.manifest)
+        run.load_state_dict(extra.get("callbacks", {}))
+        for line in resume_notes(session, extra.get("horizon", session.horizon.max_steps)):
+            self.console.say(line)
+        PROGRESS.spent("weights")
+
+    def _take_weights(self, session: TrainSession, source: Start | ForeignStart | None) -> None:
+        """Let the session take the weights of another run, or of another program."""
+        if isinstance(source, ForeignStart):
+            self.console.say(f"starting from the weights of {source.path}")
+            session.take_foreign_weights(source.path)
+        elif source is not None and source.weights_only:
+            self.console.say(f"starting from the weights of {build.step_uri(source.storage, source.manifest.step)}")
+            session.take_weights(source.storage, source.manifest)
+
+    def _finish(self, run: Run, start: Start | ForeignStart | None) -> None:
+        """Let adapters write their files next to the last checkpoint, where it is in the run's own store."""
+        last = self._last_checkpoint(run, start)
+        for adapter in build.adapters(run.config):
+            within = last if last is not None and last.startswith(f"{self.own.uri}/") else None
+            adapter.finish(within, run.config, self.engine.ranks)
+
+    def _nothing_to_do(self, config: ResolvedConfig, start: Start) -> RunSummary:
+        """The checkpoint that the run would resume from is its last one."""
+        step, end = start.manifest.step, config.run.trainer.max_steps
+        uri = build.step_uri(start.storage, step)
+        self.console.say(f"step {step}: nothing to do, trainer.max_steps is {end}")
+        if start.storage.uri == self.own.uri:
+            for adapter in build.adapters(config):
+                adapter.finish(uri, config, self.engine.ranks)
+        self.monitor.row({"step": step, "consumed_tokens": start.manifest.facts.consumed_tokens})
+        self.monitor.checkpoint(step, start.manifest.created)
+        self.monitor.enter("finished")
+        return RunSummary(
+            step=step,
+            max_steps=end,
+            loss=None,
+            consumed_tokens=start.manifest.facts.consumed_tokens,
+            tokens_per_s=None,
+            run_dir=config.run_dir,
+            checkpoint=uri,
+            resume_command=resume_command(config, step),
+        )
+
+    def _summary(self, run: Run, start: Start | ForeignStart | None, metrics: MetricsWriter) -> RunSummary:
+        last, received = self._last_checkpoint(run, start), self.signals.received
+        resumable = last is not None or bool(run.config.run.trainer.fast_dev_run)
+        return RunSummary(
+            step=run.step,
+            max_steps=run.max_steps,
+            loss=None if run.last is None else float(run.last.loss.loss),
+            consumed_tokens=run.session.state.consumed_tokens,
+            tokens_per_s=metrics.typical_tokens_per_s,
+            run_dir=run.config.run_dir,
+            checkpoint=last,
+            resume_command=resume_command(run.config, run.step) if resumable else None,
+            exit_status=0 if received is None else 128 + received,
+        )
+
+    def _last_checkpoint(self, run: Run, start: Start | ForeignStart | None) -> str | None:
+        """The checkpoint that holds what was trained: the newest of this process, else the one that it resumed from."""
+        if run.saved is not None:
+            return build.step_uri(self.own, run.saved.step)
+        return build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
 
 
 def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
@@ -229,118 +328,32 @@ def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
     return isinstance(start, Start) and not start.weights_only
 
 
-def _prepare_start(
-    module: NxdtModule, start: Start | ForeignStart | None, base: Start | ForeignStart | None, console: Console
-) -> str | None:
-    """Set what the module starts from; return the path to pass to Lightning."""
-    if base is not None:
-        _prepare_start(module, base, None, console)
-    if start is None:
-        return None
-    if isinstance(start, ForeignStart):
-        console.say(f"starting from the weights of {start.path}")
-        module.session.take_foreign_weights(start.path)
-        return None
-    uri = build.step_uri(start.storage, start.manifest.step)
-    if start.weights_only:
-        console.say(f"starting from the weights of {uri}")
-        module.session.take_weights(start.storage, start.manifest)
-        return None
-    console.say(f"resuming from {uri}")
-    return uri
+def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
+    """Build callbacks and loggers, by the names under which checkpoints keep their state.
 
-
-def _metrics(config: ResolvedConfig, console: Console, files: FigureFiles, figures: SaveFigures) -> MetricsWriter:
-    policy = build.precision(config)
-    flops = token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config))
-    return MetricsWriter(
-        files,
-        console,
-        every=config.run.trainer.log_every_n_steps,
-        flops=flops,
-        compute_dtype=policy.autocast or policy.parameters,
-        parameter_norm=config.run.exp_manager.log_parameter_norm,
-        more=lambda: figures.row,
-    )
-
-
-def _built(selected: Any, run_dir: Path) -> Any:
-    return selected.component.load_target()(selected.config, run_dir)
+    Raises:
+        NotOurCallback: one is a callback of PyTorch Lightning, or something else.
+        CallbackMethodUnknown: one has a method that nothing would call.
+    """
+    found: dict[str, Callback] = {}
+    for selected in selection:
+        name, built = selected.component.qualified_name, selected.component.load_target()(selected.config, run_dir)
+        if not isinstance(built, Callback):
+            raise NotOurCallback(name=name, found=built)
+        known = [method for method in vars(Callback) if method.startswith("on_")]
+        for method in dir(built):
+            if method.startswith("on_") and method not in known:
+                raise CallbackMethodUnknown(name=name, method=method, known=known)
+        number = 1 + sum(other.partition(" #")[0] == name for other in found)
+        found[name if number == 1 else f"{name} #{number}"] = built
+    return found
 
 
 def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:
-    kinds: dict[str, Callable[..., Profiler]] = {
-        "simple": SimpleProfiler,
-        "advanced": AdvancedProfiler,
-        "pytorch": PyTorchProfiler,
-    }
-    wanted = config.run.trainer.profiler
-    if wanted is None:
+    kind = config.run.trainer.profiler
+    if kind is None:
         return None
     directory = config.run_dir / "profile" / f"rank-{rank:05d}"
     with run_dir_explained(config):
         require_plain_files(make_directory(directory.parent) / directory.name)
-    return kinds[wanted](dirpath=directory, filename="profile")
-
-
-def _val_batches(config: ResolvedConfig) -> int | float:
-    """Lightning's bound: a count, or 1.0 for all; of a share, the data are cut already."""
-    limit = config.run.trainer.limit_val_batches
-    if config.run.trainer.val_check_interval is None:
-        return 0
-    return limit if isinstance(limit, int) else 1.0
-
-
-def _summary(
-    config: ResolvedConfig,
-    own: CheckpointStorage,
-    start: Start | ForeignStart | None,
-    module: NxdtModule,
-    metrics: MetricsWriter,
-    signals: StopSignals,
-) -> RunSummary:
-    last_checkpoint = _last_checkpoint(own, module, start)
-    resumable = last_checkpoint is not None or bool(config.run.trainer.fast_dev_run)
-    return RunSummary(
-        step=module.train_state.step,
-        max_steps=config.run.trainer.max_steps,
-        loss=float(module.last.loss.loss) if hasattr(module, "last") else None,
-        consumed_tokens=module.train_state.consumed_tokens,
-        tokens_per_s=metrics.typical_tokens_per_s,
-        run_dir=config.run_dir,
-        checkpoint=last_checkpoint,
-        resume_command=resume_command(config, module.train_state.step) if resumable else None,
-        exit_status=0 if signals.received is None else 128 + signals.received,
-    )
-
-
-def _finished(config: ResolvedConfig, start: Start) -> RunSummary:
-    return RunSummary(
-        step=start.manifest.step,
-        max_steps=config.run.trainer.max_steps,
-        loss=None,
-        consumed_tokens=start.manifest.facts.consumed_tokens,
-        tokens_per_s=None,
-        run_dir=config.run_dir,
-        checkpoint=build.step_uri(start.storage, start.manifest.step),
-        resume_command=resume_command(config, start.manifest.step),
-    )
-
-
-def _last_checkpoint(own: CheckpointStorage, module: NxdtModule, start: Start | ForeignStart | None) -> str | None:
-    """The checkpoint that holds what was trained: the newest of this process, else the one that it resumed from."""
-    if module.saved is not None:
-        return build.step_uri(own, module.saved.step)
-    return build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
-
-
-def _within_store(own: CheckpointStorage, uri: str | None) -> str | None:
-    """``uri``, where it is in the run's own store and not where the run began."""
-    return uri if uri is not None and uri.startswith(f"{own.uri}/") else None
-
-
-def _quieten_lightning() -> None:
-    """Lightning's banners and hints speak of things that a user of ``nxdt`` did not choose."""
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"(pytorch_lightning|lightning_fabric)\..*")
+    return Profiler(kind, directory)

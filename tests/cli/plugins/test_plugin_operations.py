@@ -1,4 +1,4 @@
-"""``nxdt plugins list --kind``, ``trace`` and ``outdated``; Lightning's own entry points; schemes of stores."""
+"""``nxdt plugins list --kind``, ``trace`` and ``outdated``; schemes of stores."""
 
 import json
 import os
@@ -101,54 +101,8 @@ def test_outdated_of_an_unknown_name_lists_what_is_installed(nxdt):
     assert "NXDT-K020" in done.stderr
 
 
-FACTORY = """
-import pytorch_lightning as pl
-
-class Spy(pl.Callback):
-    def on_train_start(self, trainer, module):
-        print("the spy is here", flush=True)
-
-def callbacks():
-    return [Spy()]
-"""
-
-
-@pytest.fixture
-def factory(site):
-    """A distribution whose callbacks Lightning adds to every run."""
-    return write_distribution(
-        site,
-        "acme-callbacks",
-        files={"acme_callbacks.py": FACTORY},
-        entry_points="[pytorch_lightning.callbacks_factory]\nspy = acme_callbacks:callbacks\n",
-    )
-
-
 SMALL = ("model.num_layers=1", "data.seq_length=16", "data.global_batch_size=4", "trainer.val_check_interval=null")
 KEYS = ("trainer.max_steps=1", "trainer.accelerator=cpu", "checkpoint.enabled=false", *SMALL)
-
-
-def test_callbacks_that_lightning_adds_are_listed(nxdt, factory):
-    done = nxdt("plugins", "list")
-    assert "Lightning adds callbacks of acme-callbacks 1.0 (acme_callbacks:callbacks) to every run" in done.stderr
-
-
-@pytest.mark.parametrize("policy", ["plugins.block=[acme-callbacks]", "plugins.allow=[llama,text]"])
-def test_callbacks_that_lightning_would_add_end_a_run_whose_policy_keeps_them_out(nxdt, factory, policy):
-    done = nxdt("train", "recipe:llama-tiny", *KEYS, policy)
-    assert done.returncode == 2, done.stderr
-    assert "NXDT-K032" in done.stderr
-    assert "acme-callbacks 1.0" in done.stderr
-    assert "the spy is here" not in done.stdout
-
-
-def test_callbacks_that_lightning_adds_are_named_by_the_run(nxdt, factory, work):
-    done = nxdt("train", "recipe:llama-tiny", *KEYS)
-    assert done.returncode == 0, done.stderr
-    assert "Lightning adds callbacks of acme-callbacks 1.0" in done.stdout + done.stderr
-    assert "the spy is here" in done.stdout
-    (log,) = (work / "nxdt_experiments/llama-tiny/logs").glob("globalrank-0_*.txt")
-    assert "plugins " in log.read_text()
 
 
 @pytest.mark.parametrize("further", [(), ("checkpoint.storage.name=local",)])

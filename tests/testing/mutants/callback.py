@@ -9,10 +9,9 @@ import random
 import threading
 import time
 
-import pytorch_lightning as pl
 import torch
 
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 from nxdt_core.testing.callback_contract import CallbackContract
 
 MUTANTS = []
@@ -24,13 +23,13 @@ def mutant(cls):
 
 
 @mutant
-class Right(pl.Callback):
+class Right(Callback):
     """Counts the steps of a run, resumed ones too."""
 
     def __init__(self, config, run_dir):
         self.steps = 0
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_step_end(self, run):
         self.steps += 1
 
     def state_dict(self):
@@ -53,8 +52,8 @@ class OnlyLooksLikeOne:
 
 @mutant
 class ScalesWeights(Right):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        for module in pl_module.model.local_modules():
+    def on_step_end(self, run):
+        for module in run.session.model.local_modules():
             for parameter in module.parameters():
                 parameter.data.mul_(0.99)
 
@@ -65,9 +64,9 @@ class CountsItsWarmUpAgain(Right):
 
     calls = 0
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_step_end(self, run):
         self.calls += 1
-        for module in pl_module.model.local_modules():
+        for module in run.session.model.local_modules():
             for parameter in module.parameters():
                 parameter.data.mul_(1 - 0.01 * self.calls)
 
@@ -90,21 +89,27 @@ class SavesWhatItDoesNotLoad(Right):
 
 @mutant
 class LeavesAThread(Right):
-    def on_train_start(self, trainer, pl_module):
+    def on_fit_start(self, run):
         threading.Thread(target=time.sleep, args=(8,), name="reporter").start()
 
 
 @mutant
 class WaitsOnTheFirstRank(Right):
-    def on_train_end(self, trainer, pl_module):
-        if trainer.is_global_zero and torch.distributed.is_initialized():
+    def on_fit_end(self, run):
+        if run.rank == 0 and torch.distributed.is_initialized():
             torch.distributed.barrier()
 
 
 @mutant
 class WaitsForBackward(Right):
-    def on_after_backward(self, trainer, pl_module):
-        """Lightning's own loop would call it."""
+    def on_after_backward(self, run):
+        """Lightning's loop would call it."""
+
+
+@mutant
+class Fails(Right):
+    def on_validation_end(self, run):
+        raise ValueError("no figure")
 
 
 @hookimpl

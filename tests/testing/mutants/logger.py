@@ -10,9 +10,7 @@ import threading
 import time
 from collections import defaultdict
 
-from pytorch_lightning.loggers import Logger
-
-from nxdt_core.api import LoggerComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 from nxdt_core.testing.logger_contract import LoggerContract
 
 FILE = "figures.jsonl"
@@ -25,34 +23,26 @@ def mutant(cls):
 
 
 @mutant
-class Right(Logger):
+class Right(Callback):
     """A line of JSON per call."""
 
-    name = "lines"
-    version = None
     mode = "a"
 
     def __init__(self, config, run_dir):
-        super().__init__()
         self.file = open(run_dir / FILE, self.mode)  # noqa: SIM115
 
-    def log_metrics(self, metrics, step=None):
+    def on_log(self, run, metrics):
+        self.write(run.step, metrics)
+
+    def write(self, step, metrics):
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
 
-    def log_hyperparams(self, params, *words, **more):
-        pass
-
-    def save(self):
-        self.file.flush()
-
-    def finalize(self, status):
-        self.file.flush()
+    def close(self, run):
+        self.file.close()
 
 
 @mutant
 class OnlyLooksLikeOne:
-    name, version = "lines", None
-
     def __init__(self, config, run_dir):
         self.right = Right(config, run_dir)
 
@@ -61,18 +51,12 @@ class OnlyLooksLikeOne:
 
 
 @mutant
-class HasAFunctionAsItsName(Right):
-    def name(self):
-        return "lines"
-
-
-@mutant
 class CountsItsCalls(Right):
     calls = 0
 
-    def log_metrics(self, metrics, step=None):
+    def write(self, step, metrics):
         self.calls += 1
-        super().log_metrics(metrics, self.calls)
+        super().write(self.calls, metrics)
 
 
 @mutant
@@ -82,27 +66,20 @@ class WritesOverEarlierFigures(Right):
 
 @mutant
 class LeavesAThread(Right):
-    def finalize(self, status):
-        super().finalize(status)
+    def close(self, run):
+        super().close(run)
         threading.Thread(target=time.sleep, args=(8,), name="writer").start()
 
 
 @mutant
 class RefusesNaN(Right):
-    def log_metrics(self, metrics, step=None):
+    def write(self, step, metrics):
         self.file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
 
 
-@mutant
-class TakesFlatConfigurations(Right):
-    def log_hyperparams(self, params, *words, **more):
-        for name, value in params.items():
-            self.file.write(f"{name}={value:g}\n")
-
-
 @hookimpl
-def nxdt_loggers():
-    return [LoggerComponent(name=cls.__name__, target=f"{__name__}:{cls.__name__}") for cls in MUTANTS]
+def nxdt_callbacks():
+    return [CallbackComponent(name=cls.__name__, target=f"{__name__}:{cls.__name__}") for cls in MUTANTS]
 
 
 def read(self, run_dir):

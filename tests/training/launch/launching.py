@@ -16,24 +16,26 @@ UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE
 
 FAULTY = """
 import os, signal, time
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
-class Faulty(pl.Callback):
+BUGS = {"raise": ValueError("a made-up bug"), "no-memory": MemoryError()}
+
+class Faulty(Callback):
     def __init__(self, config, run_dir): ...
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_fit_start(self, run):
+        self.on_step_end(run)
+
+    def on_step_end(self, run):
         fault, rank, step = os.environ["FAULT"].split()
-        if int(step) != pl_module.train_state.step:
+        if fault in BUGS and (int(rank), int(step)) == (run.rank, run.step + 1):
+            run.session.step = lambda *_, **__: self.fail(BUGS[fault])
+        if fault in BUGS or int(step) != run.step:
             return
         if fault == "SIGSTOP":
             time.sleep(float(os.environ["FAULT_S"]))  # on all ranks, until each has sent a heartbeat in this step
-        if int(rank) != trainer.global_rank:
+        if int(rank) != run.rank:
             return
-        if fault == "raise":
-            raise ValueError("a made-up bug")
-        if fault == "no-memory":
-            raise MemoryError
         if fault == "sleep":
             time.sleep(1000)
         if fault == "compute":
@@ -43,6 +45,9 @@ class Faulty(pl.Callback):
                     time.sleep(0.02)
             return
         os.kill(os.getpid(), signal.Signals[fault])
+
+    def fail(self, error):
+        raise error
 
 @hookimpl
 def nxdt_callbacks():

@@ -18,21 +18,20 @@ import json
 import os
 from dataclasses import replace
 
-import pytorch_lightning as pl
 import torch
 
-from nxdt_core.api import CallbackComponent, DeviceProfileComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, DeviceProfileComponent, hookimpl
 from nxdt_core.devices import CPU, CUDA
 
 HOST = replace(CPU, allocator_variables=CUDA.allocator_variables)
 AT_IMPORT = {name: os.environ[name] for name in CUDA.allocator_variables if name in os.environ}
 
 
-class Recorder(pl.Callback):
+class Recorder(Callback):
     def __init__(self, config, run_dir):
         self.file = run_dir / f"allocator-{os.environ.get('RANK', 0)}.json"
 
-    def on_train_start(self, trainer, pl_module):
+    def on_fit_start(self, run):
         settings = torch._C._accelerator_getAllocatorSettings()
         self.file.write_text(json.dumps({"at_import": AT_IMPORT, "settings": settings}))
 

@@ -8,18 +8,17 @@ from tests.training.launch.launching import finish, start, words
 
 JUMPS = """
 import time
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 REAL = time.time
 HOURS = {2: (-5, 9), 3: (30, -7), 5: (-9, 0)}
 
-class Jumps(pl.Callback):
+class Jumps(Callback):
     def __init__(self, config, run_dir): ...
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if pl_module.train_state.step in HOURS:
-            jump = HOURS[pl_module.train_state.step][trainer.global_rank] * 3600
+    def on_step_end(self, run):
+        if run.step in HOURS:
+            jump = HOURS[run.step][run.rank] * 3600
             time.time = lambda: REAL() + jump
 
 @hookimpl

@@ -25,28 +25,28 @@ import json
 import os
 import sys
 
-import pytorch_lightning as pl
-
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 
-class Recorder(pl.Callback):
+class Recorder(Callback):
     def __init__(self, config, run_dir):
         self.file = run_dir / f"collections-{os.environ.get('RANK', 0)}.json"
         self.collections, self.in_step, self.step = [], False, 0
 
-    def on_train_start(self, trainer, pl_module):
+    def on_fit_start(self, run):
         gc.set_threshold(50, 2, 2)  # of its own accord Python then collects in each step
         gc.callbacks.append(self.collected)
         self.frozen = gc.get_freeze_count()
+        self.run, self.take_step, run.session.step = run, run.session.step, self.recorded
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.in_step, self.step = True, batch_idx + 1
+    def recorded(self, *args, **kwargs):
+        self.in_step, self.step = True, self.run.step + 1
+        try:
+            return self.take_step(*args, **kwargs)
+        finally:
+            self.in_step = False
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.in_step = False
-
-    def on_train_end(self, trainer, pl_module):
+    def on_fit_end(self, run):
         gc.callbacks.remove(self.collected)
         frozen = gc.get_freeze_count() - self.frozen
         self.file.write_text(json.dumps({"collections": self.collections, "frozen": frozen}))

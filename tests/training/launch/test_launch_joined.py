@@ -20,20 +20,22 @@ ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false", "trainer.de
 
 FAULTY = """
 import os, signal, time
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 class Slow(Exception):
     def __str__(self):
         time.sleep(1.5)
         return "a made-up bug"
 
-class Faulty(pl.Callback):
+class Faulty(Callback):
     def __init__(self, config, run_dir): ...
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (trainer.global_rank, pl_module.train_state.step) == ({rank}, 2):
-            {fault}
+    def on_step_end(self, run):
+        if (run.rank, run.step) == ({rank}, 1):
+            run.session.step = lambda *_, **__: self.fail()
+
+    def fail(self):
+        {fault}
 
 @hookimpl
 def nxdt_callbacks():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nxdt_core.callback import Run
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.distributed.slurm import first_host
@@ -342,29 +343,31 @@ class TwoRanks:
 
 def test_a_request_that_comes_twice_at_once_is_one_and_a_later_one_is_urgent():
     """A scheduler signals every process of a job, and an agent among them passes its own signal on."""
-    signals, trainer = StopSignals(Console(1, speaks=False), TwoRanks()), SimpleNamespace(should_stop=False)
-    signals.on_train_start(trainer, None)
+    signals = StopSignals(Console(1, speaks=False), TwoRanks())
+    run = Run(SimpleNamespace(), print, {})
+    signals.on_fit_start(run)
     try:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-        signals.on_train_batch_end(trainer, None, None, None, 0)
-        assert not trainer.should_stop, "the other rank does not know yet"
-        signals.on_train_batch_end(trainer, None, None, None, 1)
-        assert trainer.should_stop
+        signals.on_step_end(run)
+        assert not run.stopping, "the other rank does not know yet"
+        signals.on_step_end(run)
+        assert run.stopping
         assert signals.received == signal.SIGTERM
         time.sleep(1.1)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
-        signals.teardown(trainer, None, "fit")
+        signals.close(run)
 
 
 # Memory
 
 
-class Module:
-    """What is asked of a module when memory ends."""
+class Session:
+    """What is asked of a session when memory ends."""
 
+    config = None
     engine = SimpleNamespace(device=torch.device("cpu"), ranks=Ranks(Place(host="here", rank=3, world_size=4)))
 
 
@@ -374,13 +377,13 @@ class Module:
 def test_running_out_of_memory_is_told_with_rank_and_figures(error):
     with (
         pytest.raises(OutOfMemory, match=r"Rank 3 on here ran out of memory on cpu: .* GiB"),
-        memory_errors_explained(None, Module()),
+        memory_errors_explained(Session()),
     ):
         raise error
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="shapes"), memory_errors_explained(None, Module()):
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors_explained(Session()):
         raise RuntimeError("shapes do not match")
 
 

@@ -12,18 +12,17 @@ from tests.training.launch.launching import finish, ranks_of, start, words
 WAITS = """
 import os, time
 from pathlib import Path
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 HERE = Path(__file__).parent
 
-class Waits(pl.Callback):
+class Waits(Callback):
     def __init__(self, config, run_dir): ...
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if pl_module.train_state.step != 4 or os.environ["SLURM_RESTART_COUNT"] != "0" or "once" in str(HERE):
+    def on_step_end(self, run):
+        if run.step != 4 or os.environ["SLURM_RESTART_COUNT"] != "0" or "once" in str(HERE):
             return
-        (HERE / f"reached-{trainer.global_rank}").touch()
+        (HERE / f"reached-{run.rank}").touch()
         while not (HERE / "signalled").exists():
             time.sleep(0.01)
 

@@ -39,24 +39,25 @@ def test_a_signal_saves_and_stops_at_a_step_boundary(small_run, tmp_path, metric
 
 STOPS = """
 import os, signal
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
-class Stops(pl.Callback):
+class Stops(Callback):
     def __init__(self, config, run_dir):
         self.at, self.seen = os.environ.get("STOPS_AT", "").split(), run_dir / "seen.txt"
 
-    def look(self, trainer, where, step, number):
-        if self.at == [where, str(step), str(number)] and trainer.is_global_zero:
+    def look(self, run, where, number):
+        if self.at == [where, str(run.step), str(number)] and run.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.look(trainer, "train", pl_module.train_state.step, 0)
+    def on_step_end(self, run):
+        self.batches = 0
+        self.look(run, "train", 0)
 
-    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+    def on_validation_batch_end(self, run):
         with self.seen.open("a") as file:
-            file.write(f"{pl_module.train_state.step} {batch_idx}\\n")
-        self.look(trainer, "validation", pl_module.train_state.step, batch_idx)
+            file.write(f"{run.step} {self.batches}\\n")
+        self.look(run, "validation", self.batches)
+        self.batches += 1
 
 @hookimpl
 def nxdt_callbacks():
@@ -89,7 +90,7 @@ def seen(config):
     [
         ("validation 2 1", 2, [(2, 0), (2, 1)]),
         ("validation 2 3", 2, [(2, 0), (2, 1), (2, 2), (2, 3)]),
-        ("train 3 0", 3, [*((2, number) for number in range(4)), (3, 0)]),
+        ("train 3 0", 3, [(2, number) for number in range(4)]),
     ],
     ids=["between", "last batch", "in training"],
 )
@@ -115,7 +116,7 @@ def test_a_signal_ends_a_validation_and_nothing_is_lost(validated, metric_rows, 
 def test_a_time_limit_ends_a_validation(validated, monkeypatch):
     config = validated(4, "trainer.max_time=1")
     monkeypatch.setattr("nxdt_core.training.run.train.seconds_of", lambda limit: 0.0)
-    monkeypatch.setattr("nxdt_core.training.callbacks.time_limit.TimeLimit.on_train_batch_end", lambda *_: None)
+    monkeypatch.setattr("nxdt_core.training.callbacks.time_limit.TimeLimit.on_step_end", lambda *_: None)
     assert train(config).step == 2
     assert seen(config) == [(2, 0)]
 

@@ -20,7 +20,7 @@ def test_it_stops_saved_once_nothing_has_improved_for_long_enough(small_run, cap
     config = small_run("trainer.max_steps=20", *HOPELESS, EVERY_OTHER)
     summary = train(config)
     assert (summary.step, summary.exit_status) == (6, 0)
-    assert "step 6: early stopping. Monitored metric val_loss did not improve in the last 2" in capsys.readouterr().err
+    assert "step 6: early stopping. val_loss has not improved in 2 validations (best: " in capsys.readouterr().err
     assert checkpoint.latest(build.storage(config), warn=print).step == 6
 
 

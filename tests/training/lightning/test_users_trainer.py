@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning import callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
 
-from nxdt_core.errors.training import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
+from nxdt_core.errors.training import NotOurBatch, NotOurCallback, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, train
 from tests.sampling import slow
@@ -229,17 +229,19 @@ def test_callbacks_of_lightning_that_cannot_work_are_refused(small_run, callback
         trainer_of(config, callbacks=[made]).fit(NxdtModule(config), NxdtDataModule(config))
 
 
-def test_a_run_refuses_callbacks_that_save(small_run, tmp_path):
-    """Lightning's Trainer ended the command with a traceback; a Trainer of the user's own takes them."""
+def test_a_run_refuses_callbacks_of_lightning_and_says_what_replaces_them(small_run, tmp_path):
+    """A Trainer of the user's own takes them."""
     (tmp_path / "savers.py").write_text(
         "from nxdt_core.api import CallbackComponent, hookimpl\n"
         "from pytorch_lightning.callbacks import ModelCheckpoint\n"
-        "def saver(config, run_dir): return ModelCheckpoint(dirpath=run_dir)\n"
+        "class Saver(ModelCheckpoint):\n"
+        "    def on_train_batch_end(self, trainer, *_): ...\n"
+        "def saver(config, run_dir): return Saver(dirpath=run_dir)\n"
         "@hookimpl\n"
         "def nxdt_callbacks(): return [CallbackComponent(name='saver', target=f'{__name__}:saver')]\n"
     )
     config = small_run(*SHORT, f"plugins.local=[{tmp_path}/savers.py]", "trainer.callbacks=[saver]")
-    with pytest.raises(TrainerArgumentsIgnored, match=r"(?s)ModelCheckpoint.*the section checkpoint"):
+    with pytest.raises(NotOurCallback, match=r"(?s)Saver.*nxdt-plugin-lightning.*on_train_batch_end → on_step_end"):
         train(config)
 
 

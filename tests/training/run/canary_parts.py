@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning import Callback
-from pytorch_lightning.loggers import CSVLogger
-
-from nxdt_core.api import CallbackComponent, ConfigFinding, LoggerComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, ConfigFinding, Run, hookimpl
 from nxdt_core.config.annotations import SecretText
-from nxdt_core.kernel.contexts import FitContext, ValidateConfigContext
+from nxdt_core.kernel.contexts import ValidateConfigContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +29,21 @@ class FailConfig:
     at_step: int = 0
 
 
-def board(config: BoardConfig, run_dir: Path) -> CSVLogger:
-    """Log into a CSV file, as others log to a server; a digest of what was given shows that it was used."""
-    given = repr([config.token, config.address])
-    (run_dir / "used.txt").write_text(hashlib.sha256(given.encode()).hexdigest())
-    return CSVLogger(save_dir=str(run_dir), name="board", version="")
+class Board(Callback):
+    """Log into a file, as others log to a server; a digest of what was given shows that it was used."""
+
+    def __init__(self, config: BoardConfig, run_dir: Path) -> None:
+        given = repr([config.token, config.address])
+        (run_dir / "used.txt").write_text(hashlib.sha256(given.encode()).hexdigest())
+        self.path = run_dir / "board.jsonl"
+
+    def on_fit_start(self, run: Run) -> None:
+        """Keep the configuration as a logger would: with the references and masks of the written file."""
+        (self.path.parent / "of_callbacks.json").write_text(json.dumps(run.config.to_dict()))
+
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
 
 
 class Fail(Callback):
@@ -45,20 +52,12 @@ class Fail(Callback):
     def __init__(self, config: FailConfig, run_dir: Path) -> None:
         self.config = config
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if self.config.at_step and trainer.global_step >= self.config.at_step:
-            raise RuntimeError(f"401: cannot log in with {self.config.password}")
+    def on_fit_start(self, run: Run) -> None:
+        if self.config.at_step:
+            run.session.step = self.fail
 
-
-@hookimpl
-def nxdt_loggers() -> list[LoggerComponent]:
-    return [LoggerComponent(name="board", target=f"{__name__}:board", config=f"{__name__}:BoardConfig")]
-
-
-@hookimpl
-def nxdt_fit_start(context: FitContext) -> None:
-    """Keep what hooks receive: the references and masks of the written file."""
-    (context.run_dir / "of_hooks.json").write_text(json.dumps(context.config))
+    def fail(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(f"401: cannot log in with {self.config.password}")
 
 
 @hookimpl
@@ -70,4 +69,7 @@ def nxdt_validate_config(context: ValidateConfigContext) -> list[ConfigFinding]:
 
 @hookimpl
 def nxdt_callbacks() -> list[CallbackComponent]:
-    return [CallbackComponent(name="fail", target=f"{__name__}:Fail", config=f"{__name__}:FailConfig")]
+    return [
+        CallbackComponent(name="board", target=f"{__name__}:Board", config=f"{__name__}:BoardConfig"),
+        CallbackComponent(name="fail", target=f"{__name__}:Fail", config=f"{__name__}:FailConfig"),
+    ]

@@ -98,9 +98,9 @@ def test_no_file_and_no_output_holds_the_canary(nxdt, tmp_path):
     assert "password: '********'" in (tmp_path / "run" / "config.yaml").read_text().replace('"', "'")
     assert "trainer.callbacks=********" in (tmp_path / "run" / "cmd-args.log").read_text().replace("'", "")
     assert len(list((tmp_path / "run").rglob("events.out.*"))) == 1
-    of_hooks = json.loads((tmp_path / "run" / "of_hooks.json").read_text())
-    assert of_hooks["exp_manager"]["loggers"][1]["token"] == REFERENCE
-    assert of_hooks["trainer"]["callbacks"][0]["password"] == "********"
+    kept = json.loads((tmp_path / "run" / "of_callbacks.json").read_text())
+    assert kept["exp_manager"]["loggers"][1]["token"] == REFERENCE
+    assert kept["trainer"]["callbacks"][0]["password"] == "********"
 
 
 def test_a_plugin_validates_values_and_what_it_quotes_is_the_reference(nxdt, tmp_path, monkeypatch):
@@ -190,25 +190,10 @@ def nxdt_config_defaults(context):
 def nxdt_validate_config(context):
     keep("validate", context.config)
     return []
-
-
-@hookimpl
-def nxdt_configure(context):
-    keep("configure", context.config)
-
-
-@hookimpl
-def nxdt_fit_start(context):
-    keep("start", context.config)
-
-
-@hookimpl
-def nxdt_fit_end(context):
-    keep("end", context.config)
 """
 
 
-def test_hooks_of_a_run_receive_what_is_written_and_those_before_it_what_is_used(nxdt, tmp_path):
+def test_callbacks_receive_what_is_written_and_hooks_before_the_run_what_is_used(nxdt, tmp_path):
     (tmp_path / "hooks").mkdir()
     (tmp_path / "hooks" / "watching.py").write_text(HOOKS)
     keys = [*overrides(tmp_path), f"plugins.local=['{PARTS}', '{tmp_path}/hooks/watching.py']"]
@@ -216,8 +201,8 @@ def test_hooks_of_a_run_receive_what_is_written_and_those_before_it_what_is_used
     assert status == 0, said
     seen = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "hooks").glob("*.json")}
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert seen.keys() == {"defaults", "validate", "configure", "start", "end"}
-    assert all(seen[name] == written for name in ("configure", "start", "end"))
+    assert seen.keys() == {"defaults", "validate"}
+    assert json.loads((tmp_path / "run" / "of_callbacks.json").read_text()) == written
     for name, token in (("defaults", REFERENCE), ("validate", CANARY)):
         assert seen[name]["exp_manager"]["loggers"][1]["token"] == token
         assert seen[name]["trainer"]["callbacks"][0]["password"] == PASSWORD

@@ -21,14 +21,13 @@ from tests.training.launch.launching import finish, start
 
 CHANGES = """
 import os
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
-class Changes(pl.Callback):
+class Changes(Callback):
     def __init__(self, config, run_dir): ...
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_rank != 0 or pl_module.train_state.step != 3:
+    def on_step_end(self, run):
+        if run.rank != 0 or run.step != 3:
             return
         path, how = os.environ["CHANGED"], os.environ["HOW"]
         if how == "shrink":

@@ -16,13 +16,20 @@ METRICS = "exp_manager.monitoring.metrics_file=nxdt.prom"
 ENDLESS = "trainer.max_steps=100000"
 SIGNALLED = """
 import os, signal
-from nxdt_core.api import hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
+
+
+class Signalled(Callback):
+    def __init__(self, config, run_dir): ...
+
+    def on_step_end(self, run):
+        if run.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @hookimpl
-def nxdt_step_end(context):
-    if context.step == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
+def nxdt_callbacks():
+    return [CallbackComponent(name="signalled", target=f"{__name__}:Signalled")]
 """
 
 
@@ -35,7 +42,7 @@ def health(config):
 def signalled(tmp_path):
     """Keys of a run that gets a signal in its second step."""
     (tmp_path / "signalled.py").write_text(SIGNALLED)
-    return (f"plugins.local=[{tmp_path / 'signalled.py'}]", HEALTH)
+    return (f"plugins.local=[{tmp_path / 'signalled.py'}]", "trainer.callbacks=[signalled]", HEALTH)
 
 
 def test_a_run_that_a_signal_stops_is_stopped_with_its_checkpoint(small_run, signalled):

@@ -5,12 +5,12 @@
 
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
-from pytorch_lightning.loggers import TensorBoardLogger
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.loggers.build import tensorboard
+from nxdt_core.builtins.loggers.clients import TensorBoard
 from nxdt_core.cli import main
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.testing.ranks import RankPool, RanksFailed
@@ -21,14 +21,13 @@ from tests.training.small import SMALL
 FULL = """
 import os
 from pathlib import Path
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
-class Full(pl.Callback):
+class Full(Callback):
     def __init__(self, config, run_dir):
         self.run_dir = Path(run_dir).resolve()
 
-    def on_train_batch_start(self, *_):
+    def on_step_end(self, run):
         for name in os.listdir("/proc/self/fd"):
             try:
                 opened = os.readlink(f"/proc/self/fd/{{name}}")
@@ -44,41 +43,51 @@ def nxdt_callbacks():
     return [CallbackComponent(name="full", target=f"{{__name__}}:Full")]
 """
 IN_THE_WAY = """
-from nxdt_core.api import hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
+
+class InTheWay(Callback):
+    def __init__(self, config, run_dir): ...
+
+    def on_fit_start(self, run):
+        (run.config.run_dir / "generations.jsonl").mkdir()
 
 @hookimpl
-def nxdt_fit_start(context):
-    (context.run_dir / "generations.jsonl").mkdir()
+def nxdt_callbacks():
+    return [CallbackComponent(name="in-the-way", target=f"{__name__}:InTheWay")]
 """
 BROKEN_LOGGER = """
-from nxdt_core.api import LoggerComponent, hookimpl
-from pytorch_lightning.loggers import CSVLogger
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
-class Broken(CSVLogger):
+class Broken(Callback):
     calls = 0
 
-    def log_metrics(self, metrics, step=None):
+    def __init__(self, config, run_dir): ...
+
+    def on_log(self, run, metrics):
         Broken.calls += 1
         if Broken.calls == 2:
             raise ConnectionError("nobody answers")
         assert Broken.calls == 1, "it was asked again"
 
-def broken(config, run_dir):
-    return Broken(run_dir)
-
 @hookimpl
-def nxdt_loggers():
-    return [LoggerComponent(name="broken", target=f"{__name__}:broken")]
+def nxdt_callbacks():
+    return [CallbackComponent(name="broken", target=f"{__name__}:Broken")]
 """
 READ_ONLY = """
 import subprocess
-from nxdt_core.api import hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
+
+class ReadOnly(Callback):
+    def __init__(self, config, run_dir): ...
+
+    def on_checkpoint_saved(self, run, manifest):
+        where = run.config.run.checkpoint.uri
+        subprocess.run(["mount", "--bind", where, where], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", where], check=True)
 
 @hookimpl
-def nxdt_checkpoint_saved(context):
-    where = context.uri.rpartition("/")[0]
-    subprocess.run(["mount", "--bind", where, where], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", where], check=True)
+def nxdt_callbacks():
+    return [CallbackComponent(name="read-only", target=f"{__name__}:ReadOnly")]
 """
 SAVES = ("checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=-1", "trainer.val_check_interval=3")
 
@@ -170,24 +179,23 @@ def test_a_logger_that_fails_gets_no_more_rows_and_the_run_continues(small_run, 
     logger = "exp_manager.loggers=[{name: broken}]"
     config = small_run("trainer.max_steps=4", plugin(BROKEN_LOGGER), logger)
     assert train(config).step == 4
-    assert caplog.text.count("at step 2 it failed with ConnectionError: nobody answers") == 1
+    assert caplog.text.count("failed in on_log, and the run continues without it: ConnectionError: nobody answers") == 1
     assert (config.run_dir / "metrics.jsonl").read_text().count("\n") == 4
 
 
 def test_event_files_that_cannot_be_written_are_reported_without_a_traceback(tmp_path, capfd, caplog):
-    logger = tensorboard(None, tmp_path / "run")
-    assert isinstance(logger, TensorBoardLogger)
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.save()
+    logger = TensorBoard(None, tmp_path / "run")
+    run = SimpleNamespace(step=1)
+    logger.on_log(run, {"loss": 1.0})
     shutil.rmtree(tmp_path / "run")
-    logger.log_metrics({"loss": 1.0}, 2)
-    logger.finalize("success")
+    logger.on_log(run, {"loss": 1.0})
+    logger.close(run)
     assert "event files" in caplog.text
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_texts_that_cannot_be_written_do_not_end_the_run(small_run, plugin, caplog):
-    callback = "trainer.callbacks=[{name: generations, prompts: [In], max_new_tokens: 1}]"
+    callback = "trainer.callbacks=[in-the-way, {name: generations, prompts: [In], max_new_tokens: 1}]"
     config = small_run("trainer.max_steps=4", "trainer.val_check_interval=2", plugin(IN_THE_WAY), callback)
     assert train(config).step == 4
     assert caplog.text.count("generations.jsonl is incomplete: Is a directory") == 1
@@ -197,7 +205,7 @@ def test_a_store_that_becomes_read_only_keeps_what_is_committed(plugin, tmp_path
     where, store = tmp_path / "run", tmp_path / "store"
     settings = (f"exp_manager.exp_dir={where}", f"checkpoint.uri={store}", "trainer.max_steps=100000", *SAVES)
     program = "from nxdt_core.cli import main\nsys.exit(main(['train', 'recipe:llama-tiny', *sys.argv[1:]]))"
-    done = private_mounts.run(program, *SMALL, *settings, plugin(READ_ONLY))
+    done = private_mounts.run(program, *SMALL, *settings, plugin(READ_ONLY), "trainer.callbacks=[read-only]")
     assert done.returncode == 2, done.stderr
     assert "NXDT-S002" in done.stderr
     assert "Read-only file system" in done.stderr

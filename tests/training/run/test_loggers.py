@@ -139,16 +139,23 @@ def test_a_missing_package_is_told_with_what_to_install(small_run, monkeypatch, 
 
 OF_RANKS = """
 import os
-from nxdt_core.api import LoggerComponent, hookimpl
-from pytorch_lightning.loggers import CSVLogger
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
-def built(config, run_dir):
-    (run_dir / f"built-on-{os.environ['RANK']}").touch()
-    return CSVLogger(run_dir, name="csv", version=f"of-rank-{os.environ['RANK']}", flush_logs_every_n_steps=1)
+class OfRanks(Callback):
+    def __init__(self, config, run_dir):
+        (run_dir / f"built-on-{os.environ['RANK']}").touch()
+        self.file = (run_dir / "losses.csv").open("w")
+
+    def on_log(self, run, metrics):
+        if "train/loss" in metrics:
+            self.file.write(f"{run.rank},{run.step},{metrics['train/loss']}\\n")
+
+    def close(self, run):
+        self.file.close()
 
 @hookimpl
-def nxdt_loggers():
-    return [LoggerComponent(name="of-ranks", target=f"{__name__}:built")]
+def nxdt_callbacks():
+    return [CallbackComponent(name="of-ranks", target=f"{__name__}:OfRanks")]
 """
 
 
@@ -159,9 +166,9 @@ def test_a_logger_is_built_on_the_first_rank_alone_and_has_its_figures(tmp_path,
     RankPool(2).run(averaged_run, str(tmp_path), *more, *plugin, timeout_s=120)
     run_dir = tmp_path / "run"
     assert [path.name for path in run_dir.glob("built-on-*")] == ["built-on-0"]
-    (figures,) = run_dir.glob("csv/*/metrics.csv")
-    assert figures.parent.name == "of-rank-0"
-    logged = {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(figures.open())}
+    rows = list(csv.reader((run_dir / "losses.csv").open()))
+    assert {rank for rank, _, _ in rows} == {"0"}
+    logged = {int(step): float(loss) for _, step, loss in rows}
     assert logged == pytest.approx({step: row["loss"] for step, row in metric_rows(run_dir).items()})
 
 

@@ -136,16 +136,15 @@ def test_a_file_that_later_cannot_be_written_is_a_warning(small_run, tmp_path, c
 
 
 BLOCKS = """
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 
-class Blocks(pl.Callback):
+class Blocks(Callback):
     def __init__(self, config, run_dir):
         self.path = run_dir / "nxdt.prom"
 
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 2:
+    def on_step_end(self, run):
+        if run.step == 2:
             self.path.unlink()
             (self.path / "in the way").mkdir(parents=True)
 
@@ -229,7 +228,15 @@ def test_a_rank_that_dies_leaves_the_state_failed(tmp_path):
     keys = (*SMALL, "trainer.max_steps=100000", "trainer.devices=2", "name=run", HEALTH, METRICS)
     (tmp_path / "dies.py").write_text(DIES)
     process = processes.Popen(
-        [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *keys, f"plugins.local=[{tmp_path}/dies.py]"],
+        [
+            sys.executable,
+            "-m",
+            "nxdt_core",
+            "train",
+            "recipe:llama-tiny",
+            *keys,
+            *("trainer.callbacks=[dies]", f"plugins.local=[{tmp_path}/dies.py]"),
+        ],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -287,13 +294,20 @@ def test_a_pipe_for_a_health_file_does_not_block_the_report_of_a_death(small_run
 DIES = """
 import os
 import signal
-from nxdt_core.api import hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
+
+
+class Dies(Callback):
+    def __init__(self, config, run_dir): ...
+
+    def on_step_end(self, run):
+        if run.rank == 1 and run.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @hookimpl
-def nxdt_step_end(context):
-    if context.rank == 1 and context.step == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+def nxdt_callbacks():
+    return [CallbackComponent(name="dies", target=f"{__name__}:Dies")]
 """
 LINE = ["time", "level", "rank", "logger", "message", "code", "data", "trace"]
 
@@ -336,15 +350,14 @@ def test_log_lines_as_json(tmp_path):
 
 WARNS = """
 import warnings
-import pytorch_lightning as pl
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
 
 
-class Warns(pl.Callback):
+class Warns(Callback):
     def __init__(self, config, run_dir):
         pass
 
-    def on_train_start(self, *args):
+    def on_fit_start(self, run):
         warnings.warn("two\\nlines", stacklevel=1)
 
 

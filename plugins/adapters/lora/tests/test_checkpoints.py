@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.peft.files import write_peft
 from nxdt_plugin_lora.run_files import write_options
@@ -319,7 +320,7 @@ def test_options_and_exports_replace_a_link_and_a_pipe(tmp_path, kind):
     names = ("adapter_config.json", "adapter_model.safetensors")
     for name in names:
         precious = put(kind, tmp_path / "lora_adapter" / name, tmp_path)
-    write_options({"r": 2}, tmp_path)
+    write_options(LoraConfig(lora_rank=2), tmp_path)
     write_peft(tmp_path / "lora_adapter", {"r": 2}, {}, lambda names: [], base="x")
     assert precious.read_text() == PRECIOUS
     assert not any((tmp_path / "lora_adapter" / name).is_symlink() for name in names)
@@ -330,7 +331,7 @@ def test_options_are_not_written_to_another_directory(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "lora_adapter").symlink_to(tmp_path / "theirs")
     with pytest.raises(CannotWriteRunDirectory, match="it is a symbolic link"):
-        write_options({"r": 2}, tmp_path)
+        write_options(LoraConfig(lora_rank=2), tmp_path)
     assert not list((tmp_path / "theirs").iterdir())
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from nxdt_core.api import AdapterComponent, CliCommand, hookimpl
-
-if TYPE_CHECKING:
-    from nxdt_core.kernel.contexts import FitContext
 
 
 @hookimpl
@@ -39,13 +34,3 @@ def nxdt_cli() -> list[CliCommand]:
             summary="Write the LoRA adapter of a checkpoint as a directory that peft loads.",
         ),
     ]
-
-
-@hookimpl
-def nxdt_fit_start(context: FitContext) -> None:
-    """Write the options into the run's directory, where ``save_lora_config_adapter`` is false."""
-    section: Any = context.config.get("adapter", {})
-    if context.rank == 0 and section.get("name") == "lora" and not section["save_lora_config_adapter"]:
-        from nxdt_plugin_lora.run_files import write_options
-
-        write_options(section, context.run_dir)

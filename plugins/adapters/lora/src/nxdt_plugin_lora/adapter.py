@@ -18,7 +18,7 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.dora_magnitudes import init_magnitudes
 from nxdt_plugin_lora.loading import check_options, load_adapter
 from nxdt_plugin_lora.reference import changes_base, check_reference
-from nxdt_plugin_lora.run_files import merge_last
+from nxdt_plugin_lora.run_files import merge_last, write_options
 
 __all__ = ["LoraAdapter"]
 
@@ -60,6 +60,8 @@ class LoraAdapter:
         Raises:
             BaseIsNoReference: that adapter changes the base, which the objective takes for the model of the beginning.
         """
+        if not self.config.save_lora_config_adapter:
+            ranks.on_rank_zero(lambda: write_options(self.config, config.run_dir))
         if not self.config.enable_lora:
             return
         if self.config.use_dora and not changes_base(model, ranks):  # else the norms came with the updates

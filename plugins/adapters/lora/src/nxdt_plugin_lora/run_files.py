@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
@@ -30,14 +27,12 @@ _DIRECTORY = "lora_adapter"
 _log = logging.getLogger(__name__)
 
 
-def write_options(section: Mapping[str, Any], run_dir: Path) -> None:
+def write_options(lora: LoraConfig, run_dir: Path) -> None:
     """Write ``lora_adapter/adapter_config.json``: the section in peft's words, targets as they are named here.
 
     Raises:
         CannotWriteRunDirectory: it cannot be written.
     """
-    known = {item.name for item in fields(LoraConfig)}
-    lora = LoraConfig(**{key: value for key, value in section.items() if key in known})
     content = peft_config(
         lora, base=None, targets=lora.target_modules, whole=lora.modules_to_save, modules=(), transposed=False
     )

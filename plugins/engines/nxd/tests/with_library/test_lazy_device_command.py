@@ -12,12 +12,18 @@ import pytest
 
 pytestmark = pytest.mark.timeout(1800)
 COUNTS = """
-from nxdt_core.api import hookimpl
+from nxdt_core.api import Callback, CallbackComponent, hookimpl
+
+class Counts(Callback):
+    def __init__(self, config, run_dir): ...
+
+    def on_step_end(self, run):
+        import torch_xla.debug.metrics as metrics
+        print("COMPILED", run.step, (metrics.metric_data("CompileTime") or (0,))[0], flush=True)
 
 @hookimpl
-def nxdt_step_end(context):
-    import torch_xla.debug.metrics as metrics
-    print("COMPILED", context.step, (metrics.metric_data("CompileTime") or (0,))[0], flush=True)
+def nxdt_callbacks():
+    return [CallbackComponent(name="counts", target=f"{__name__}:Counts")]
 """
 """A plugin that prints how many graphs the process has compiled when a step is done."""
 RUN = ("recipe:llama-tiny", "exp_manager.exp_dir=runs", "model.num_layers=2", "data.seq_length=16")
@@ -44,8 +50,8 @@ def nxdt(tmp_path: Path):
 
 
 def test_a_run_saves_and_resumes_and_compiles_at_most_three_graphs_in_20_steps(nxdt, tmp_path: Path) -> None:
-    horizon = "model.optim.sched.max_steps=24"
-    done = nxdt("train", *RUN, "trainer.max_steps=20", horizon, "plugins.local=[counts.py]")
+    horizon, counts = "model.optim.sched.max_steps=24", ("plugins.local=[counts.py]", "trainer.callbacks=[counts]")
+    done = nxdt("train", *RUN, "trainer.max_steps=20", horizon, *counts)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = [int(count) for count in re.findall(r"^COMPILED \d+ (\d+)$", done.stdout, re.MULTILINE)]
     assert len(counts) == 20

@@ -96,7 +96,7 @@ def _status(key: str, declared: dict[str, list[tuple[str, Key]]], kernel: Kernel
     if rule is not None:
         return KeyStatus(key=key, status="refused", reason=f"{rule.reason}; {dump(rule.neutral[0])} asks for nothing")
     logger = next((name for name in FLAGS if key == f"exp_manager.create_{name}_logger"), None)
-    if logger is not None and _find(kernel, "logger", logger) is None:
+    if logger is not None and _find(kernel, "callback", logger) is None:
         return KeyStatus(key=key, status="refused", reason=f"no plugin here offers the logger {logger}")
     if key in core_keys():
         return KeyStatus(key=key, status="implemented")

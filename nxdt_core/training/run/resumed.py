@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
-
-import pytorch_lightning as pl
 
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.format.averages import has_average
 from nxdt_core.checkpoint.read.difference import compare_trees
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.training.callbacks.console import Console
+from nxdt_core.training.session import TrainSession
 from nxdt_core.training.weights.saved_config import config_to_save
 
-if TYPE_CHECKING:
-    from nxdt_core.training.lightning.module import NxdtModule
-
-__all__ = ["ResumeNotes"]
+__all__ = ["resume_notes"]
 
 _OF_THE_RESULT = ("model", "data", "precision", "objective", "adapter", "seed", "trainer.gradient_clip_val")
 """Sections and keys that decide what a run computes. (A layout does not.)"""
 _NOTED_ELSEWHERE = ("model.optim.sched.max_steps", "data.num_workers")
 
 
-class ResumeNotes(pl.Callback):
-    """Compares schedule, settings, plugins and average with those of the checkpoint."""
+def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
+    """Yield a line for each difference in schedule, settings, plugins and average.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: NxdtModule) -> None:  # type: ignore[override]
-        """Print what differs between this run and the one that wrote the checkpoint."""
-        if pl_module.resumed is None:
-            return
-        before, now = pl_module.resumed_horizon, pl_module.session.horizon.max_steps
-        if before != now:
-            self._console.say(f"the learning-rate schedule now ends at step {now} instead of {before}")
-        for line in _changed_settings(pl_module.resumed.facts, pl_module.config):
-            self._console.say(line)
-        if changed := _changed_plugins(pl_module.resumed.facts.plugins, pl_module.config.kernel.identities()):
-            self._console.say(f"plugins that differ from those of the checkpoint: {', '.join(changed)}")
-        averages = pl_module.session.average is not None
-        if averages != has_average(pl_module.resumed):
-            news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
-            self._console.say(f"the average of the weights {news}")
+    Args:
+        session: resumed.
+        horizon: last step of the schedule that the resumed run was trained with.
+    """
+    assert session.resumed is not None
+    facts, now = session.resumed.facts, session.horizon.max_steps
+    if horizon != now:
+        yield f"the learning-rate schedule now ends at step {now} instead of {horizon}"
+    yield from _changed_settings(facts, session.config)
+    if changed := _changed_plugins(facts.plugins, session.config.kernel.identities()):
+        yield f"plugins that differ from those of the checkpoint: {', '.join(changed)}"
+    averages = session.average is not None
+    if averages != has_average(session.resumed):
+        news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
+        yield f"the average of the weights {news}"
 
 
 def _changed_settings(saved: CheckpointFacts, config: ResolvedConfig) -> Iterator[str]:

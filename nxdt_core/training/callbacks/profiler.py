@@ -1,0 +1,64 @@
+"""``trainer.profiler``: where the time of a run goes, as files in ``profile`` of its directory."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+from pathlib import Path
+from typing import Literal, final
+
+from torch.profiler import profile, schedule
+
+from nxdt_core.callback import Callback, Run
+from nxdt_core.regular_files import replace_text
+
+__all__ = ["Profiler"]
+
+_STEPS = schedule(wait=1, warmup=1, active=3, repeat=1)
+"""Steps whose trace is kept: those of a compiled model have ended to compile by then."""
+
+
+@final
+class Profiler(Callback):
+    """Writes one file for this rank.
+
+    Args:
+        kind: ``simple``, seconds in the 40 functions of nxdt and its plugins that take longest; ``advanced``, in every
+            Python function; ``pytorch``, a trace of operations and kernels in some steps, for ``chrome://tracing`` and
+            https://ui.perfetto.dev.
+        directory: exists.
+    """
+
+    def __init__(self, kind: Literal["simple", "advanced", "pytorch"], directory: Path) -> None:
+        self._kind = kind
+        self._directory = directory
+        self._python = cProfile.Profile()
+        self._torch = profile(schedule=_STEPS, on_trace_ready=self._export) if kind == "pytorch" else None
+
+    def on_fit_start(self, run: Run) -> None:
+        """Begin to measure."""
+        if self._torch is None:
+            self._python.enable()
+        else:
+            self._torch.start()
+
+    def on_step_end(self, run: Run) -> None:
+        """Count a step."""
+        if self._torch is not None:
+            self._torch.step()
+
+    def close(self, run: Run) -> None:
+        """Write what was measured."""
+        if self._torch is not None:
+            self._torch.stop()
+            return
+        self._python.disable()
+        table = io.StringIO()
+        found = pstats.Stats(self._python, stream=table).sort_stats("cumulative")
+        wanted: tuple[str | int, ...] = (r"nxdt_(core|plugin_)", 40) if self._kind == "simple" else ()
+        found.print_stats(*wanted)
+        replace_text(self._directory / f"{self._kind}.txt", table.getvalue())
+
+    def _export(self, found: profile) -> None:
+        found.export_chrome_trace(str(self._directory / "training_steps.json"))
