@@ -52,8 +52,6 @@ class DeviceProfile:
     device_type: str
     """``torch.device.type``."""
     process_group_backend: str
-    lightning_accelerator: str | None = None
-    """Name under which Lightning knows the device type; None if it does not, and is given an accelerator of nxdt."""
     operations: DeviceOperations = field(default_factory=DeviceOperations)
     """Operations that processes call at run time."""
     host: bool = False
@@ -138,7 +136,6 @@ _HGX_H100 = Links(processes=8, inside=450 * _G, outside=50 * _G)
 CPU = DeviceProfile(
     device_type="cpu",
     process_group_backend="gloo",
-    lightning_accelerator="cpu",
     operations=HostOperations(),
     host=True,
     cache_bound_kernels=True,
@@ -153,7 +150,6 @@ CUDA = DeviceProfile(
     device_type="cuda",
     process_group_backend="nccl",
     binds_process_group=True,
-    lightning_accelerator="cuda",
     symmetric_memory=True,
     float64=True,
     fused_optimizers=True,

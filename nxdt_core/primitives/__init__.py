@@ -9,20 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxdt_core.primitives import lightning, parallel_layers, parallel_state
+    from nxdt_core.primitives import parallel_layers, parallel_state
     from nxdt_core.primitives.config import NxDConfig, neuronx_distributed_config
     from nxdt_core.primitives.files.tags import (
         finalize_checkpoint,
         has_checkpoint,
         load_checkpoint,
         save_checkpoint,
-    )
-    from nxdt_core.primitives.lightning import (
-        NeuronLTModule,
-        NeuronTensorBoardLogger,
-        NeuronTQDMProgressBar,
-        NeuronXLAPrecisionPlugin,
-        NeuronXLAStrategy,
     )
     from nxdt_core.primitives.lora import LoraConfig, LoRAModel
     from nxdt_core.primitives.model import NxDModel, initialize_parallel_model
@@ -32,11 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LoRAModel",
     "LoraConfig",
-    "NeuronLTModule",
-    "NeuronTQDMProgressBar",
-    "NeuronTensorBoardLogger",
-    "NeuronXLAPrecisionPlugin",
-    "NeuronXLAStrategy",
     "NeuronZero1Optimizer",
     "NxDConfig",
     "NxDModel",
@@ -45,7 +33,6 @@ __all__ = [
     "has_checkpoint",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
-    "lightning",
     "load_checkpoint",
     "neuronx_distributed_config",
     "parallel_layers",
@@ -56,11 +43,6 @@ __all__ = [
 _HOME = {
     "LoRAModel": "lora",
     "LoraConfig": "lora",
-    "NeuronLTModule": "lightning",
-    "NeuronTQDMProgressBar": "lightning",
-    "NeuronTensorBoardLogger": "lightning",
-    "NeuronXLAPrecisionPlugin": "lightning",
-    "NeuronXLAStrategy": "lightning",
     "NeuronZero1Optimizer": "zero1",
     "NxDConfig": "config",
     "NxDModel": "model",

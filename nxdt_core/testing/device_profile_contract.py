@@ -73,17 +73,6 @@ class DeviceProfileContract:
             assert isinstance(text, str), f"{field} must be text; it is {text!r}"
             assert text.strip(), f"{field} is empty"
 
-    def test_its_accelerator_is_known_to_lightning(self, profile: DeviceProfile) -> None:
-        """A name that Lightning does not know ends a run; None gives it an accelerator of nxdt."""
-        if profile.lightning_accelerator is None:
-            pytest.skip("it names no accelerator of Lightning")
-        from pytorch_lightning.accelerators import AcceleratorRegistry
-
-        known = AcceleratorRegistry.available_accelerators()
-        assert profile.lightning_accelerator in known, (
-            f"lightning_accelerator is {profile.lightning_accelerator!r}; Lightning knows {', '.join(sorted(known))}"
-        )
-
     def test_its_figures_have_the_units_of_their_fields(self, profile: DeviceProfile) -> None:
         """FLOP/s, GiB, and bytes per second."""
         for product, table in profile.peak_flops.items():

@@ -1,6 +1,6 @@
-"""Training: a session for custom training loops, the Lightning classes over it, and the run that a YAML file describes.
+"""Training: a session for custom training loops, and the run that a YAML file describes.
 
-``session`` and ``primitives`` do not import Lightning; for this reason, the names below are imported on first use.
+The names below are imported on first use, so that a program pays for what it uses.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxdt_core.training.lightning.datamodule import NxdtDataModule
-    from nxdt_core.training.lightning.module import NxdtModule
-    from nxdt_core.training.lightning.strategy import NxdtStrategy
     from nxdt_core.training.primitives import (
         initialize_parallel_model,
         initialize_parallel_optimizer,
@@ -21,9 +18,6 @@ if TYPE_CHECKING:
     from nxdt_core.training.session import TrainSession
 
 __all__ = [
-    "NxdtDataModule",
-    "NxdtModule",
-    "NxdtStrategy",
     "TrainSession",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
@@ -32,9 +26,6 @@ __all__ = [
 ]
 
 _HOME = {
-    "NxdtDataModule": "lightning.datamodule",
-    "NxdtModule": "lightning.module",
-    "NxdtStrategy": "lightning.strategy",
     "TrainSession": "session",
     "train": "run.train",
 }

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import load_model, read_manifest
 from nxdt_core.config import load
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, TrainSession
+from nxdt_core.training import TrainSession
 from tests import processes
 from tests.calls import Call, run_in_turn
 from tests.device.building import CACHE

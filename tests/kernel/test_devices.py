@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
 from torch.nn import functional
 
 from nxdt_core.device_operations import DeviceOperations
@@ -28,7 +27,6 @@ from nxdt_core.errors.ranks import NotEnoughDevices
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.random.dropout import Dropout, _seeded_mask, causal_attention
-from nxdt_core.training.lightning.accelerator import EngineAccelerator
 from nxdt_core.training.state import capture_rng, restore_rng, seed_all
 
 
@@ -151,13 +149,6 @@ def test_a_run_uses_the_operations_of_the_profile():
             check_devices(device, 3, "here")
     with pytest.raises(UnknownAccelerator):
         current_device("xla")
-
-
-def test_lightning_is_given_an_accelerator_of_ours_where_it_knows_none():
-    accelerator = EngineAccelerator(torch.device("xla", 0))
-    trainer = Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
-    assert trainer.accelerator is accelerator
-    assert accelerator.get_device_stats(None) == {}
 
 
 @pytest.mark.parametrize("p", [0.25, 0.5])

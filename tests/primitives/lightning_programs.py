@@ -1,6 +1,13 @@
 """A Lightning program over NxD Core's names, with and without its own steps, and the same training in plain torch."""
 
 import torch
+from nxdt_plugin_lightning.nxd import (
+    NeuronLTModule,
+    NeuronTensorBoardLogger,
+    NeuronTQDMProgressBar,
+    NeuronXLAPrecisionPlugin,
+    NeuronXLAStrategy,
+)
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
@@ -10,13 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from nxdt_core import primitives as nxd
 from nxdt_core.primitives import parallel_state
-from nxdt_core.primitives.lightning import (
-    NeuronLTModule,
-    NeuronTensorBoardLogger,
-    NeuronTQDMProgressBar,
-    NeuronXLAPrecisionPlugin,
-    NeuronXLAStrategy,
-)
 from tests.primitives.loops import ROWS, STEPS, Decoder, Layer, batch
 
 LR, NORM = 0.01, 0.5

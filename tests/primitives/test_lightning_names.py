@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nxdt_plugin_lightning import nxd as names
 from pytorch_lightning import Trainer
 from pytorch_lightning.demos.boring_classes import BoringModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -63,7 +64,7 @@ def config():
 
 def module(config, **changed):
     arguments = {"opt_cls": torch.optim.SGD, "scheduler_cls": torch.optim.lr_scheduler.ConstantLR, **changed}
-    return nxd.NeuronLTModule(**{"model_fn": Decoder, "nxd_config": config, **arguments})
+    return names.NeuronLTModule(**{"model_fn": Decoder, "nxd_config": config, **arguments})
 
 
 def refused(code, words):
@@ -105,7 +106,7 @@ def test_modules_that_cannot_be_trained(config, changed, code, words):
 
 def trainer(**more):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
-    return Trainer(strategy=nxd.NeuronXLAStrategy(), max_steps=1, **quiet, **more)
+    return Trainer(strategy=names.NeuronXLAStrategy(), max_steps=1, **quiet, **more)
 
 
 def test_positional_arguments_reach_the_optimizer(config):
@@ -121,7 +122,7 @@ def test_trainers_that_cannot_be(config):
     with refused("NXDT-T042", "precision='bf16-mixed'"):
         trainer(precision="bf16-mixed").fit(module(config))
     with refused("NXDT-T050", "tensor_parallel_size=2"):
-        nxd.NeuronXLAStrategy(tensor_parallel_size=2)
+        names.NeuronXLAStrategy(tensor_parallel_size=2)
     other = nxd.neuronx_distributed_config()
     with refused("NXDT-T050", "nxd_config"):
         trainer().fit(module(config))
@@ -135,8 +136,8 @@ def test_a_strategy_makes_the_layout_that_it_is_asked_for(tmp_path):
 
 def strategy_alone(directory):
     torch.manual_seed(7)
-    strategy = nxd.NeuronXLAStrategy(tensor_parallel_size=1)
+    strategy = names.NeuronXLAStrategy(tensor_parallel_size=1)
     strategy.nxd_config["optimizer_config"]["max_grad_norm"] = 0.5
-    rows, _ = fit(directory, strategy.nxd_config, nxd.NeuronLTModule, 1, [0])
+    rows, _ = fit(directory, strategy.nxd_config, names.NeuronLTModule, 1, [0])
     strategy.engine.shutdown()
     return rows

@@ -12,7 +12,7 @@ from tests.testing.outcomes import Outcomes, every_third, requirements, run_muta
 
 FILE = Path(__file__).parent / "mutants/device_profile.py"
 OF_TYPE, NEEDS = "test_it_is_the_profile_of_its_device_type", "test_it_says_what_a_run_needs"
-LIGHTNING, UNITS = "test_its_accelerator_is_known_to_lightning", "test_its_figures_have_the_units_of_their_fields"
+UNITS = "test_its_figures_have_the_units_of_their_fields"
 DTYPES, PRODUCTS = "test_its_dtypes_are_named_as_in_torch", "test_its_tables_name_the_same_products"
 HERE, ANSWER = "test_it_says_whether_this_machine_has_such_a_device", "test_its_operations_answer"
 RESTORED = "test_its_generator_is_restored"
@@ -22,7 +22,6 @@ CAUGHT_BY = {
     "IsOfAnotherType": {OF_TYPE},
     "HasNoBackend": {NEEDS},
     "SaysNothingOfInstalling": {NEEDS},
-    "NamesAnAcceleratorOfItsOwn": {LIGHTNING},
     "PeakInTeraflops": {UNITS},
     "MemoryInBytes": {UNITS},
     "LinksInGigabytes": {UNITS},

@@ -22,7 +22,6 @@ _THIRD_PARTY = (
     "boto3",  # where it is installed
     "omegaconf",
     "pytest",  # by the files whose functions ranks run
-    "pytorch_lightning",  # 5 CPU-seconds, more than torch
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
     "torch.distributed.pipelining",

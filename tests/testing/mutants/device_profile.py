@@ -49,7 +49,6 @@ class CountsInGiB(Operations):
 RIGHT = DeviceProfile(
     device_type="cpu",
     process_group_backend="gloo",
-    lightning_accelerator="cpu",
     operations=Operations(),
     peak_flops={"Mine": {"bfloat16": 1e14}},
     memory_gib={"Mine": 32},
@@ -61,7 +60,6 @@ MUTANTS = {
     "IsOfAnotherType": replace(RIGHT, device_type="mine", operations=UnknownDeviceOperations()),
     "HasNoBackend": replace(RIGHT, process_group_backend=""),
     "SaysNothingOfInstalling": replace(RIGHT, install=" "),
-    "NamesAnAcceleratorOfItsOwn": replace(RIGHT, lightning_accelerator="mine"),
     "PeakInTeraflops": replace(RIGHT, peak_flops={"Mine": {"bfloat16": 100.0}}),
     "MemoryInBytes": replace(RIGHT, memory_gib={"Mine": 32 * 2**30}),
     "LinksInGigabytes": replace(RIGHT, links={"Mine": Links(processes=8, inside=100, outside=10)}),

@@ -114,9 +114,9 @@ def fit_in_a_users_trainer(arguments):
     """Losses of four steps in a Trainer of one's own."""
     import pytorch_lightning as pl
     import torch
+    from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
 
     from nxdt_core.config import load
-    from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy
 
     class Losses(pl.Callback):
         def __init__(self):

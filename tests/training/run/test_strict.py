@@ -8,7 +8,7 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.training import NxdtStrategy, primitives, train
+from nxdt_core.training import TrainSession, train
 from tests import processes
 from tests.training.small import SMALL
 
@@ -82,12 +82,8 @@ def test_what_is_missing_keeps_its_fresh_values_and_is_told(
 def weights_of_fresh(small_run):
     """Of a model of three layers that was never trained."""
     config = small_run("model.num_layers=3", name="fresh")
-    strategy = NxdtStrategy(config)
-    strategy.start()
-    try:
-        return primitives.initialize_parallel_model(config, strategy.engine).state_dict()
-    finally:
-        strategy.engine.shutdown()
+    with TrainSession(config) as session:
+        return session.model.state_dict()
 
 
 def test_what_the_model_lacks_is_left_out_and_told(small_run, saved, weights, caplog):

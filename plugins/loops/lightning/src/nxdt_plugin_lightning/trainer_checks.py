@@ -1,4 +1,4 @@
-"""A ``Trainer`` around :class:`nxdt_core.training.NxdtStrategy`: its arguments and callbacks work, or are refused."""
+"""A ``Trainer`` around :class:`NxdtStrategy`: its arguments and callbacks work, or are refused."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytorch_lightning as pl
 
-from nxdt_core.errors.training import NotOurModule, TrainerArgumentsIgnored
-from nxdt_core.training.lightning.module import NxdtModule
+from nxdt_plugin_lightning.errors import NotOurModule, TrainerArgumentsIgnored
+from nxdt_plugin_lightning.module import NxdtModule
 
-__all__ = ["check_trainer"]
+__all__ = ["asked_processes", "check_trainer"]
 
 _UNCALLED = {
     **dict.fromkeys(("on_before_backward", "on_after_backward", "on_before_zero_grad"), "on_before_optimizer_step"),
@@ -29,34 +29,41 @@ _UNFIT = {
 """Lightning's callbacks that look for weights before there are any, copy the module or change Lightning's own loop."""
 
 
-def check_trainer(module: pl.LightningModule) -> None:
+def asked_processes(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return ``devices`` and ``num_nodes`` as they were given; ``trainer.num_devices`` is 1 for any own strategy."""
+    given = trainer._accelerator_connector
+    devices = given._devices_flag
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 1
+    return count, int(given._num_nodes_flag)
+
+
+def check_trainer(module: pl.LightningModule, world_size: int) -> None:
     """Refuse what Lightning would accept and nxdt not carry out.
 
+    Args:
+        module: connected to its ``Trainer``.
+        world_size: processes that run.
+
     Raises:
-        NotOurModule: the model is not an :class:`nxdt_core.training.NxdtModule`.
+        NotOurModule: the model is not an :class:`NxdtModule`.
         TrainerArgumentsIgnored: arguments whose work the configuration decides, callbacks that cannot work,
             or hooks that nothing calls.
     """
     if not isinstance(module, NxdtModule):
         raise NotOurModule(found=type(module).__name__)
-    found = tuple(_ignored(module.trainer))
+    found = tuple(_ignored(module.trainer, world_size))
     if found:
         raise TrainerArgumentsIgnored(arguments=found)
 
 
-def _ignored(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
+def _ignored(trainer: pl.Trainer, world_size: int) -> Iterator[tuple[str, str]]:
     """Arguments, and what does their work here."""
     precision = trainer.precision
     if precision != "32-true":
         yield f"precision={precision!r}", "precision.type in the configuration"
-    given = trainer._accelerator_connector  # trainer.num_devices and num_nodes are 1 for every custom strategy
-    devices, nodes = given._devices_flag, given._num_nodes_flag
-    count = len(devices) if isinstance(devices, list) else int(devices)
-    if count != 1 or nodes != 1:
-        yield (
-            f"devices={devices}, num_nodes={nodes}",
-            "devices=1 in each process, and as many processes as torchrun or srun start",
-        )
+    devices, nodes = asked_processes(trainer)
+    if devices * nodes not in (1, world_size):
+        yield f"devices={devices}, num_nodes={nodes}", f"numbers that agree with the {world_size} processes that run"
     if trainer.gradient_clip_val is not None:
         yield f"gradient_clip_val={trainer.gradient_clip_val}", "trainer.gradient_clip_val in the configuration"
     if trainer.accumulate_grad_batches != 1:
@@ -73,5 +80,5 @@ def _ignored(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
             method = getattr(owner, hook, None)
             if method is not None and getattr(method, "__func__", method) is not getattr(stock, hook):
                 yield f"{type(owner).__name__}.{hook}", instead
-    if given._layer_sync is not None:
+    if trainer._accelerator_connector._layer_sync is not None:
         yield "sync_batchnorm=True", "nothing: models here have no batch norm"

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
+from nxdt_plugin_lightning.errors import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
 from pytorch_lightning import callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
 
-from nxdt_core.errors.training import NotOurBatch, NotOurCallback, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
+from nxdt_core.errors.training import NotOurCallback
 from nxdt_core.testing.ranks import RankPool
-from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, train
+from nxdt_core.training import train
 from tests.sampling import slow
 from tests.training.small import SMALL
 
-PAGE = Path(__file__).parents[3] / "docs" / "lightning.md"
+PAGE = Path(__file__).parents[4] / "docs" / "lightning.md"
 SHORT = ("trainer.limit_val_batches=2", "trainer.max_steps=3")
 
 
@@ -147,8 +149,8 @@ def test_figures_can_be_monitored(small_run, tmp_path):
         ({"precision": "bf16-mixed"}, ("precision='bf16-mixed'", "precision.type")),
         ({"gradient_clip_val": 0.5}, ("gradient_clip_val=0.5", "trainer.gradient_clip_val")),
         ({"accumulate_grad_batches": 4}, ("accumulate_grad_batches=4", "data.global_batch_size")),
-        ({"devices": 2}, ("devices=2", "torchrun")),
-        ({"num_nodes": 2}, ("num_nodes=2", "torchrun")),
+        ({"devices": 2}, ("devices=2", "the 1 processes that run")),
+        ({"num_nodes": 2}, ("num_nodes=2", "the 1 processes that run")),
         ({"sync_batchnorm": True}, ("sync_batchnorm=True", "no batch norm")),
     ],
     ids=["precision", "clipping", "accumulation", "devices", "nodes", "batch norm"],
@@ -241,7 +243,7 @@ def test_a_run_refuses_callbacks_of_lightning_and_says_what_replaces_them(small_
         "def nxdt_callbacks(): return [CallbackComponent(name='saver', target=f'{__name__}:saver')]\n"
     )
     config = small_run(*SHORT, f"plugins.local=[{tmp_path}/savers.py]", "trainer.callbacks=[saver]")
-    with pytest.raises(NotOurCallback, match=r"(?s)Saver.*nxdt-plugin-lightning.*on_train_batch_end → on_step_end"):
+    with pytest.raises(NotOurCallback, match=r"(?s)Saver.*on_train_batch_end → on_step_end.*nxdt-plugin-lightning"):
         train(config)
 
 

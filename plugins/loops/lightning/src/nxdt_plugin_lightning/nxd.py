@@ -1,6 +1,6 @@
 """NxD Core's names for PyTorch Lightning: a ``Trainer`` over a module that the caller's ``model_fn`` builds.
 
-The classes of Lightning itself, with :class:`nxdt_core.training.NxdtStrategy` in the place of the XLA strategy. Steps
+The classes of Lightning itself, with :class:`NxdtStrategy` in the place of the XLA strategy. Steps
 are those of a loop of the caller's own (:class:`nxdt_core.primitives.NxDModel`); the dataloaders are the caller's, too.
 """
 
@@ -16,7 +16,6 @@ import torch
 from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import Precision
-from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.data import _update_dataloader, has_iterable_dataset  # type: ignore[attr-defined]
 from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
@@ -24,7 +23,6 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.errors.primitives import ArgumentMeansNothing
-from nxdt_core.errors.training import TrainerArgumentsIgnored
 from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.config import NxDConfig, config_of, current_config, neuronx_distributed_config
 from nxdt_core.primitives.files.tags import content_of, restore
@@ -33,8 +31,10 @@ from nxdt_core.primitives.module.calls import loss_in
 from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.training import build
-from nxdt_core.training.lightning.accelerator import EngineAccelerator
-from nxdt_core.training.lightning.strategy import NxdtStrategy
+from nxdt_plugin_lightning.accelerator import EngineAccelerator
+from nxdt_plugin_lightning.errors import TrainerArgumentsIgnored
+from nxdt_plugin_lightning.strategy import NxdtStrategy
+from nxdt_plugin_lightning.trainer_checks import asked_processes
 
 __all__ = [
     "NeuronLTModule",
@@ -270,7 +270,6 @@ class NeuronXLAStrategy(NxdtStrategy):
         self.nxd_config: NxDConfig = config_of(nxd_config, "NeuronXLAStrategy")
         super().__init__(self.nxd_config.session.config, engine=self.nxd_config.engine)
         self._accelerator = EngineAccelerator(self.engine.device)
-        self.cluster_environment = LightningEnvironment()  # else Lightning looks for launchers itself
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @property
@@ -322,7 +321,7 @@ class NeuronXLAStrategy(NxdtStrategy):
                 argument="model",
                 value=type(model).__name__,
                 reason="is not a NeuronLTModule",
-                advice="Derive the module from nxdt_core.primitives.lightning.NeuronLTModule.",
+                advice="Derive the module from nxdt_plugin_lightning.nxd.NeuronLTModule.",
             )
         if model.nxd_config is not self.nxd_config:
             raise ArgumentMeansNothing(
@@ -332,7 +331,7 @@ class NeuronXLAStrategy(NxdtStrategy):
                 reason="is not that of the module",
                 advice="Pass the same return value of neuronx_distributed_config to the module and to the strategy.",
             )
-        found = tuple(_ignored(model.trainer))
+        found = tuple(_ignored(model.trainer, self.engine.rank_info.world_size))
         if found:
             raise TrainerArgumentsIgnored(arguments=found)
 
@@ -442,16 +441,15 @@ def _check_sizes(config: NxDConfig, tp: int, pp: int) -> None:
             )
 
 
-def _ignored(trainer: pl.Trainer) -> list[tuple[str, str]]:
+def _ignored(trainer: pl.Trainer, world_size: int) -> list[tuple[str, str]]:
     """Arguments of the ``Trainer`` that have no effect, and what does their work."""
     given = trainer._accelerator_connector
     found = []
     if trainer.precision != "32-true":
         found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
-    devices, nodes = given._devices_flag, given._num_nodes_flag
-    count = len(devices) if isinstance(devices, list) else int(devices)
-    if count != 1 or nodes != 1:
-        instead = "devices=1 in each process, and as many processes as torchrun or srun start"
+    devices, nodes = asked_processes(trainer)
+    if devices * nodes not in (1, world_size):
+        instead = f"numbers that agree with the {world_size} processes that torchrun or srun started"
         found.append((f"devices={devices}, num_nodes={nodes}", instead))
     if given._layer_sync is not None:
         found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))

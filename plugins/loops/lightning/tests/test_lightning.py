@@ -1,11 +1,20 @@
-"""The Lightning classes in a user's own Trainer."""
+"""The Lightning classes in a user's own Trainer, and the processes that it starts or finds."""
+
+import json
+import os
+import sys
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
+from nxdt_plugin_lightning.accelerator import EngineAccelerator
 
 from nxdt_core.errors.checkpoints import UnsavableState
-from nxdt_core.training import NxdtDataModule, NxdtModule, NxdtStrategy, train
+from nxdt_core.training import train
+from tests import processes
+from tests.training.launch.launching import environment
+from tests.training.small import SMALL
 
 
 class Losses(pl.Callback):
@@ -122,3 +131,71 @@ def test_state_of_the_data_module_is_refused_with_its_key(small_run, tmp_path):
     trainer.fit(NxdtModule(config), Data(config))
     with pytest.raises(UnsavableState, match="Data/pool"):
         trainer.save_checkpoint(str(tmp_path / "pl"))
+
+
+SCRIPT = """
+import json, os, sys
+import pytorch_lightning as pl
+from nxdt_core.config import load
+from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
+
+class Losses(pl.Callback):
+    seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(float(pl_module.last.loss.loss))
+
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+config = load("recipe:llama-tiny", sys.argv[2:])
+trainer = pl.Trainer(
+    strategy=NxdtStrategy(config), accelerator="cpu", devices=int(sys.argv[1]), callbacks=[Losses()], **quiet
+)
+trainer.fit(NxdtModule(config), NxdtDataModule(config))
+ranks = trainer.strategy.engine.ranks
+print("FOUND", json.dumps([ranks.rank, ranks.world_size, Losses.seen]), flush=True)
+"""
+LAYOUT = "distributed_strategy.tensor_model_parallel_size=2"
+
+
+def run_script(where, devices, *launcher, **variables):
+    """What each rank of the script found, by its number."""
+    (where / "script.py").write_text(SCRIPT)
+    keys = (*SMALL, "trainer.devices=2", LAYOUT, "trainer.max_steps=3", "trainer.val_check_interval=null")
+    words = [*launcher, str(where / "script.py"), str(devices), *keys, f"exp_manager.exp_dir={where}"]
+    kept = environment(**variables)
+    done = processes.run([sys.executable, *words], env=kept, capture_output=True, text=True, timeout=120)
+    rows = [json.loads(line.partition("FOUND ")[2]) for line in done.stdout.splitlines() if "FOUND " in line]
+    return done, {rank: (size, losses) for rank, size, losses in rows}
+
+
+def test_a_script_starts_the_ranks_that_its_trainer_asks_for(tmp_path, small_run, metric_rows):
+    """The losses are those of one process, and the steps those of the configuration."""
+    done, found = run_script(tmp_path, 2)
+    assert done.returncode == 0, done.stderr
+    train(small_run("trainer.max_steps=3", name="alone"))
+    expected = [row["loss"] for row in metric_rows(tmp_path / "alone").values()]
+    assert {rank: size for rank, (size, _) in found.items()} == {0: 2, 1: 2}
+    assert all(losses == pytest.approx(expected, rel=1e-5) for _, losses in found.values())
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ranks_that_torchrun_started_are_taken(tmp_path, devices):
+    port = str(29500 + os.getpid() % 1000 + devices)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", port)
+    done, found = run_script(tmp_path, devices, *launcher)
+    assert done.returncode == 0, done.stderr
+    assert {rank: size for rank, (size, _) in found.items()} == {0: 2, 1: 2}
+
+
+def test_a_trainer_that_asks_for_other_numbers_than_the_configuration_is_refused(tmp_path):
+    done, found = run_script(tmp_path, 3)
+    assert not found
+    assert "NXDT-T042" in done.stderr
+    assert "trainer.devices=3" in done.stderr
+
+
+def test_lightning_is_given_an_accelerator_of_ours_where_it_knows_none():
+    accelerator = EngineAccelerator(torch.device("xla", 0))
+    trainer = pl.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+    assert trainer.accelerator is accelerator
+    assert accelerator.get_device_stats(None) == {}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors.training import NotOurBatch, NotOurStrategy
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
@@ -22,16 +19,12 @@ from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer,
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
 from nxdt_core.training.data import UNNAMED, StepInput
-from nxdt_core.training.lightning.managed_save import ManagedSave
 from nxdt_core.training.primitives import StepResult
 from nxdt_core.training.session import TrainSession
 from nxdt_core.training.state import TrainState
+from nxdt_plugin_lightning.errors import NotOurBatch, NotOurStrategy
 
 __all__ = ["NxdtModule"]
-
-
-def _nothing(text: str) -> None:
-    """Drop the announcement."""
 
 
 class NxdtModule(pl.LightningModule):
@@ -41,8 +34,7 @@ class NxdtModule(pl.LightningModule):
         config: the run.
         logs_metrics: log figures as Lightning modules do, so that loggers get them and ``EarlyStopping`` and
             ``ModelCheckpoint`` can monitor them: ``loss``, ``grad_norm`` and ``lr`` of each training step, and
-            ``val_loss``, its perplexity and metrics of each validation (``test_…`` of ``trainer.test``). The run of
-            ``nxdt train`` has a callback for that.
+            ``val_loss``, its perplexity and metrics of each validation (``test_…`` of ``trainer.test``).
     """
 
     last: StepResult
@@ -59,11 +51,7 @@ class NxdtModule(pl.LightningModule):
         self._validated = ExitStack()
         self.saved: Manifest | None = None
         """The newest checkpoint of this process."""
-        self.resumed_horizon: int | None = None
-        """Last step of the schedule that the resumed run was trained with."""
         self._resume: tuple[CheckpointStorage, Manifest] | None = None
-        self.announce: Callable[[str], None] = _nothing
-        """Called with what is about to take time."""
 
     @property
     def engine(self) -> ParallelEngine:
@@ -122,40 +110,24 @@ class NxdtModule(pl.LightningModule):
         """Build the model, unless it is there already."""
         if not hasattr(self.session, "model"):
             self.session.engine = self.engine
-            self.announce("building the model")
-            PROGRESS.spent("setup")
             self.session.build_model(resumes=None if self._resume is None else self._resume[1])
-            PROGRESS.spent("weights")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer."""
         self.session.build_optimizer()
-        PROGRESS.spent("build")
         return self.session.optimizer.inner
 
     def load_resumed(self) -> None:
         """Load the checkpoint that ``resume_from`` named."""
         if self._resume is not None:
-            self.announce(f"loading step {self._resume[1].step}")
-            extra = self.session.load_checkpoint(*self._resume)
-            self.resumed_horizon = extra.get("horizon", self.session.horizon.max_steps)
-            PROGRESS.spent("weights")
+            self.session.load_checkpoint(*self._resume)
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""
         storage, _ = build.locate(self.config, uri)
-        self.saved = self.session.save(storage, extra=self._extra(lightning))
+        horizon = self.session.horizon.max_steps
+        self.saved = self.session.save(storage, extra={"lightning": lightning, "horizon": horizon})
         return self.saved
-
-    def begin_save(self, managed: ManagedSave, *, lightning: dict[str, Any]) -> None:
-        """Begin a checkpoint of everything, as ``managed`` says."""
-        began_at = time.monotonic()
-        extra = self._extra(lightning)
-        managed.begun = self.session.begin_save(managed.manager, extra=extra, about=managed.about)
-        managed.took_s = time.monotonic() - began_at
-
-    def _extra(self, lightning: dict[str, Any]) -> dict[str, Any]:
-        return {"lightning": lightning, "horizon": self.session.horizon.max_steps}
 
     def training_step(self, batch: StepInput, batch_idx: int) -> None:
         """Run one optimizer step on one global batch.

@@ -8,7 +8,6 @@ import pytorch_lightning as pl
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training.data import RunData, TrainLoader
 
@@ -48,9 +47,7 @@ class NxdtDataModule(pl.LightningDataModule):
             NoTrainingData: the loader has no training split.
             LengthUnknown: a limit of the training data, and they are a stream.
         """
-        PROGRESS.spent("setup")
         self.data.prepare()
-        PROGRESS.spent("data")
 
     def setup(self, stage: str) -> None:
         """Call :meth:`prepare`, as a hook of Lightning."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,16 +21,15 @@ from torch.distributed.nn.functional import all_gather as all_gather_with_gradie
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.training import build
-from nxdt_core.training.lightning.accelerator import EngineAccelerator
-from nxdt_core.training.lightning.managed_save import ManagedSave
-from nxdt_core.training.lightning.module import NxdtModule
-from nxdt_core.training.lightning.user_trainer import check_trainer
 from nxdt_core.training.session import start_engine
+from nxdt_plugin_lightning.accelerator import EngineAccelerator
+from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, complete_variables
+from nxdt_plugin_lightning.module import NxdtModule
+from nxdt_plugin_lightning.trainer_checks import check_trainer
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -40,10 +40,13 @@ _log = logging.getLogger(__name__)
 
 
 class NxdtStrategy(Strategy):
-    """Drives a :class:`nxdt_core.training.NxdtModule` in any ``Trainer``, on as many ranks as were started.
+    """Drives a :class:`NxdtModule` in any ``Trainer``: ``Trainer(strategy=NxdtStrategy(config), accelerator=…)``.
 
-    ``Trainer(strategy=NxdtStrategy(config), devices=1, accelerator=…)``; paths of Lightning's checkpoints become
-    checkpoint URIs of ours, so ``trainer.save_checkpoint`` and ``fit(ckpt_path=…)`` write and read our format.
+    The ranks are those that torchrun or another launcher has started; ``devices`` is then their number on each node, or
+    1. Where none has, ``Trainer(devices=N)`` starts N processes of the same script.
+
+    Paths of Lightning's checkpoints become checkpoint URIs of ours: ``trainer.save_checkpoint`` and
+    ``fit(ckpt_path=…)`` write and read our format.
 
     It has no ``world_size`` for Lightning to see (``engine.rank_info`` has it): above 1, Lightning broadcasts a tensor
     and waits for the device before every batch, and broadcasts from within its handler of SIGTERM.
@@ -55,15 +58,42 @@ class NxdtStrategy(Strategy):
         """``engine``: one that was started elsewhere and is closed there; None builds the configured one."""
         super().__init__()
         self.config = config
-        if engine is None:
-            check_world_size(config, place_from_environment())
-        self.engine = build.engine(config) if engine is None else engine
+        if engine is not None:
+            self.engine = engine
         self._started, self._broken = engine is not None, False
+        self._launcher: ScriptLauncher | None = None
+        self.cluster_environment = StartedProcesses()
+        complete_variables()
+        if engine is None and not self._may_launch:
+            check_world_size(config, place_from_environment())
+
+    @cached_property
+    def engine(self) -> ParallelEngine:
+        """The configured one; built once the processes run.
+
+        Raises:
+            WorldSizeMismatch: their number is not that of the configuration.
+        """
+        check_world_size(self.config, place_from_environment())
+        return build.engine(self.config)
+
+    @property
+    def _may_launch(self) -> bool:
+        """Whether this process is the only one so far of a run of several."""
+        trainer = self.config.run.trainer
+        return trainer.devices > 1 and place_from_environment().world_size == 1
+
+    def _configure_launcher(self) -> None:
+        """Let Lightning start the other processes, where none has; called by the ``Trainer``."""
+        if "engine" not in vars(self) and self._may_launch:
+            trainer = self.config.run.trainer
+            self._launcher = ScriptLauncher(self.cluster_environment, trainer.devices, trainer.num_nodes)
 
     @property
     def lightning_accelerator(self) -> str | Accelerator:
         """What to pass as the trainer's ``accelerator``: the name that Lightning has for the device type, or ours."""
-        return profile_of(self.engine.device).lightning_accelerator or EngineAccelerator(self.engine.device)
+        kind = self.engine.device.type
+        return kind if kind in ("cpu", "cuda") else EngineAccelerator(self.engine.device)
 
     @property
     def root_device(self) -> torch.device:
@@ -73,12 +103,12 @@ class NxdtStrategy(Strategy):
     @property
     def is_global_zero(self) -> bool:
         """Return whether this is rank 0."""
-        return self.engine.rank_info.rank == 0
+        return self.global_rank == 0
 
     @property
     def global_rank(self) -> int:
         """Return the number of this process among all."""
-        return self.engine.rank_info.rank
+        return self.engine.rank_info.rank if self._started else place_from_environment().rank
 
     @property
     def local_rank(self) -> int:
@@ -109,7 +139,11 @@ class NxdtStrategy(Strategy):
             NotOurModule, TrainerArgumentsIgnored: see :func:`check_trainer`.
         """
         super().connect(model)
-        check_trainer(model)
+        check_trainer(model, self.engine.rank_info.world_size)
+        trainer = model.trainer
+        if trainer.max_steps == -1 and trainer.max_epochs in (None, 1000):  # neither is given
+            trainer.fit_loop.epoch_loop.max_steps = self.config.run.trainer.max_steps
+            trainer.fit_loop.max_epochs = -1  # else Lightning resets the data to count them (its issue 20550)
 
     def setup_environment(self) -> None:
         """Start the engine before any hook runs."""
@@ -156,14 +190,8 @@ class NxdtStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:  # the names are Lightning's
-        """Commit a checkpoint under the URI ``filepath`` (a root, or a root with ``step-…`` behind it).
-
-        ``storage_options`` may be a ``ManagedSave``: its manager decides then.
-        """
-        if isinstance(storage_options, ManagedSave):
-            self._module.begin_save(storage_options, lightning=_light(checkpoint))
-        else:
-            self._module.save(str(filepath), lightning=_light(checkpoint))
+        """Commit a checkpoint under the URI ``filepath`` (a root, or a root with ``step-…`` behind it)."""
+        self._module.save(str(filepath), lightning=_light(checkpoint))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Find the checkpoint and return what Lightning itself had saved; tensors are loaded after set-up."""

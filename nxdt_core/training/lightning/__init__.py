@@ -1,1 +1,0 @@
-"""PyTorch Lightning's module, strategy and data module for runs of nxdt."""

@@ -1,0 +1,23 @@
+"""Entry module of ``nxdt-plugin-lightning``, and the classes for a ``Trainer`` of one's own.
+
+It adds no component. The classes are imported when they are first used, so that listing plugins needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxdt_plugin_lightning.datamodule import NxdtDataModule
+    from nxdt_plugin_lightning.module import NxdtModule
+    from nxdt_plugin_lightning.strategy import NxdtStrategy
+
+__all__ = ["NxdtDataModule", "NxdtModule", "NxdtStrategy"]
+
+if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{name.removeprefix('Nxdt').lower()}"), name)
