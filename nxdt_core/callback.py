@@ -177,7 +177,7 @@ class Run:
                 self._dismiss(name, moment, error)
 
     def _dismiss(self, name: str, moment: Moment, error: BaseException) -> None:
-        """Go on without a callback that failed; a fault of its program keeps the traceback."""
+        """Leave out a callback that failed; a fault of its program keeps the traceback."""
         trace = None if isinstance(error, OSError) else error
         message = "step %d: %s failed in %s, and the run continues without it: %s"
         _log.warning(message, self.step, name, moment, _reason(error), exc_info=trace)
@@ -192,7 +192,7 @@ class Run:
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Give the callbacks the state that a checkpoint has of them; callbacks that it does not know begin anew."""
+        """Give the callbacks the state that a checkpoint has of them; the others start without state."""
         for name, callback in self.callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])

@@ -17,7 +17,7 @@ _RARELY = (100_000, *_USUAL[1:])
 def rare_collections() -> Iterator[None]:
     """Let the collector run after 100,000 new objects instead of 700.
 
-    Imports of torch and Lightning make over a million objects and no garbage; collections are a fifth of their time.
+    Imports of torch make many objects and no garbage; collections are a fifth of their time.
     """
     before = gc.get_threshold()
     gc.set_threshold(*_RARELY)

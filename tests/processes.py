@@ -1,6 +1,6 @@
 """Start ``python -m nxdt_core …``, a script or ``python -c …`` as a fork of a process that has made the imports.
 
-Importing Lightning takes 8 CPU-seconds, and a test of two ranks starts three processes. :class:`Popen` and :func:`run`
+Importing torch takes CPU-seconds, and a test of two ranks starts three processes. :class:`Popen` and :func:`run`
 are those of :mod:`subprocess`, with the same arguments, results and real processes: a child of the caller with its own
 id, arguments, environment, directory, streams, session and signals. Where a program's imports or another environment
 are what a test is about, it uses :mod:`subprocess`. These do the same for other programs, for an environment whose

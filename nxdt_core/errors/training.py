@@ -196,9 +196,7 @@ class NotOurCallback(NxdtError):
         if of_lightning:
             moved = {old: new for old, new in _LIGHTNING_HOOKS.items() if _overrides(self.found, old)}
             named = ", ".join(f"{old} → {new}" for old, new in moved.items())
-            advice = (
-                f"{named and f' ({named})'}, or use it in a Trainer of your own, which nxdt-plugin-lightning supports"
-            )
+            advice = f"{named and f' ({named})'}, or use it in your Trainer with nxdt-plugin-lightning"
         kind = f"{type(self.found).__name__}{' of PyTorch Lightning' if of_lightning else ''}"
         return {**super()._view(), "kind": kind, "advice": advice}
 

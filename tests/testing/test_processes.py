@@ -124,7 +124,7 @@ SCRIPT = """
 import json, os, pickle, sys
 class Kept: pass
 kept = type(pickle.loads(pickle.dumps(Kept()))).__name__
-preloaded = "pytorch_lightning" in sys.modules
+preloaded = "torch" in sys.modules
 print(json.dumps([sys.argv, sys.orig_argv, sys.path[0], __name__, kept, os.getppid(), preloaded]))
 sys.exit(4)
 """

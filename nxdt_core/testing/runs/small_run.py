@@ -77,7 +77,7 @@ def small_config(
 
 
 def train_small(config: ResolvedConfig) -> Path:
-    """Train, and return the run's directory. A callback that the run went on without is a failure."""
+    """Train, and return the run's directory. A callback that the run left out is a failure."""
     failed, log = _Messages(), logging.getLogger(callback.__name__)
     log.addHandler(failed)
     try:

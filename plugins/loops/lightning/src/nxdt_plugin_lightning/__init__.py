@@ -1,4 +1,4 @@
-"""Entry module of ``nxdt-plugin-lightning``, and the classes for a ``Trainer`` of one's own.
+"""Entry module of ``nxdt-plugin-lightning``, and the classes for your own ``Trainer``.
 
 It adds no component. The classes are imported when they are first used, so that listing plugins needs no torch.
 """
