@@ -1,7 +1,6 @@
 """Kind ``callback``: what takes part in a run without being the step: reports, loggers, averages, early ends.
 
-The target of the kind is a class (or a function) called as ``Target(config, run_dir)`` on every rank, with the
-dataclass of its entry in ``trainer.callbacks`` and the run's directory. It returns a :class:`Callback`.
+The target of the kind is a subclass of :class:`Callback`, called as ``Target(config, run_dir)`` on every rank.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from nxdt_core.errors import NxdtError
@@ -36,7 +36,14 @@ class Callback:
     What a method raises is logged with the callback's name, and the run continues without the callback. An
     :class:`nxdt_core.errors.NxdtError` ends the run instead. A method that communicates between ranks must do so on
     all of them.
+
+    Args:
+        config: dataclass of the callback's entry in the configuration; None where the component declares none.
+        run_dir: directory of the run, which exists.
     """
+
+    def __init__(self, config: Any = None, run_dir: Path | None = None) -> None:
+        """Do nothing with them."""
 
     def on_fit_start(self, run: Run) -> None:
         """Model, optimizer and data are there, and a checkpoint is loaded; the first step comes next."""

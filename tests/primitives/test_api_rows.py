@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_plugin_lightning import nxd as lightning
 
 from nxdt_core import primitives as nxd
 from nxdt_core.testing.ranks import RankPool
@@ -19,7 +20,7 @@ VALUES = {"True": True, "False": False, "None": None, "torch.float32": torch.flo
 
 
 def found(call):
-    target = nxd
+    target = lightning if call in lightning.__all__ else nxd
     for name in call.split("."):
         target = getattr(target, name)
     return target
@@ -91,10 +92,10 @@ def warnings_of_a_program(path):
     for name in ("ColumnParallelLinear", "RowParallelLinear"):
         getattr(layers, name)(4, 4, **changed[name])
     layers.GQAQKVColumnParallelLinear(4, (4, 4), **changed["GQAQKVColumnParallelLinear"])
-    nxd.NeuronLTModule(Decoder, nxd_config, torch.optim.AdamW, dict, **changed["NeuronLTModule"])
-    nxd.NeuronXLAStrategy(nxd_config, **changed["NeuronXLAStrategy"])
-    nxd.NeuronXLAPrecisionPlugin(**changed["NeuronXLAPrecisionPlugin"])
-    nxd.NeuronTensorBoardLogger(path, **changed["NeuronTensorBoardLogger"])
+    lightning.NeuronLTModule(Decoder, nxd_config, torch.optim.AdamW, dict, **changed["NeuronLTModule"])
+    lightning.NeuronXLAStrategy(nxd_config, **changed["NeuronXLAStrategy"])
+    lightning.NeuronXLAPrecisionPlugin(**changed["NeuronXLAPrecisionPlugin"])
+    lightning.NeuronTensorBoardLogger(path, **changed["NeuronTensorBoardLogger"])
     nxd_config.engine.shutdown()
     return heard.texts
 
@@ -127,7 +128,7 @@ def test_every_public_name_has_rows():
     with pytest.raises(AttributeError):
         found("absent")
     known = {call.partition(".")[0] for call in CALLS}
-    assert {*nxd.__all__} - known == {"NxDConfig", "lightning"}
+    assert {*nxd.__all__} - known == {"NxDConfig"}
     rows = {call.removeprefix("parallel_state.") for call in CALLS if call.startswith("parallel_state.")}
     assert rows == {*nxd.parallel_state.__all__}
-    assert {*nxd.lightning.__all__} <= known
+    assert {*lightning.__all__} <= known

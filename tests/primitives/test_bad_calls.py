@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from nxdt_plugin_lightning import nxd as lightning
 from torch import nn
 
 from nxdt_core import primitives as nxd
@@ -110,9 +111,9 @@ LAYERS = {
         lambda _: nxd.LoraConfig(rank=2),
         lambda _: nxd.LoraConfig(True),
         lambda _: nxd.NeuronZero1Optimizer(),
-        lambda _: nxd.NeuronXLAStrategy(tensor_parallel=2),
-        lambda _: nxd.NeuronXLAPrecisionPlugin(precision="bf16"),
-        lambda _: nxd.NeuronTensorBoardLogger(),
+        lambda _: lightning.NeuronXLAStrategy(tensor_parallel=2),
+        lambda _: lightning.NeuronXLAPrecisionPlugin(precision="bf16"),
+        lambda _: lightning.NeuronTensorBoardLogger(),
         lambda _: parallel_state.get_data_parallel_group(as_lists=True),
     ],
     "NXDT-T050": [
@@ -132,8 +133,8 @@ LAYERS = {
         lambda _: layers.clip_grad_norm([], 1.0, "two"),
         lambda _: layers.clip_grad_norm([], 1.0, "inf"),
         lambda _: nxd.LoRAModel(Decoder(numbers=1), {}),
-        lambda _: nxd.NeuronLTModule(),
-        lambda _: nxd.NeuronXLAStrategy(nxd_config={}),
+        lambda _: lightning.NeuronLTModule(),
+        lambda _: lightning.NeuronXLAStrategy(nxd_config={}),
         lambda _: nxd.NeuronZero1Optimizer([], adamw),
     ],
 }

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
+from nxdt_core.progress import PROGRESS
 from tests.training.small import SMALL
 
 
 @pytest.fixture
 def small_run(tmp_path):
     """Load the tiny recipe, smaller still, with its runs below the test's directory."""
+
+    PROGRESS.take_start()  # of a command of another test, which has not reached its first step
 
     def make(*overrides, name="run", exp_dir=None):
         where = (f"exp_manager.exp_dir={exp_dir or tmp_path}", f"name={name}")

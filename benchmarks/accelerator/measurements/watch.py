@@ -7,44 +7,42 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from accelerator.measurements.watch_plugin import WatchConfig
+from nxdt_core.api import Callback, Run
 from nxdt_core.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.distributed.placement import local_of
 
 __all__ = ["StepMemory", "Watch"]
 
 
-class Watch(pl.Callback):
+class Watch(Callback):
     """Writes what it finds to ``watched.json`` in the run's directory."""
 
     def __init__(self, config: WatchConfig, run_dir: Path) -> None:
         self._config = config
         self._path = run_dir / "watched.json"
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step_end(self, run: Run) -> None:
         """Begin and end what is to be observed."""
-        step, device = pl_module.train_state.step, pl_module.engine.device
+        step, device = run.step, run.session.engine.device
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None and step in (self._config.after, trainer.max_steps):
+        if accelerator is not None and step in (self._config.after, run.max_steps):
             torch.accelerator.synchronize()
         if step == self._config.after:
             kind = "CPU" if accelerator is None else accelerator.type.upper()  # of a device: its kernels and runtime
             reset_max_memory(device)
             self._memory = StepMemory(
-                pl_module.model,
-                pl_module.optimizer,
+                run.session.model,
+                run.session.optimizer,
                 (lambda: 0) if accelerator is None else torch.accelerator.memory_allocated,
                 lambda: 0 if accelerator is None else max_memory_bytes(device) or 0,
             )
             self._profile = profile(activities=[getattr(ProfilerActivity, kind)]).__enter__()
-        if step == trainer.max_steps:
+        if step == run.max_steps:
             self._profile.__exit__(None, None, None)
             self._profile.export_chrome_trace(self._config.trace)
             found = {"trace": self._config.trace, "memory": self._memory.parts()}

@@ -1,6 +1,6 @@
 """Entry module of ``nxdt-plugin-lightning``, and the classes for your own ``Trainer``.
 
-It adds no component. The classes are imported when they are first used, so that listing plugins needs no torch.
+The classes are imported when they are first used, so that listing plugins needs no torch.
 """
 
 from __future__ import annotations
@@ -8,12 +8,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.api import CallbackComponent, hookimpl
+
 if TYPE_CHECKING:
     from nxdt_plugin_lightning.datamodule import NxdtDataModule
     from nxdt_plugin_lightning.module import NxdtModule
     from nxdt_plugin_lightning.strategy import NxdtStrategy
 
 __all__ = ["NxdtDataModule", "NxdtModule", "NxdtStrategy"]
+
+
+@hookimpl
+def nxdt_callbacks() -> list[CallbackComponent]:
+    """Declare what lets ``nxdt train`` use loggers of Lightning."""
+    return [
+        CallbackComponent(
+            name="lightning",
+            target="nxdt_plugin_lightning.logger:LightningLogger",
+            config="nxdt_plugin_lightning.config:LoggerConfig",
+            summary="a logger of PyTorch Lightning, such as Comet's or Neptune's",
+        )
+    ]
+
 
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
 
