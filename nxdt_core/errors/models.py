@@ -22,6 +22,7 @@ __all__ = [
     "ModelReadsValues",
     "ModelWithoutHead",
     "NoInitRule",
+    "ObjectiveWeightsDiffer",
     "SequenceTooLongForModel",
     "UnknownRecomputeName",
     "VocabularyTooSmall",
@@ -298,3 +299,16 @@ class LogitsAreSharded(NxdtError):
     )
     objective: str
     reason: str
+
+
+class ObjectiveWeightsDiffer(NxdtError):
+    """An objective whose call reports another weight than the one that the step divides by."""
+
+    code = "NXDT-M094"
+    happened = (
+        "The objective {objective} reports the weight {reported} for a micro-batch, and its weight() gives {given}."
+    )
+    remedy = "Let both return what the loss is a mean over: the step divides by the sum of weight()."
+    objective: str
+    reported: float | list[float]
+    given: float | list[float]
