@@ -263,6 +263,8 @@ def test_a_truncated_file_is_refused_by_name(loader, saved, tmp_path, streaming)
     ("name", "content", "code", "words"),
     [
         ("a.parquet", b"PAR1 and nothing", "NXDT-D201", "a.parquet"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "NXDT-D201", "git lfs pull"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1", "NXDT-D201", "git lfs pull"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "NXDT-D005", "a.jsonl:2"),
         ("a.jsonl", b'{"text": "x"}\n[1]', "NXDT-D005", "it is a list"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}', "NXDT-D004", "of line 2; it looks like CP1252"),

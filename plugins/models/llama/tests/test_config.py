@@ -209,6 +209,7 @@ def test_features_that_are_not_implemented_are_refused(feature):
     with pytest.raises(HFUnsupported) as caught:
         LlamaConfig.from_hf({**LLAMA_31, **feature})
     assert caught.value.code == "NXDT-M012"
+    assert ("model.dequantize()" in caught.value.do()) == ("quantization_config" in feature)
 
 
 def test_a_file_without_a_size_is_refused():
