@@ -122,10 +122,10 @@ def read_text(path: Path, *, follow: bool = False, errors: str = "strict") -> st
 
 
 def require_fetched(path: Path) -> None:
-    """Check that a file is not a Git LFS pointer, which readers would take for a damaged file, or for text.
+    """Check that a regular file is not a Git LFS pointer, which readers would take for a damaged file, or for text.
 
     Raises:
-        OSError: it is one, or cannot be read; ``strerror`` says so.
+        OSError: it is one, or as for :func:`open_regular`; ``strerror`` says so. Links are followed.
     """
     with open(open_regular(path, follow=True), "rb") as file:
         _check_fetched(path, file.read(len(_LFS_POINTER)))
