@@ -28,12 +28,16 @@ __all__ = [
     "regular_opener",
     "replace_text",
     "replacing",
+    "require_fetched",
     "require_plain_files",
     "require_regular",
 ]
 
 _LONGEST_TEXT_BYTES = 64 << 20
 """Of a file that is read whole: a configuration or a state of a run has a thousandth of it."""
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a small text begins that stands for a file where a repository was cloned without Git LFS."""
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -106,14 +110,30 @@ def read_text(path: Path, *, follow: bool = False, errors: str = "strict") -> st
 
     Raises:
         NotRegularFile: as for :func:`open_regular`.
-        OSError: as for :func:`open_regular`, and for a file of more than 64 MiB.
+        OSError: as for :func:`open_regular` and :func:`require_fetched`, and for a file of more than 64 MiB.
         UnicodeDecodeError: it is not UTF-8, and ``errors`` is ``strict``.
     """
     with open(open_regular(path, follow=follow), "rb") as file:
         content = file.read(_LONGEST_TEXT_BYTES + 1)
     if len(content) > _LONGEST_TEXT_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {_LONGEST_TEXT_BYTES >> 20} MiB", str(path))
+    _check_fetched(path, content)
     return content.decode("utf-8", errors)
+
+
+def require_fetched(path: Path) -> None:
+    """Check that a regular file is not a Git LFS pointer, which readers would take for a damaged file, or for text.
+
+    Raises:
+        OSError: it is one, or as for :func:`open_regular`; ``strerror`` says so. Links are followed.
+    """
+    with open(open_regular(path, follow=True), "rb") as file:
+        _check_fetched(path, file.read(len(_LFS_POINTER)))
+
+
+def _check_fetched(path: Path, content: bytes) -> None:
+    if content.startswith(_LFS_POINTER):
+        raise OSError(errno.EINVAL, "it is a Git LFS pointer, and 'git lfs pull' fetches the file", str(path))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from nxdt_core.devices import HOST
-from nxdt_core.regular_files import require_regular
+from nxdt_core.regular_files import require_fetched
 
 __all__ = ["TorchFileDamaged", "TorchFileRefused", "read_torch_file"]
 
@@ -57,7 +57,7 @@ def read_torch_file(path: Path, allowed: list[Any]) -> Any:
 def _check_archive(path: Path) -> None:
     """Check that the file stores its bytes uncompressed: a compressed archive could expand to any size."""
     try:
-        require_regular(path, follow=True)
+        require_fetched(path)
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:

@@ -8,6 +8,9 @@ with the collectives of training.
 from __future__ import annotations
 
 import itertools
+import logging
+import os
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self, TypeVar, cast
@@ -24,8 +27,9 @@ from nxdt_core.errors.ranks import NotEnoughDevices
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.launcher import Place
 
-__all__ = ["Ranks", "check_devices"]
+__all__ = ["Ranks", "check_devices", "cores_of_process"]
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _starts = itertools.count()
@@ -104,6 +108,24 @@ class Ranks:
             )
             self._owns_default = True
         self._group = _host_group(timeout)
+        if self._owns_default:
+            self._share_cores()
+
+    def _share_cores(self) -> None:
+        """Use a part of the cores where other ranks may use the same ones, unless ``OMP_NUM_THREADS`` is set.
+        Collective.
+
+        Ranks that each start one thread per core are slower than a single process.
+        """
+        cores = cores_of_process()
+        here = zlib.crc32(f"{self.host} {sorted(cores)}".encode())
+        sharing = self.all_gather_object(here).count(here)
+        threads = max(1, len(cores) // sharing)
+        if threads < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads)
+            if self.rank == 0:
+                said = "%d ranks share %d cores, and OMP_NUM_THREADS is not set: torch threads per rank: %d"
+                _log.warning(said, sharing, len(cores), threads)
 
     def start_alone(self, device: torch.device) -> None:
         """Give a world of one process its own group, for code that requires one."""
@@ -215,6 +237,11 @@ class Ranks:
 def _host_group(timeout: timedelta) -> dist.ProcessGroup:
     """All ranks, over the hosts. Collective."""
     return cast(dist.ProcessGroup, dist.new_group(backend=profile_of(HOST).process_group_backend, timeout=timeout))
+
+
+def cores_of_process() -> frozenset[int]:
+    """Return the cores that this process may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def check_devices(device: torch.device, wanted: int, host: str) -> None:

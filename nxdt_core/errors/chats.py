@@ -1,5 +1,5 @@
 """Errors of conversations and chat templates of any data set: codes ``NXDT-D300`` to ``NXDT-D304``,
-``NXDT-D313`` to ``NXDT-D317`` and ``NXDT-D320`` to ``NXDT-D322``."""
+``NXDT-D313`` to ``NXDT-D317`` and ``NXDT-D319`` to ``NXDT-D322``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nxdt_core.errors.base import NxdtError, listing, one_of
 __all__ = [
     "BadMessage",
     "EmptyTurn",
+    "EndOfTurnUntrained",
     "FieldsUnused",
     "NotAChatTokenizer",
     "RolesOutOfOrder",
@@ -177,6 +178,19 @@ class TemplateNeedsToken(NxdtError):
         named = self.name.endswith("_token")
         way = "Name it under data.tokenizer ({})" if named else "Add {} to the tokenizer and the model's vocabulary"
         return {**super()._view(), "way": way.format(self.name)}
+
+
+class EndOfTurnUntrained(NxdtError):
+    """A template with which the model would never learn to stop."""
+
+    code = "NXDT-D319"
+    happened = "With the chat template ({origin}) the end of a turn would not be trained: {reason}."
+    remedy = (
+        "Let a token end the assistant's turns, within the generation block where there are such blocks, or set "
+        "data.chat_template to one that does."
+    )
+    origin: str
+    reason: str
 
 
 class NotAChatTokenizer(NxdtError):

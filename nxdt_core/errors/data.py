@@ -263,7 +263,7 @@ class BadTokenizerFile(NxdtError):
 
     code = "NXDT-D022"
     happened = "{path} is not a {wanted}: {reason}."
-    remedy = "Replace the file with a whole one; a Git LFS pointer or an aborted download looks like this."
+    remedy = "Replace the file with a whole one; an aborted download looks like this."
     path: str
     wanted: str
     reason: str

@@ -22,6 +22,7 @@ __all__ = [
     "ModelReadsValues",
     "ModelWithoutHead",
     "NoInitRule",
+    "ObjectiveWeightsDiffer",
     "SequenceTooLongForModel",
     "UnknownRecomputeName",
     "VocabularyTooSmall",
@@ -108,7 +109,8 @@ class HFUnsupported(NxdtError):
     happened = (
         "The Hugging Face configuration{place} has {key} = {found!r}, which the model '{model}' does not implement."
     )
-    remedy = "Supported is {supported}; take another model or a plugin that implements this one."
+    remedy = "Supported is {supported}; {advice}."
+    usual_remedy = "Use another model, or a plugin that implements this one. Dequantize weights that are quantized."
     model: str
     key: str
     found: object
@@ -117,7 +119,13 @@ class HFUnsupported(NxdtError):
     """The file, where it is known."""
 
     def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "place": f" '{self.path}'" if self.path else ""}
+        advice = "take another model or a plugin that implements this one"
+        if self.key == "quantization_config":
+            advice = (
+                "dequantize the model first with transformers (model.dequantize(), or dequantize=True in its "
+                "quantization_config), and name the directory that save_pretrained() writes"
+            )
+        return {**super()._view(), "place": f" '{self.path}'" if self.path else "", "advice": advice}
 
 
 class HFNotWritable(NxdtError):
@@ -298,3 +306,16 @@ class LogitsAreSharded(NxdtError):
     )
     objective: str
     reason: str
+
+
+class ObjectiveWeightsDiffer(NxdtError):
+    """An objective whose call reports another weight than the one that the step divides by."""
+
+    code = "NXDT-M094"
+    happened = (
+        "The objective {objective} reports the weight {reported} for a micro-batch, and its weight() gives {given}."
+    )
+    remedy = "Let both return what the loss is a mean over: the step divides by the sum of weight()."
+    objective: str
+    reported: float | list[float]
+    given: float | list[float]

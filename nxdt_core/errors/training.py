@@ -239,10 +239,13 @@ class ReferenceLost(NxdtError):
 
     code = "NXDT-A030"
     happened = (
-        "The run resumes, and {path} is missing or damaged: the log-probabilities under the weights that it began "
-        "with, which cannot be computed from those that it has now."
+        "The run resumes, and {path} is missing or damaged: the log-probabilities of these data under the weights that "
+        "it began with, which cannot be computed from those that it has now."
     )
-    remedy = "Put the directory 'reference' of the run back where it was, or begin a new run."
+    remedy = (
+        "Undo changes of the data, the tokenizer and their settings, each of which makes another file. Otherwise put "
+        "the directory 'reference' of the run back where it was, or begin a new run."
+    )
     path: str
 
 

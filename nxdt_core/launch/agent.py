@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.process_group import cores_of_process
 from nxdt_core.distributed.store import join_timeout_s
 from nxdt_core.launch.command import interpreter_words
 from nxdt_core.launch.node import Node
@@ -41,7 +42,7 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the ranks
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // node.devices)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores_of_process()) // node.devices)))
     settings = {
         "min_nodes": node.count,
         "max_nodes": node.count,
@@ -59,8 +60,3 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
-
-
-def _cores() -> int:
-    """Cores that this process may use. (Ranks that each start one thread per core are slower than one process.)"""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

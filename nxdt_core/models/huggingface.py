@@ -96,7 +96,9 @@ class HFFamily:
         """
         ours = self.values.read(hf_config)
         older = {key: hf_config[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf_config}
-        rope = older | dict(rope_of(hf_config))
+        # Next to the mapping, as in Phi-3's files, it overrides the one inside.
+        outside = {key: hf_config[key] for key in ("original_max_position_embeddings",) if key in hf_config}
+        rope = older | dict(rope_of(hf_config)) | outside
         ours["rope_theta"] = number_of(rope, "rope_theta", self.rope_theta)
         scaling = scaling_from_hf(
             rope,

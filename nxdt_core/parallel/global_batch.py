@@ -23,7 +23,7 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.rounding.policy import masters_rounded
 from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.objective import Objective, check_weight
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -126,6 +126,8 @@ class GlobalBatch:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._numerics.autocast():
             output = objective_output(self._objective, logits, batch)
+        if type(self._objective) not in self._metric_names:  # once: it waits for the device
+            check_weight(self._objective, output, batch)
         loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())
         for name, value in output.metrics.items():
@@ -139,10 +141,10 @@ class GlobalBatch:
     def result(self, routers: RouterFigures) -> StepLoss:
         """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
         own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
+        names = self._agreed(tuple(own))
         if self._mesh.group("world") is None:
             loss, metrics, counted = torch.stack(self._losses).sum(), own, routers.sums
         else:
-            names = self._agreed(tuple(own))
             sums = torch.zeros(1 + len(names), dtype=self._numerics.figures, device=self._numerics.device)
             if self._losses:
                 sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
@@ -161,10 +163,10 @@ class GlobalBatch:
 
     def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The names of the metrics, which only the last stage of a pipeline knows by itself."""
-        if self._mesh.sizes.pp == 1:
-            return names
         kind = type(self._objective)
-        if kind not in self._metric_names:
+        if self._mesh.sizes.pp == 1:
+            self._metric_names[kind] = names
+        elif kind not in self._metric_names:
             of_ranks: list[tuple[str, ...]] = [()] * self._mesh.sizes.world_size
             dist.all_gather_object(of_ranks, names)
             self._metric_names[kind] = max(of_ranks, key=len)

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from nxdt_core.errors.models import ObjectiveWeightsDiffer
 from nxdt_core.protocols.batch import Batch
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "traits_of"]
+__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +74,17 @@ def traits_of(objective: Objective) -> ObjectiveTraits:
     """Return the traits of ``objective``; the default are those of a mean over tokens."""
     found: ObjectiveTraits = getattr(objective, "traits", ObjectiveTraits())
     return found
+
+
+def check_weight(objective: Objective, output: ObjectiveOutput, batch: Batch) -> None:
+    """Check that ``objective`` announces the weight of ``output``, which it returned for ``batch``.
+
+    Raises:
+        ObjectiveWeightsDiffer: it announces another one.
+    """
+    reported = output.weight.detach()
+    given = objective.weight(batch).to(reported)
+    if given.shape != reported.shape or not given.allclose(reported, rtol=1e-5):
+        raise ObjectiveWeightsDiffer(
+            objective=type(objective).__name__, reported=reported.tolist(), given=given.tolist()
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -244,11 +245,19 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked_whether_to(trained, 
     assert not (tmp_path / "RAN").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", "version https://git-lfs.github.com/spec/v1"])
+@pytest.mark.parametrize("content", ["", "{}", "[1]"])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(BadTokenizerFile, match=r"tokenizer\.json is not a tokenizer\.json"):
         load(model=tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(tmp_path, directory, name):
+    shutil.copytree(directory, tmp_path / "a")
+    (tmp_path / "a" / name).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(BadTokenizerFile, match=rf"{name} .*git lfs pull"):
+        load(model=tmp_path / "a")
 
 
 def test_a_damaged_file_of_special_tokens_is_refused(tmp_path, directory):

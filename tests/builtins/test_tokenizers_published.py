@@ -220,7 +220,6 @@ def test_settings_that_do_not_fit_the_ranks_are_refused_by_key(ranks_5000, keys,
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\n", ""),
         (b"YQ== x\n", ""),
         (b"YQ== 0\nYg== 0\n", "its ranks are not 0, 1, 2"),
         (b"YQ== 0\nYg== 1\n", "254 of the 256 bytes have no rank"),

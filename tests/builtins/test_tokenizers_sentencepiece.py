@@ -104,13 +104,13 @@ def test_a_missing_file_is_named_with_what_lies_nearby(model):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x00" * 64],
+    ("content", "said"),
+    [(b"", ""), (b"version https://git-lfs.github.com/spec/v1\n", ".*git lfs pull"), (b"\x00" * 64, "")],
     ids=["nothing", "a pointer of Git LFS", "zeros"],
 )
-def test_a_file_that_is_no_model_is_refused(tmp_path, content):
+def test_a_file_that_is_no_model_is_refused(tmp_path, content, said):
     (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(BadTokenizerFile, match=r"bad\.model"):
+    with pytest.raises(BadTokenizerFile, match=rf"bad\.model{said}"):
         load(tmp_path / "bad.model")
 
 

@@ -86,7 +86,6 @@ ALLOWED = {
         f"{CORE}/builtins/tokenizers/files.py: path.read_bytes()",
         f"{CORE}/builtins/tokenizers/huggingface_chat.py: path.read_text(encoding='utf-8')",
         f"{CORE}/builtins/tokenizers/huggingface_files.py: (loaded.directory / name).read_bytes()",
-        f"{CORE}/builtins/tokenizers/huggingface_sources.py: path.read_bytes()",
         f"{CORE}/checkpoint/hf/weights.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
         f"{CORE}/data/digest.py: path.open('rb')",

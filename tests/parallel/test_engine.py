@@ -6,7 +6,7 @@ from torch import nn
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load
-from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.errors.models import ObjectiveWeightsDiffer, WeightsDoNotFit
 from nxdt_core.nn.moe.aux_loss import add_aux_loss
 from nxdt_core.parallel.engine import TorchEngine
 from nxdt_core.protocols.batch import Batch
@@ -116,6 +116,20 @@ def test_any_micro_batch_size_gives_the_loss_and_gradient_of_the_whole_batch(siz
     assert loss.weight == (whole.labels != -100).sum()
     for (name, a), (_, b) in zip(parts.named_parameters(), reference.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+class CountsRows(CausalLM):
+    """Announces one weight and reports another, which a batch without ignored labels does not show by its loss."""
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch.labels)))
+
+
+@pytest.mark.parametrize("run", ["run_train", "run_eval"])
+def test_an_objective_that_reports_another_weight_than_it_announced_is_an_error_of_the_first_pass(run):
+    made, whole = model(), batch(4)
+    with pytest.raises(ObjectiveWeightsDiffer, match=r"CountsRows.*24.* and its weight.* gives 2"):
+        getattr(made, run)(split(whole, 2), CountsRows())
 
 
 def test_a_batch_without_loss_tokens_changes_nothing():

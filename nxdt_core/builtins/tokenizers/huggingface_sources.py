@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.builtins.tokenizers.files import import_library, not_found
+from nxdt_core.builtins.tokenizers.files import import_library, read_file
 from nxdt_core.config.sources.paths import expand_home
 from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound
 
@@ -66,9 +66,7 @@ def load_path(path: Path, library: Any, *, key: str) -> Loaded:
     """
     if path.is_dir():
         return load_path(path / FILE, library, key=key) if (path / FILE).is_file() else _convert(path)
-    if not path.is_file():
-        raise not_found(path, key=key, wanted="tokenizer.json or directory with one")
-    content = _read(path)
+    content = read_file(path, key=key, wanted="tokenizer.json or directory with one")
     try:
         tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
@@ -84,10 +82,10 @@ def load_path(path: Path, library: Any, *, key: str) -> Loaded:
 
 def load_pair(vocab_file: Path, merge_file: Path, library: Any) -> Loaded:
     """Build a byte-level BPE tokenizer of ``vocab.json`` and ``merges.txt``, with GPT-2's splitting into words."""
-    for key, path in (("vocab_file", vocab_file), ("merge_file", merge_file)):
-        if not path.is_file():
-            raise not_found(path, key=f"data.tokenizer.{key}", wanted="file of a BPE tokenizer")
-    content = _read(vocab_file) + b"\0" + _read(merge_file)
+    content = b"\0".join(
+        read_file(path, key=f"data.tokenizer.{key}", wanted="file of a BPE tokenizer")
+        for key, path in (("vocab_file", vocab_file), ("merge_file", merge_file))
+    )
     try:
         tokenizer = library.Tokenizer(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # the library raises bare Exception
@@ -174,17 +172,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        record = json.loads(_read(path))
+        record = json.loads(read_file(path, key="data.tokenizer.model", wanted="JSON file"))
     except (ValueError, RecursionError) as error:
         raise BadTokenizerFile(path=str(path), wanted="JSON file", reason=str(error)) from error
     return record if isinstance(record, dict) else {}
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadTokenizerFile(path=str(path), wanted="readable file", reason=error.strerror or str(error)) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -28,6 +28,7 @@ _CARRIED = (
 _REWRITTEN = (
     *("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "architectures", "model_type"),
     *("rope_parameters", "rope_scaling", "rope_theta", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"),
+    "original_max_position_embeddings",
 )
 """Keys of ``config.json`` that an export words otherwise, or that are of the program that wrote the file."""
 _OF_THE_WRITER = ("transformers_version", "_from_model_config")

@@ -30,7 +30,7 @@ def read_json(directory: Path, file: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise HFFileDamaged(path=str(path), reason=str(error)) from error
+        raise HFFileDamaged(path=str(path), reason=getattr(error, "strerror", None) or str(error)) from error
     if not isinstance(content, dict):
         raise HFFileDamaged(path=str(path), reason="it does not hold a JSON object")
     return content

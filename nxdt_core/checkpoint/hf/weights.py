@@ -20,6 +20,7 @@ from nxdt_core.errors.exchange import WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.regular_files import require_fetched
 
 __all__ = ["INDEX", "WEIGHTS", "HFWeights"]
 
@@ -124,6 +125,7 @@ class HFWeights:
             return sorted(set(self._index.values()))
         pickles = sorted(path.name for pattern in _PICKLES for path in self._directory.glob(pattern))
         if pickles:
+            _require_readable(self._directory / pickles[0])
             raise WeightsPickled(path=str(self._directory), file=pickles[0])
         return [WEIGHTS]
 
@@ -135,6 +137,7 @@ class HFWeights:
             raise HFFileDamaged(path=str(self._directory / INDEX), reason=str(error)) from error
         if not exists:
             raise HFFileMissing(directory=str(self._directory), wanted=f"'{file}'")
+        _require_readable(path)
         try:
             handle = self._stack.enter_context(safe_open(path, framework="pt", device=HOST.type))
         except (SafetensorError, OSError) as error:
@@ -179,6 +182,13 @@ class HFWeights:
         except SafetensorError as error:
             raise HFFileDamaged(path=str(path), reason=str(error)) from error
         return tensor
+
+
+def _require_readable(path: Path) -> None:
+    try:
+        require_fetched(path)
+    except OSError as error:
+        raise HFFileDamaged(path=str(path), reason=error.strerror or str(error)) from error
 
 
 def _without_prefix(name: str) -> str:

@@ -107,7 +107,8 @@ def file_problem(
     if isinstance(error, UnicodeDecodeError):
         reason = f"byte {error.start} is no UTF-8"
     else:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        said = getattr(error, "strerror", None) or str(error)
+        reason = said[:1].lower() + said[1:]
     return ConfigUnreadable(**place, path=str(path), reason=reason)
 
 

@@ -56,6 +56,15 @@ class Message:
         """Return whether a rendering has its words and the functions that it calls."""
         return self.words in text and all(call["function"]["name"] in text for call in self.calls)
 
+    def ends(self, said: str) -> bool:
+        """Return whether a turn that is rendered as ``said`` ends with the words of this message.
+
+        The token that closes a turn may end with the same characters, as with an answer of ``>``. The words then occur
+        before that token too.
+        """
+        words = self.content.strip()
+        return bool(words) and said.endswith(words) and words not in said.removesuffix(words)
+
     def for_template(self, nothing: str | None) -> dict[str, Any]:
         """Return the message as templates expect it; ``nothing`` is the content of a turn that only calls tools."""
         content = nothing if self.calls_tools and not self.content else self.content

@@ -7,13 +7,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
+from functools import cached_property
 from typing import Any
 
+from nxdt_core.data.chat.conversation import Message
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.templates import ChatTemplate, find_template
 from nxdt_core.data.chat.time_limit import TookTooLong, time_limit
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.chats import SpecialTokenInText, TemplateNeedsToken, TemplateRefuses, TemplateUnreadable
+from nxdt_core.errors.chats import (
+    EndOfTurnUntrained,
+    SpecialTokenInText,
+    TemplateNeedsToken,
+    TemplateRefuses,
+    TemplateUnreadable,
+)
 from nxdt_core.errors.evaluation import ChatTemplateMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
@@ -102,6 +110,20 @@ class TemplateRunner:
             return _in_either_form(plain, lambda: self._render(plain, place, tools, prompts, marks))
         except RecursionError as error:
             raise self._refuses(place, str(error)) from error
+
+    def check_end(self, message: Message, said: str, reason: str) -> None:
+        """Check that ``said``, what is trained of the assistant's turn ``message``, ends with what closes the turn.
+
+        Raises:
+            EndOfTurnUntrained: it does not; has the ``reason``.
+        """
+        if message.ends(said) or (message.calls_tools and not self._ends_turns):
+            raise EndOfTurnUntrained(origin=self.template.origin, reason=reason)
+
+    @cached_property
+    def _ends_turns(self) -> bool:
+        """Whether a text follows answers: that of calls may end with what closes the call, and not the turn."""
+        return behind_answer(self) != ""
 
     def _render(
         self,

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
+from nxdt_core.regular_files import require_fetched
+
 __all__ = ["COMPRESSED", "UNREADABLE", "bare_name", "decompressed", "is_compressed", "opened"]
 
 COMPRESSED = (".gz", ".zst")
@@ -39,8 +41,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed.
 
     Raises:
-        UNREADABLE: no permission, an error of the disk, or damaged data; also while it is read.
+        UNREADABLE: no permission, an error of the disk, a Git LFS pointer, or damaged data; also while it is read.
     """
+    require_fetched(path)
     with path.open("rb") as raw, decompressed(path, raw) as file:
         yield file
 

@@ -26,5 +26,4 @@ class LabelLogProbs:
     def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
         """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
         self.kept.append(log_probs(logits, batch.labels).detach())
-        nothing = self.kept[-1].new_zeros(())
-        return ObjectiveOutput(loss_sum=nothing, weight=nothing)
+        return ObjectiveOutput(loss_sum=self.kept[-1].new_zeros(()), weight=self.weight(batch))

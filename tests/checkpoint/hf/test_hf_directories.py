@@ -209,6 +209,19 @@ def test_a_truncated_file_is_named(saved):
         load_hf(saved, ToyBuilder())
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "config.json", "pytorch_model.bin"]
+)
+def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(saved, name):
+    (saved / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    if name not in ("model.safetensors", "config.json"):
+        (saved / "model.safetensors").unlink()
+    with pytest.raises(
+        HFFileDamaged, match=rf"{re.escape(name)}' cannot be read: it is a Git LFS pointer.*git lfs pull"
+    ):
+        (read_hf_config(saved) if name == "config.json" else load_hf(saved, ToyBuilder()))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
 def test_a_link_to_a_file_is_read_and_a_pipe_is_not(saved, tmp_path, name):
     index = {"weight_map": dict.fromkeys(load_file(saved / "model.safetensors"), "model.safetensors")}

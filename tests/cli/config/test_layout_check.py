@@ -160,3 +160,50 @@ def test_ranks_that_another_launcher_started_name_the_plan_in_the_first_step(wor
         RankPool(2).run(train_as_a_rank, str(work), (*run, *TWO, f"exp_manager.exp_dir={work}"))
     assert "[NXDT-P071]" in str(raised.value)
     assert "The plan's entry is tensor 'layers.*.mlp." in str(raised.value)
+
+
+Z_LOSS = """
+from nxdt_core.api import ObjectiveComponent, hookimpl
+from nxdt_core.nn.loss.cross_entropy import cross_entropies, log_partition
+from nxdt_core.protocols.objective import ObjectiveOutput
+
+
+class ZLoss:
+    def __init__(self, config):
+        pass
+
+    def weight(self, batch):
+        return batch.weight()
+
+    def __call__(self, logits, batch):
+        losses = cross_entropies(logits, batch.labels) + 1e-4 * self.partition(logits).square()
+        return ObjectiveOutput(loss_sum=(losses * (batch.labels != -100)).sum(), weight=batch.weight())
+
+    def partition(self, logits):
+        return log_partition(logits)
+
+
+class OfTheLogits(ZLoss):
+    def partition(self, logits):
+        return logits.logsumexp(-1)
+
+
+@hookimpl
+def nxdt_objectives():
+    return [ObjectiveComponent(name=name, target=f"{__name__}:{name}") for name in ("ZLoss", "OfTheLogits")]
+"""
+
+
+def test_an_objective_of_a_plugin_is_tried_where_logits_are_not_whole(nxdt, work):
+    (work / "z_loss.py").write_text(Z_LOSS)
+    chunks = "model.loss_chunk_tokens=64"
+    for name, layout, code in (
+        ("OfTheLogits", TWO, "NXDT-M093"),
+        ("OfTheLogits", (chunks,), "NXDT-M092"),
+        ("OfTheLogits", ("trainer.devices=2",), ""),
+        ("ZLoss", TWO, ""),
+        ("ZLoss", (chunks,), "NXDT-M092"),
+    ):
+        run = ("recipe:llama-tiny", "plugins.local=[./z_loss.py]", f"objective.name={name}", "trainer.accelerator=cpu")
+        done = nxdt("config", "check", *run, *layout)
+        assert (done.returncode, f"[{code}]" in done.stderr) == ((2, True) if code else (0, False)), done.stderr

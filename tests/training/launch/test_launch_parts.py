@@ -259,6 +259,33 @@ def test_a_store_that_nobody_serves_is_told(monkeypatch):
 # Agreement
 
 
+def threads_of(cores, variables):
+    """Threads of each rank of two on a host of eight cores, started without OMP_NUM_THREADS."""
+    del os.environ["OMP_NUM_THREADS"]
+    os.environ.update(variables)
+    torch.set_num_threads(8)
+    os.sched_getaffinity = lambda pid: cores[int(os.environ["RANK"])]
+    ranks = Ranks.from_environment()
+    ranks.start(torch.device("cpu"))
+    ranks.stop()
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("cores", "variables", "threads"),
+    [
+        ([range(8)] * 2, {}, 4),
+        ([range(6), range(6, 8)], {}, [6, 2]),
+        ([range(1)] * 2, {}, 1),
+        ([range(8)] * 2, {"OMP_NUM_THREADS": "8"}, 8),
+    ],
+    ids=["shared", "bound", "fewer cores than ranks", "chosen"],
+)
+def test_ranks_that_another_launcher_started_divide_the_cores_that_they_share(cores, variables, threads):
+    each = threads if isinstance(threads, list) else [threads] * 2
+    assert RankPool(2).run(threads_of, cores, variables) == each
+
+
 def agree():
     ranks = Ranks.from_environment()
     ranks.start(torch.device("cpu"))

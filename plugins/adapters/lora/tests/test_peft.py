@@ -357,6 +357,7 @@ def test_an_adapter_of_another_base_is_refused(start, queries):
         (CONFIG, b'{"peft_type": "IA3"}', "peft_type is 'IA3'"),
         (CONFIG, b"{", "adapter_config.json"),
         (WEIGHTS, b"not safetensors", "adapter_model.safetensors"),
+        (WEIGHTS, b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         (WEIGHTS, None, "adapter_model.safetensors"),
     ],
 )

@@ -251,6 +251,14 @@ def test_rows_without_a_token_are_too_few(loader, saved, tmp_path, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(loader, saved, tmp_path, streaming):
+    path = saved(tmp_path / "a", [[*range(8)]] * 40)
+    next(path.glob("*.arrow")).write_text("version https://git-lfs.github.com/spec/v1")
+    made = loader(train_dir=path, streaming=streaming, shuffle=False)
+    refused(lambda: made.split("train"), "NXDT-D201", "git lfs pull")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_a_truncated_file_is_refused_by_name(loader, saved, tmp_path, streaming):
     path = saved(tmp_path / "a", [[*range(8)]] * 4000)
     (file,) = path.glob("*.arrow")
@@ -263,6 +271,8 @@ def test_a_truncated_file_is_refused_by_name(loader, saved, tmp_path, streaming)
     ("name", "content", "code", "words"),
     [
         ("a.parquet", b"PAR1 and nothing", "NXDT-D201", "a.parquet"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "NXDT-D201", "git lfs pull"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1", "NXDT-D201", "git lfs pull"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "NXDT-D005", "a.jsonl:2"),
         ("a.jsonl", b'{"text": "x"}\n[1]', "NXDT-D005", "it is a list"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}', "NXDT-D004", "of line 2; it looks like CP1252"),

@@ -13,7 +13,7 @@ from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from nxdt_plugin_megatron_data.writer import IndexedWriter
 
-from nxdt_core.errors.data import DataFileChanged
+from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
 
 CODES = {"<u1": 1, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
 
@@ -103,6 +103,14 @@ def test_a_missing_file_is_told_with_its_neighbours(by_hand, tmp_path):
     bin_path(tmp_path / "corpus_text").unlink()
     with pytest.raises(IndexedFileMissing, match=r"corpus_text\.bin"):
         IndexedTokens(tmp_path / "corpus_text")
+
+
+@pytest.mark.parametrize("path_of", [idx_path, bin_path])
+def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(by_hand, path_of):
+    prefix = by_hand("cloned", [[1, 2], [3]])
+    path_of(prefix).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(DataFileUnreadable, match="git lfs pull"):
+        IndexedTokens(prefix)
 
 
 def test_every_cut_of_an_index_is_refused(by_hand):

@@ -305,6 +305,13 @@ def test_a_column_that_says_it_is_json_and_is_not_is_refused(tmp_path, text, rea
         read_records([tmp_path / "a.parquet"], "data.train_files")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "a.jsonl.gz"])
+def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(DataFileUnreadable, match="git lfs pull"):
+        read_records([tmp_path / name], "data.train_files")
+
+
 def test_a_directory_that_the_datasets_library_wrote_is_read(tmp_path, shipped):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     plain = [record for record in shipped if "tools" not in record]

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
+from nxdt_plugin_sft_chat.errors import TurnsInseparable
 
 from nxdt_core.data.chat.templates import shipped_template, template_names
-from nxdt_core.errors.chats import TemplateRefuses, TemplateUnreadable
+from nxdt_core.errors.chats import EndOfTurnUntrained, TemplateRefuses, TemplateUnreadable
 
 OWN = {name: shipped_template(name).text for name in template_names()}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,13 @@ def test_damaged_compression_is_named(tmp_path, cut, ending):
     content = PACK[ending](b"some text that is longer than a header")[: cut or None]
     path = written(tmp_path / f"a.txt{ending}", content if cut else b"not compressed at all")
     with pytest.raises(DataFileUnreadable, match=rf"a\.txt\{ending} cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".txt.gz", ".jsonl.zst"])
+def test_a_git_lfs_pointer_is_not_read_as_text(tmp_path, ending):
+    path = written(tmp_path / f"a{ending}", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(DataFileUnreadable, match=rf"a{re.escape(ending)} cannot be read: .*git lfs pull"):
         read(path)
 
 

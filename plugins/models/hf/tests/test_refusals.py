@@ -46,7 +46,7 @@ def made(**values):
         ({"model_type": "vit"}, "NXDT-M083", ["no causal language model"]),
         ({"model_type": "gemma3"}, "NXDT-M083", ["text model"]),
         ({"model_type": "qwen2", "hidden_size": "wide"}, "NXDT-M084", ["'hidden_size'", "expected int"]),
-        ({"model_type": "qwen2", "quantization_config": {"bits": 4}}, "NXDT-M084", ["quantized"]),
+        ({"model_type": "qwen2", "quantization_config": {"bits": 4}}, "NXDT-M012", ["model.dequantize()"]),
         ({"model_type": "mamba"}, "NXDT-M085", ["MambaForCausalLM"]),
         ({"model_type": "gpt_oss", "num_local_experts": 4}, "NXDT-M085", ["mlp.experts", "gate_up_proj_bias"]),
         ({"model_type": "llama4_text"}, "NXDT-M085", ["'model.layers.0.feed_forward.experts' are experts that do not"]),

@@ -159,6 +159,7 @@ def test_both_spellings_of_the_rotary_embedding_are_read():
 
 
 _ADDED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @pytest.mark.parametrize(
@@ -166,15 +167,18 @@ _ADDED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_scaling": _ADDED, "rope_theta": 99.0},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_scaling": _ADDED},
+        {"rope_scaling": _ADDED, "rope_theta": 77.0, _ORIGINAL: 64},
+        {"rope_parameters": {**_ADDED, _ORIGINAL: 64, "rope_theta": 77.0}, _ORIGINAL: 512},
     ],
-    ids=["scaling added", "base left out"],
+    ids=["scaling added", "base left out", "original context outside", "original context twice"],
 )
 def test_a_file_that_was_edited_to_extend_the_context_means_what_it_means_to_transformers(rope):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
     file = {**{key: value for key, value in LLAMA_31.items() if not key.startswith("rope")}, **rope}
     keys = LlamaConfig.from_hf(copy.deepcopy(file))
-    theirs = transformers.LlamaConfig(**copy.deepcopy(file)).rope_parameters
-    assert {**keys["rope_scaling"], "rope_theta": keys["rope_theta"]} == theirs
+    theirs = transformers.LlamaConfig(**copy.deepcopy(file))
+    transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)  # which moves keys to where it reads them
+    assert {**keys["rope_scaling"], "rope_theta": keys["rope_theta"]} == theirs.rope_parameters
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes():
@@ -205,6 +209,7 @@ def test_features_that_are_not_implemented_are_refused(feature):
     with pytest.raises(HFUnsupported) as caught:
         LlamaConfig.from_hf({**LLAMA_31, **feature})
     assert caught.value.code == "NXDT-M012"
+    assert ("model.dequantize()" in caught.value.do()) == ("quantization_config" in feature)
 
 
 def test_a_file_without_a_size_is_refused():

@@ -102,6 +102,25 @@ def test_a_template_whose_end_of_a_turn_is_no_token_is_refused(write):
         pairs(file, chat_tokenizer(), chat_template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
 
 
+TURNS = "{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{{{ m.tool_calls }}}}{}{{% endfor %}}"
+
+
+@pytest.mark.parametrize("answer", [YES, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
+def test_a_template_that_ends_no_turn_is_refused(write, answer):
+    """The model would learn neither from the chosen nor from the rejected answer where to stop."""
+    file = write([{"prompt": [USER], "chosen": [answer], "rejected": [NO]}])
+    with pytest.raises(NxdtError, match=r"D319.*no text follows an answer"):
+        pairs(file, chat_tokenizer(), chat_template=TURNS.format(""))
+    assert len(pairs(file, chat_tokenizer(), chat_template=TURNS.format("|"))) == 1
+
+
+def test_space_that_ends_turns_must_be_a_part_of_the_answers(write):
+    file, template = write([{"prompt": [USER], "chosen": [YES], "rejected": [NO]}]), TURNS.format("\n")
+    with pytest.raises(NxdtError, match=r"D319.*data\.space_after_turns"):
+        pairs(file, chat_tokenizer(), chat_template=template)
+    assert len(pairs(file, chat_tokenizer(), chat_template=template, space_after_turns=True)) == 1
+
+
 def test_answers_that_a_template_leaves_out_or_writes_alike_are_refused(write, tmp_path):
     template = tmp_path / "deaf.jinja"
     template.write_text("{% for m in messages %}{{ m.content | trim }}|{% endfor %}")

@@ -14,7 +14,7 @@ from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, near
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
-from nxdt_core.regular_files import read_text
+from nxdt_core.regular_files import read_text, require_fetched
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing
 
 __all__ = ["Saved", "is_saved", "open_saved", "saved_files"]
@@ -54,11 +54,14 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
     if not is_saved(path):
         raise _other(path, key)
     directory = _of_split(path, key, split)
-    if not saved_files(directory, key=key, split=split):  # the library fails on a dataset without rows
+    arrow = saved_files(directory, key=key, split=split)
+    if not arrow:  # the library fails on a dataset without rows
         raise EmptyData(key=key, path=str(path))
     import datasets  # takes seconds, and only this function needs it
 
     try:
+        for each in arrow:
+            require_fetched(each)
         found = datasets.load_from_disk(str(directory))
         files = [Path(file["filename"]) for file in found.cache_files]
         content = digest(*map(file_digest, files))

@@ -13,6 +13,7 @@ from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.data.files.paths import JSON_LINES, expand, json_object
 from nxdt_core.errors.data import BadJsonLine, DataFileUnreadable
 from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.regular_files import require_fetched
 from nxdt_plugin_hf_data.columns import chosen
 from nxdt_plugin_hf_data.directories import is_saved, saved_files
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, UnknownDataFormat
@@ -85,6 +86,7 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
     assert reader is not None
     watched = WatchedFiles([path], may_grow=False)
     try:
+        require_fetched(path)
         for first, batch in reader(path, text_key, start):
             for begin in range(0, batch.num_rows, _BATCH):
                 watched.check()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
+from nxdt_core.regular_files import require_fetched
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
 from nxdt_plugin_megatron_data.format import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
 
@@ -32,6 +33,7 @@ class IndexedTokens:
 
     Raises:
         IndexedFileMissing: one of the two files is not there.
+        DataFileUnreadable: one of them is a Git LFS pointer, or may not be read.
         BadIndexFile: the index is damaged, cut off, or of another format.
         DataShorterThanIndex: the tokens end too early.
     """
@@ -42,6 +44,10 @@ class IndexedTokens:
         for path in (index, data):
             if not path.is_file():
                 raise IndexedFileMissing(key=key, path=str(path), candidates=_near(prefix))
+            try:
+                require_fetched(path)
+            except OSError as error:
+                raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
         raw = _mapped(index)
         if len(raw) < HEADER.size or raw[: len(MAGIC)].tobytes() != MAGIC:
             raise BadIndexFile(path=str(index), reason=f"it does not begin with {MAGIC!r}")

@@ -1,4 +1,4 @@
-"""Errors of chat data: codes ``NXDT-D306``, ``NXDT-D310`` to ``NXDT-D312`` and ``NXDT-D318`` to ``NXDT-D319``."""
+"""Errors of chat data: codes ``NXDT-D306``, ``NXDT-D310`` to ``NXDT-D312`` and ``NXDT-D318``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from nxdt_core.errors import NxdtError
 __all__ = [
     "ChatTooLong",
     "EmptySplit",
-    "EndOfTurnUntrained",
     "EverythingTrained",
     "NothingTrained",
     "TurnsInseparable",
@@ -80,18 +79,5 @@ class TurnsInseparable(NxdtError):
     )
     place: str
     number: int
-    origin: str
-    reason: str
-
-
-class EndOfTurnUntrained(NxdtError):
-    """A template with which the model would never learn to stop."""
-
-    code = "NXDT-D319"
-    happened = "With the chat template ({origin}) the end of a turn would not be trained: {reason}."
-    remedy = (
-        "Let a token end the assistant's turns, within the generation block where there are such blocks, or set "
-        "data.chat_template to one that does."
-    )
     origin: str
     reason: str

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 
 from nxdt_core.data.chat.conversation import Conversation, Message
 from nxdt_core.data.chat.ignored_parts import ignored_fields
-from nxdt_core.data.chat.rendering import Span, TemplateRunner, behind_answer
-from nxdt_core.errors.chats import TemplateRefuses
-from nxdt_plugin_sft_chat.errors import EndOfTurnUntrained, TurnsInseparable
+from nxdt_core.data.chat.rendering import Span, TemplateRunner
+from nxdt_core.errors.chats import EndOfTurnUntrained, TemplateRefuses
+from nxdt_plugin_sft_chat.errors import TurnsInseparable
 
 __all__ = ["Rendered", "Renderer"]
 
@@ -158,13 +157,7 @@ class Renderer:
         if not message.is_contained_in(said):
             reason = f"it leaves out what message {number + 1} says or calls"
             raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
-        if _ends_with(said, message) or (message.calls_tools and not self._ends_turns):
-            raise EndOfTurnUntrained(origin=self._template.origin, reason="no text follows an answer")
-
-    @cached_property
-    def _ends_turns(self) -> bool:
-        """Whether a text follows answers: that of calls may end with what closes the call, and not the turn."""
-        return behind_answer(self.runner) != ""
+        self.runner.check_end(message, said, "no text follows an answer")
 
     def _inseparable(self, conversation: Conversation, number: int, reason: str) -> TurnsInseparable:
         return TurnsInseparable(
@@ -195,7 +188,7 @@ def _without_trailing_space(text: str, start: int, end: int, message: Message) -
     """The end of a turn without the space after what closes it, which is not generated; space that itself closes the
     turn stays."""
     said = text[start:end].rstrip()
-    return end if _ends_with(said, message) else start + len(said)
+    return end if message.ends(said) else start + len(said)
 
 
 def _end_as_last(through: str, start: int, message: Message, text: str) -> int | None:
@@ -218,17 +211,7 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
     same = _shared(through, text)  # others end the conversation with an additional token
     said = message.words or next((call["function"]["name"] for call in reversed(message.calls)), "")
     whole = same >= through.rfind(said) + len(said) and message.is_contained_in(text[start:same])
-    return same if said and whole and not _ends_with(text[start:same].rstrip(), message) else None
-
-
-def _ends_with(said: str, message: Message) -> bool:
-    """Whether a turn ends with the words of its message.
-
-    The token that closes a turn may end with the same characters, as with an answer of ``>``. The words then occur
-    before that token too.
-    """
-    words = message.content.strip()
-    return bool(words) and said.endswith(words) and words not in said.removesuffix(words)
+    return same if said and whole and not message.ends(text[start:same].rstrip()) else None
 
 
 def _shared(first: str, second: str) -> int:

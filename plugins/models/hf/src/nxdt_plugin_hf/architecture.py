@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nxdt_core.config.huggingface.floats import read_floats
 from nxdt_core.config.huggingface.values import architectures_of
 from nxdt_core.errors.base import one_of
+from nxdt_core.errors.models import HFUnsupported
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register
 from nxdt_plugin_hf.buffers import as_frozen_parameters
 from nxdt_plugin_hf.errors import (
@@ -108,8 +109,8 @@ def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
     own = read_floats({key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL})
-    if values.get("quantization_config"):
-        raise ConfigurationRefused(model_type=model_type, reason="quantized weights cannot be trained")
+    if quantized := values.get("quantization_config"):
+        raise HFUnsupported(model=model_type, key="quantization_config", found=quantized, supported="None")
     try:
         return CONFIG_MAPPING[model_type].from_dict(own)
     except ImportError as error:

@@ -72,6 +72,7 @@ class Renderer:
         Raises:
             NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable,
             DataFileNotFound, DataFileUnreadable, TextNotUtf8: messages cannot be rendered.
+            EndOfTurnUntrained: the template does not end the answers.
             TemplateRefuses, AnswersInseparable, AnswersEqual, SpecialTokenInText: of the record; each names the place.
         """
         found = self._rendered(pair)
@@ -157,6 +158,8 @@ class _Messages:
                     raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)
             ignored |= dict.fromkeys(ignored_fields(conversation, text, render))
             texts.append(text if self._keeps_space else text.rstrip())
+            follows = "no text follows" if texts[-1] == text else "data.space_after_turns leaves out the space after"
+            self._runner.check_end(turns[-1], texts[-1][len(begin) :], f"{follows} an answer")
         return texts, tuple(ignored)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from nxdt_core.checkpoint.hf.json_files import read_json
 from nxdt_core.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.regular_files import replace_text, replacing, require_regular
+from nxdt_core.regular_files import replace_text, replacing, require_fetched
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
 from nxdt_plugin_lora.peft.config import MERGE
 from nxdt_plugin_lora.peft.names import PeftTensor
@@ -72,7 +72,7 @@ def read_peft(
     """
     path = directory / WEIGHTS
     try:
-        require_regular(path, follow=True)
+        require_fetched(path)
         with safe_open(path, framework="pt", device=HOST.type) as file:
             held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

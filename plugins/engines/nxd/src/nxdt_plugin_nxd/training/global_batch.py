@@ -13,7 +13,7 @@ from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.random.dropout_masks import draws_of_step
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.objective import Objective, check_weight
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_plugin_nxd.layout.sharded_logits import sharded_cross_entropies
@@ -96,6 +96,8 @@ class GlobalBatch:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._around.computing():
             output = self._objective(logits, batch)  # type: ignore[arg-type]  # sharded logits, for cross_entropies
+        if type(self._objective) not in self._metric_names:  # once: it waits for the device
+            check_weight(self._objective, output, batch)
         loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())
         for name, value in output.metrics.items():
@@ -122,10 +124,10 @@ class GlobalBatch:
 
     def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of the metrics, which only the last stage of a pipeline knows by itself."""
-        if self._around.pipeline_group is None:
-            return names
         kind = type(self._objective)
-        if kind not in self._metric_names:
+        if self._around.pipeline_group is None:
+            self._metric_names[kind] = names
+        elif kind not in self._metric_names:
             self._metric_names[kind] = max(self._around.ranks.all_gather_object(names), key=len)
         return self._metric_names[kind]
 

@@ -320,7 +320,7 @@ class _LabelLogProbs:
         counts = batch.labels != IGNORE_INDEX
         found = -cross_entropies(logits, batch.labels) * counts
         self.kept.append(found)
-        return ObjectiveOutput(loss_sum=found.sum() * 0, weight=counts.sum())
+        return ObjectiveOutput(loss_sum=found.sum() * 0, weight=self.weight(batch))
 
 
 def elements(held: torch.Tensor | Piece) -> torch.Tensor:
