@@ -17,14 +17,15 @@ from torch.nn import functional
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.nn.random.dropout import CausalAttentionWithDropout
-from nxdt_core.nn.scoped import Scoped
 
-__all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "register", "tracing"]
+__all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "note_calls", "register"]
 
 IMPLEMENTATION = "nxdt"
 """Name of the attention function in transformers."""
 CORE = "attention_core"
 """Attribute of an attention module that holds its core."""
+_NOTED = "noted_calls"
+"""Attribute of the modules of a model without cores, whose calls of attention are noted and not computed."""
 
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal"}
@@ -53,15 +54,19 @@ class AttentionCall:
     """Arguments that no core of ours honours."""
 
 
-tracing: Scoped[dict[nn.Module, AttentionCall] | None] = Scoped(None)
-"""Where set, calls are noted here instead of being computed."""
-
-
 def register() -> None:
     """Register :data:`IMPLEMENTATION` with transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+def note_calls(model: nn.Module) -> dict[nn.Module, AttentionCall]:
+    """Return the mapping in which attention modules of ``model``, which have no cores, note what they ask for."""
+    noted: dict[nn.Module, AttentionCall] = {}
+    for module in model.modules():
+        setattr(module, _NOTED, noted)
+    return noted
 
 
 def _attend(
@@ -78,12 +83,12 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[batch, heads, seq, width] each to [batch, seq, heads, width]."""
-    noted = tracing.value
-    if noted is None:
-        attended: torch.Tensor = getattr(module, CORE)(query, key, value, document_ids)
+    core = getattr(module, CORE, None)
+    if core is not None:
+        attended: torch.Tensor = core(query, key, value, document_ids)
         return attended.transpose(1, 2), None
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
-    noted[module] = AttentionCall(
+    getattr(module, _NOTED)[module] = AttentionCall(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         key_width=query.shape[-1],
