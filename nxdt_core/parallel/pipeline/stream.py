@@ -9,11 +9,15 @@ from typing import Any, final
 import torch
 
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["ForwardArguments", "HiddenLike", "MicroBatchStream"]
+__all__ = ["ForwardArguments", "HiddenLike", "MicroBatchStream", "StepContexts"]
 
 ForwardArguments = Callable[[Batch], Mapping[str, Any]]
 """Keyword arguments of a stage's forward from the micro-batch on the device: positions and documents."""
+
+StepContexts = Callable[[Batch], StepContext]
+"""From the micro-batch on the device to what its passes depend on in addition."""
 
 HiddenLike = tuple[torch.Size | tuple[int, ...], torch.dtype]
 """Shape of the hidden states that travel between two stages for one micro-batch, on this rank, and the dtype that they
@@ -30,19 +34,22 @@ class MicroBatchStream:
     ) -> None:
         """``sent``: dtype in which hidden states travel; None: as they are."""
         self.on_device: dict[int, Batch] = {}
+        self._contexts: dict[int, StepContext] = {}
         self._device, self._hidden_like, self._sent = device, hidden_like, sent
         self._host: Sequence[Batch] = ()
         self._arguments: ForwardArguments = lambda batch: {}
+        self._context_of: StepContexts = lambda batch: StepContext()
 
     @contextmanager
-    def of(self, batches: Sequence[Batch], arguments: ForwardArguments) -> Iterator[None]:
+    def of(self, batches: Sequence[Batch], arguments: ForwardArguments, contexts: StepContexts) -> Iterator[None]:
         """Serve ``batches`` within the block."""
-        self._host, self._arguments = batches, arguments
+        self._host, self._arguments, self._context_of = batches, arguments, contexts
         try:
             yield
         finally:
             self._host = ()
             self.on_device.clear()
+            self._contexts.clear()
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the step."""
@@ -59,6 +66,12 @@ class MicroBatchStream:
         all."""
         batch = self[index]
         return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
+
+    def step_context(self, index: int) -> StepContext:
+        """Return what the passes of micro-batch ``index`` depend on, the same for all stages and the loss."""
+        if index not in self._contexts:
+            self._contexts[index] = self._context_of(self[index])
+        return self._contexts[index]
 
     def hidden_like(self, index: int) -> HiddenLike:
         """Return the hidden states between stages for micro-batch ``index``, as stages compute with them."""
@@ -77,3 +90,4 @@ class MicroBatchStream:
     def drop(self, index: int) -> None:
         """Release the memory of micro-batch ``index``."""
         self.on_device.pop(index, None)
+        self._contexts.pop(index, None)

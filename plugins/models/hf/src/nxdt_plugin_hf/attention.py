@@ -17,6 +17,7 @@ from torch.nn import functional
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.nn.random.dropout import CausalAttentionWithDropout
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "note_calls", "register"]
 
@@ -137,10 +138,11 @@ class ScaledAttention(CausalAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return :meth:`CausalAttention.forward` with the model's scale."""
         query = query * (self.scale * query.shape[-1] ** 0.5)
-        return super().forward(query, key, value, document_ids)
+        return super().forward(query, key, value, document_ids, step)
 
 
 class CappedAttention(nn.Module):
@@ -160,12 +162,13 @@ class CappedAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return what :meth:`CausalAttention.forward` defines, with the additions of this class."""
         batch, heads, seq, width = query.shape
         grouped = query.view(batch, key.shape[1], -1, seq, width)  # [batch, kv_heads, group, seq, head_dim]
         scores = torch.tanh(grouped @ key.unsqueeze(2).transpose(-1, -2) * (self.scale / self.cap)) * self.cap
-        scores = scores + self._mask(query, document_ids).unsqueeze(2)
+        scores = scores + self._mask(query, document_ids, step).unsqueeze(2)
         weights = functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         attended: torch.Tensor = weights.to(query.dtype) @ value.unsqueeze(2)
         return attended.view(batch, heads, seq, -1)
@@ -174,12 +177,12 @@ class CappedAttention(nn.Module):
         """Return what :meth:`forward` will ask of the masks."""
         return self.masks.MASK, self.masks(document_ids, dtype)
 
-    def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+    def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None, step: StepContext | None) -> torch.Tensor:
         """Additive [batch or 1, 1, seq, seq]."""
         seq = query.shape[2]
         every = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
         if document_ids is not None:
-            mask = self.masks(document_ids, query.dtype)
+            mask = self.masks(document_ids, query.dtype, step)
         else:
             mask = torch.zeros(1, 1, seq, seq, dtype=query.dtype, device=query.device)
             mask = mask.masked_fill_(every.triu(1), float("-inf"))
