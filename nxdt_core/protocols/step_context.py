@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -12,13 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["SequenceShards", "StepContext", "VocabularyLoss"]
 
 
-class VocabularyLoss(Protocol):
-    """:func:`nxdt_core.nn.loss.cross_entropies` in the form that an engine's logits need."""
-
-    def __call__(self, logits: Any, labels: torch.Tensor | None) -> torch.Tensor:
-        """Return the losses, as :func:`nxdt_core.nn.loss.cross_entropies` does; without labels, as
-        :func:`nxdt_core.nn.loss.log_partition`."""
-        ...
+VocabularyLoss = Callable[[Any, "torch.Tensor | None"], "torch.Tensor"]
+"""From the logits of an engine and labels to what :func:`nxdt_core.nn.loss.cross_entropies` returns; without labels to
+what :func:`nxdt_core.nn.loss.log_partition` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import functional
@@ -16,19 +16,9 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["DocumentMasks", "SeesDocuments", "document_mask", "window_mask"]
+__all__ = ["DocumentMasks", "document_mask", "window_mask"]
 
 Made = TypeVar("Made")
-
-
-class SeesDocuments(Protocol):
-    """An attention core that asks :class:`DocumentMasks`."""
-
-    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
-        """Return what the core will ask for when it is called with ``document_ids`` and queries of ``dtype``, and the
-        name of it in :class:`DocumentMasks`. Where :attr:`StepContext.masks` has it, it is an input of a compiled
-        graph. A graph that computes it would do so in each layer, and keep it for backward."""
-        ...
 
 
 def document_mask(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -103,8 +103,9 @@ class CausalAttention(nn.Module):
         return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
     def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
-        """Return what :meth:`forward` will ask of :attr:`masks`; see
-        :class:`~nxdt_core.nn.attention.documents.SeesDocuments`."""
+        """Return what :meth:`forward` will ask of :attr:`masks` for ``document_ids`` and queries of ``dtype``, and its
+        name there. A compiled layer gets it in ``step.masks``: a graph that computes it would do so in each layer, and
+        keep it for backward."""
         masks, window = self.masks, self.window
         if self.blocks is not None and dtype in self.blocks.dtypes:
             return masks.blocks_name(window), masks.blocks(document_ids, window)

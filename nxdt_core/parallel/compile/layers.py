@@ -14,7 +14,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpEr
 
 from nxdt_core.engines.recompute import defined_forward, forward_within
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
-from nxdt_core.nn.attention.documents import DocumentMasks, SeesDocuments
+from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.patterns import matches
 from nxdt_core.nn.step_border import at_border, step_of
@@ -110,7 +110,7 @@ class _Documents:
 
     def __init__(self, layer: nn.Module) -> None:
         cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
-        self._cores: list[SeesDocuments] = [core for core in cores if hasattr(core, "made")]
+        self._cores = [core for core in cores if hasattr(core, "made")]
         names = [*inspect.signature(defined_forward(layer)).parameters][1:]  # without self
         self._position = names.index(self._ARGUMENT) if self._ARGUMENT in names else None
 
