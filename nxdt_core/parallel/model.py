@@ -137,14 +137,14 @@ class TorchModel:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             else:
                 last = len(batch.micro_batches) - 1
-                for index, micro_batch in enumerate(batch.on_device()):
+                for index, moved in enumerate(batch.on_device()):
                     if index in (0, last):  # between them nothing changes
                         begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
                     if index == last:
                         self._sums.begin_last()
-                    step = batch.step_context(micro_batch)
-                    loss = batch.loss(self._logits(micro_batch, step), micro_batch, step)
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    step = batch.step_context(moved)
+                    # One expression: a name would hold the logits, or the graph, longer than needed.
+                    batch.loss(self._logits(moved, step), moved, step).backward()  # type: ignore[no-untyped-call]
         return batch.result(self._routers)
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
@@ -154,9 +154,9 @@ class TorchModel:
             if self._pipeline is not None:
                 self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             else:
-                for micro_batch in batch.on_device():
-                    step = batch.step_context(micro_batch)
-                    batch.loss(self._logits(micro_batch, step), micro_batch, step)
+                for moved in batch.on_device():
+                    step = batch.step_context(moved)
+                    batch.loss(self._logits(moved, step), moved, step)
         return batch.result(self._routers)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -142,8 +142,8 @@ class NxdModel:
         else:
             for moved in batch.on_device():
                 step = batch.step_context(moved)
-                loss = batch.loss(self._logits(moved, step), moved, step) * scale
-                loss.backward()  # type: ignore[no-untyped-call]
+                # One expression: a name would hold the graph until the next micro-batch has its own.
+                (batch.loss(self._logits(moved, step), moved, step) * scale).backward()  # type: ignore[no-untyped-call]
         return batch.result()
 
     @torch.no_grad()
