@@ -16,7 +16,7 @@ from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.host_values import HostValues
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.step_border import same_at_border
+from nxdt_core.nn.step_border import at_border, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["apply_recompute", "defined_forward", "drop_in_layers", "forward_within", "parts_of_recomputed"]
@@ -156,7 +156,7 @@ def defined_forward(module: nn.Module) -> Callable[..., Any]:
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the first computation and of the second, which may run while another micro-batch does."""
     values = HostValues()
-    return values.recorded(), _Both(same_at_border(), values.repeated())
+    return values.recorded(), _Both(at_border(step_of(None)), values.repeated())
 
 
 class _Both(AbstractContextManager[None]):

@@ -21,7 +21,7 @@ from torch import nn
 from nxdt_core.nn.updates import Update
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["at_border", "called_with_step", "let_take_step", "same_at_border", "step_of", "takes_step"]
+__all__ = ["at_border", "called_with_step", "let_take_step", "step_of", "takes_step"]
 
 
 class _Border:
@@ -54,11 +54,6 @@ class _Block(AbstractContextManager[None]):
 def step_of(step: StepContext | None) -> StepContext:
     """Return the argument, or where it is None the context of the border; the default one outside of both."""
     return _BORDER.step if step is None else step
-
-
-def same_at_border() -> AbstractContextManager[None]:
-    """Return a block in which the border is that of here and now, for a forward that backward computes again."""
-    return at_border(_BORDER.step)
 
 
 def takes_step(called: Any) -> bool:

@@ -14,10 +14,7 @@ from torch import nn
 from nxdt_core.errors.models import LossesAreNotLogits
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["COMPUTES_LOSSES", "TokenLosses", "head_output"]
-
-COMPUTES_LOSSES = "computes_losses"
-"""Attribute of a head that an engine lets compute losses: its forward has the parameter ``step``."""
+__all__ = ["TokenLosses", "head_output"]
 
 _HARMLESS = frozenset(
     (
@@ -29,9 +26,9 @@ _HARMLESS = frozenset(
 
 
 def head_output(head: nn.Module, hidden: torch.Tensor, step: StepContext | None) -> torch.Tensor:
-    """Return the logits of ``hidden`` [batch, seq, hidden]; of a head that computes losses, those of the labels of
-    ``step`` where it has any (:class:`TokenLosses`)."""
-    output: torch.Tensor = head(hidden, step) if hasattr(head, COMPUTES_LOSSES) else head(hidden)
+    """Return the logits of ``hidden`` [batch, seq, hidden]. A head that an engine lets compute losses takes ``step``,
+    too, and gives those of its labels if it has any (:class:`TokenLosses`)."""
+    output: torch.Tensor = head(hidden, step) if hasattr(head, "computes_losses") else head(hidden)
     return output
 
 

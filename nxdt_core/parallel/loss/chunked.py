@@ -19,7 +19,7 @@ from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.loss.cross_entropy import row_weights
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels
-from nxdt_core.nn.loss.token_losses import COMPUTES_LOSSES, TokenLosses
+from nxdt_core.nn.loss.token_losses import TokenLosses
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.step_border import step_of
 from nxdt_core.parallel.tensor.layers import local_part
@@ -55,7 +55,7 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: R
         if type(head) not in (nn.Linear, VocabularyHead) or getattr(head, "update", None) is not None:
             raise HeadNotLinear(path=path, kind=type(head).__qualname__)
         head.forward = _ChunkedForward(head, head.forward, tokens, kernels)
-        setattr(head, COMPUTES_LOSSES, True)
+        head.computes_losses = True
 
 
 class _ChunkedForward:

@@ -185,7 +185,7 @@ class PipelineRunner:
         assert self._loss is not None
         index = int(target)
         with self._settings.forward_context():
-            result = self._loss(logits, self._stream[index], self._stream.step_context(index))
+            result = self._loss(logits, *self._stream[index])
         self._stream.drop(index)
         return result.clone()  # never a view: the stage cuts it from its graph after backward
 

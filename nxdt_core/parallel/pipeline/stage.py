@@ -94,8 +94,8 @@ class StreamedStage(StockStage):
             args = (args[0].to(dtype), *args[1:])
         with self._settings.forward_context():
             # Given here, and not with the other arguments: stock looks for tensors among those.
-            step = stream.step_context(index)
-            output = super().forward_maybe_with_nosync(*args, **kwargs, step=step)  # type: ignore[no-untyped-call]
+            kwargs["step"] = stream[index][1]
+            output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.is_last:
             return output
         if output.shape != torch.Size(shape) or output.dtype != dtype:

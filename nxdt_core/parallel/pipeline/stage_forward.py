@@ -92,13 +92,12 @@ def forward_stages(
                 args, kwargs = stream.inputs(index, first=stage == 0)
                 if stage > 0:
                     args = (inputs.pop(index)().to(stream.hidden_like(index)[1]),)
-                step = stream.step_context(index)
                 with forward_context():
-                    output = module(*args, **kwargs, step=step)
+                    output = module(*args, **kwargs, step=stream[index][1])
                 if stage < stages - 1:
                     links.send(output.to(stream.sent_like(index)[1]), stage, index)
                 else:
-                    results.append(consume(output, stream[index], step))
+                    results.append(consume(output, *stream[index]))
                 if stage == top:
                     stream.drop(index)
         links.flush()

@@ -33,8 +33,7 @@ class MicroBatchStream:
         self, device: torch.device, hidden_like: Callable[[Batch], HiddenLike], sent: torch.dtype | None = None
     ) -> None:
         """``sent``: dtype in which hidden states travel; None: as they are."""
-        self.on_device: dict[int, Batch] = {}
-        self._contexts: dict[int, StepContext] = {}
+        self.on_device: dict[int, tuple[Batch, StepContext]] = {}
         self._device, self._hidden_like, self._sent = device, hidden_like, sent
         self._host: Sequence[Batch] = ()
         self._arguments: ForwardArguments = lambda batch: {}
@@ -49,29 +48,23 @@ class MicroBatchStream:
         finally:
             self._host = ()
             self.on_device.clear()
-            self._contexts.clear()
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the step."""
         return len(self._host)
 
-    def __getitem__(self, index: int) -> Batch:
-        """Micro-batch ``index`` on the device."""
+    def __getitem__(self, index: int) -> tuple[Batch, StepContext]:
+        """Micro-batch ``index`` on the device, and its context, the same for all stages and the loss."""
         if index not in self.on_device:
-            self.on_device[index] = self._host[index].to(self._device)
+            batch = self._host[index].to(self._device)
+            self.on_device[index] = batch, self._context_of(batch)
         return self.on_device[index]
 
     def inputs(self, index: int, *, first: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         """Return what a stage's forward takes from outside the pipeline: token ids on the first stage, arguments on
         all."""
-        batch = self[index]
+        batch, _ = self[index]
         return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
-
-    def step_context(self, index: int) -> StepContext:
-        """Return what the passes of micro-batch ``index`` depend on, the same for all stages and the loss."""
-        if index not in self._contexts:
-            self._contexts[index] = self._context_of(self[index])
-        return self._contexts[index]
 
     def hidden_like(self, index: int) -> HiddenLike:
         """Return the hidden states between stages for micro-batch ``index``, as stages compute with them."""
@@ -90,4 +83,3 @@ class MicroBatchStream:
     def drop(self, index: int) -> None:
         """Release the memory of micro-batch ``index``."""
         self.on_device.pop(index, None)
-        self._contexts.pop(index, None)
