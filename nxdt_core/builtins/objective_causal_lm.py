@@ -7,6 +7,7 @@ import torch
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["CausalLM"]
 
@@ -21,7 +22,7 @@ class CausalLM:
         """Return the number of loss tokens, or the sum of ``loss_weights`` over them."""
         return batch.weight()
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """Return the summed cross-entropy of ``logits`` [micro_batch, seq, vocab] and its weight."""
-        loss_sum, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights)
+        loss_sum, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights, step)
         return ObjectiveOutput(loss_sum=loss_sum, weight=weight)

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from nxdt_core.nn.scoped import Scoped
-
-__all__ = ["Dropped", "DroppedTensors", "cast_dropped", "dropped_result", "dropping_layer", "dropping_now"]
+__all__ = ["Dropped", "DroppedTensors", "cast_dropped", "drop_in", "dropped_result", "dropping_in"]
 
 
 class Dropped:
@@ -66,9 +64,13 @@ class Dropped:
 
 
 class DroppedTensors:
-    """Those of the layer that runs, by storage: views of a dropped tensor are dropped with it."""
+    """Those of a layer while it runs, by storage: views of a dropped tensor are dropped with it."""
 
     def __init__(self) -> None:
+        self.runs = False
+        """Whether the layer runs forward, and autograd is to run backward through it."""
+        self.block: weakref.ref[Dropped] | None = None
+        """The input of the tensor block that runs, where it is made again in backward."""
         self._found: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Dropped, torch.dtype, int]]
         self._found = weakref.WeakKeyDictionary()
 
@@ -84,9 +86,16 @@ class DroppedTensors:
             return None
         return found[0]
 
-    def keeping(self) -> AbstractContextManager[None]:
-        """Return the block in which autograd keeps recipes of dropped tensors."""
-        return saved_tensors_hooks(self._pack, _unpacked)
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Let autograd keep recipes of dropped tensors within the block, the forward of the layer."""
+        self.runs = True
+        try:
+            with saved_tensors_hooks(self._pack, _unpacked):
+                yield
+        finally:
+            self.runs = False
+            self._found.clear()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
         if type(tensor) is not torch.Tensor:
@@ -116,29 +125,37 @@ def _unpacked(kept: torch.Tensor | _Kept) -> torch.Tensor:
     return kept.tensor() if isinstance(kept, _Kept) else kept
 
 
-_NOW: Scoped[DroppedTensors | None] = Scoped(None)
+def drop_in(layer: nn.Module) -> None:
+    """Let ``layer`` drop what its parts ask for; each part gets its :class:`DroppedTensors` as an attribute."""
+    kind: Any = type(layer)
+    layer.__class__ = _dropping(kind)
+    dropped: Any = DroppedTensors()
+    for part in layer.modules():
+        part.dropped_tensors = dropped
 
 
-def dropping_now() -> DroppedTensors | None:
-    """Return the dropped tensors of the layer that runs forward; None outside of such layers and in compiled ones."""
-    return _NOW.value if torch.is_grad_enabled() else None
+def dropping_in(part: nn.Module) -> DroppedTensors | None:
+    """Return the dropped tensors of the layer of ``part`` while that runs forward; None in layers that drop nothing, in
+    compiled ones and in backward."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    dropped: DroppedTensors | None = getattr(part, "dropped_tensors", None)
+    return dropped if dropped is not None and dropped.runs else None
 
 
 @functools.cache
-def dropping_layer(kind: Any) -> Any:
-    """Return the class ``kind`` with a forward that drops what its parts ask for.
-
-    A class, for the reason that :func:`nxdt_core.engines.recompute.apply_recompute` has.
-    """
+def _dropping(kind: Any) -> Any:
+    """``kind`` with a forward that drops; a class, for the reason that
+    :func:`nxdt_core.engines.recompute.apply_recompute` has."""
 
     class Dropping(kind):  # type: ignore[misc]
         drops = True
+        dropped_tensors: DroppedTensors
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return super().forward(*args, **kwargs)
-            dropped = DroppedTensors()
-            with _NOW.set(dropped), dropped.keeping():
+            with self.dropped_tensors.keeping():
                 return super().forward(*args, **kwargs)
 
     Dropping.__name__, Dropping.__qualname__ = kind.__name__, kind.__qualname__
@@ -165,11 +182,9 @@ def dropped_result(
     return result
 
 
-def cast_dropped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tensor`` in ``dtype``; the copy of a dropped one is dropped as well."""
-    if torch.compiler.is_compiling():
-        return tensor.to(dtype)
-    cast, dropped = tensor.to(dtype), dropping_now()
+def cast_dropped(part: nn.Module, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``tensor``, an input of ``part``, in ``dtype``; the copy of a dropped one is dropped as well."""
+    cast, dropped = tensor.to(dtype), dropping_in(part)
     if cast is not tensor and dropped is not None and dropped.recipe(tensor) is not None:
         dropped.add(cast, _Recomputed(lambda source: source.to(dtype), (tensor,), dropped))
     return cast

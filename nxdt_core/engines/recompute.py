@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.engines.dropped import cast_dropped, dropped_result, dropping_layer, dropping_now
+from nxdt_core.engines.dropped import cast_dropped, drop_in, dropped_result, dropping_in
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.host_values import HostValues
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.dropout_masks import same_draws
+from nxdt_core.nn.step_border import at_border, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["apply_recompute", "defined_forward", "drop_in_layers", "forward_within", "parts_of_recomputed"]
@@ -68,8 +68,7 @@ def drop_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
     """Let the layers of ``module`` drop what their parts make again, unless the layers are recomputed."""
     for layer in _matching(module, (plan.recompute_layer,)):
         if not (_is_recomputed(layer) or hasattr(type(layer), "drops")):
-            kind: Any = type(layer)
-            layer.__class__ = dropping_layer(kind)
+            drop_in(layer)
 
 
 def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
@@ -104,10 +103,10 @@ def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
 
 
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    dropped = None if torch.compiler.is_compiling() else dropping_now()
+    dropped = dropping_in(block)
     if dropped is None or not args or not isinstance(args[0], torch.Tensor) or dropped.recipe(args[0]) is None:
         return args
-    return cast_dropped(args[0], compute_dtype(args[0])), *args[1:]
+    return cast_dropped(block, args[0], compute_dtype(args[0])), *args[1:]
 
 
 def _is_recomputed(module: nn.Module) -> bool:
@@ -128,7 +127,7 @@ def _recomputed(kind: Any) -> Any:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
                 return checkpoint(self.computed, *args, use_reentrant=False, **kwargs)
-            dropped = dropping_now() if self.drops_result and not kwargs else None
+            dropped = dropping_in(self) if self.drops_result and not kwargs else None
             if dropped is not None:
                 return dropped_result(self, self.computed, args, dropped)
             return checkpoint(self.computed, *args, use_reentrant=False, context_fn=_as_first, **kwargs)
@@ -157,7 +156,7 @@ def defined_forward(module: nn.Module) -> Callable[..., Any]:
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the first computation and of the second, which may run while another micro-batch does."""
     values = HostValues()
-    return values.recorded(), _Both(same_draws(), values.repeated())
+    return values.recorded(), _Both(at_border(step_of(None)), values.repeated())
 
 
 class _Both(AbstractContextManager[None]):

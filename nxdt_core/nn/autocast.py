@@ -2,7 +2,7 @@
 
 Compiled layers use these functions. They ask what torch 2.9 to 2.14 all trace, unlike
 ``torch.amp.is_autocast_available``, which breaks graphs up to 2.11. Of the devices that nxdt uses, only ``meta``
-has no autocast.
+has no autocast. There, the host's autocast says in which dtype a run that is planned would compute.
 """
 
 from __future__ import annotations
@@ -11,21 +11,16 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.devices import HOST
 
-__all__ = ["compute_dtype", "planned_autocast", "without_autocast"]
-
-planned_autocast: Scoped[torch.dtype | None] = Scoped(None)
-"""Autocast's dtype on the meta device, where runs are planned: torch has none there."""
+__all__ = ["compute_dtype", "without_autocast"]
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a matrix product of ``tensor`` runs. Autocast leaves float64 as it is."""
     if tensor.dtype == torch.float64:
         return tensor.dtype
-    if tensor.is_meta:
-        return planned_autocast.value or tensor.dtype
-    kind = tensor.device.type
+    kind = HOST.type if tensor.is_meta else tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
+from nxdt_core.nn.loss.token_losses import head_output
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.rotary import RotaryEmbedding, rotary_scaling
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["RotaryDecoder"]
 
@@ -23,7 +25,7 @@ class RotaryDecoder(nn.Module):
 
     Args:
         config: sizes of embedding, head and rotary embedding.
-        layers: in order, each called as ``layer(hidden, rotary, document_ids)``, such as
+        layers: in order, each called as ``layer(hidden, rotary, document_ids, step=step)``, such as
             :class:`~nxdt_core.nn.decoder_layer.RotaryDecoderLayer`.
     """
 
@@ -43,6 +45,7 @@ class RotaryDecoder(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
 
@@ -50,12 +53,12 @@ class RotaryDecoder(nn.Module):
             input_ids: tokens.
             position_ids: int64 [batch, seq]; None for 0, 1, 2, …
             document_ids: int64 [batch, seq]; tokens attend within their own document only. None: one document a row.
+            step: of the micro-batch.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         rotary = self.rotary(position_ids)
         hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
         for layer in self.layers.values():
-            hidden = layer(hidden, rotary, document_ids)
-        logits: torch.Tensor = self.lm_head(self.norm(hidden))
-        return logits
+            hidden = layer(hidden, rotary, document_ids, step=step)
+        return head_output(self.lm_head, self.norm(hidden), step)

@@ -9,6 +9,8 @@ from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.nn.step_border import takes_step
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["RotaryDecoderLayer"]
 
@@ -19,7 +21,8 @@ class RotaryDecoderLayer(nn.Module):
     Args:
         config: sizes of attention, and the window.
         masks: shared by all layers of a model.
-        feed_forward: maps [batch, seq, hidden] to the same shape, such as :class:`~nxdt_core.nn.mlp.SwiGLU`.
+        feed_forward: maps [batch, seq, hidden] to the same shape, such as :class:`~nxdt_core.nn.mlp.SwiGLU`; it is
+            called with ``step`` where its forward has that parameter.
         name: attribute of the feed-forward block, part of the names of its parameters.
     """
 
@@ -37,6 +40,7 @@ class RotaryDecoderLayer(nn.Module):
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.feed_forward_name = name
+        self.feed_forward_takes_step = takes_step(feed_forward)
         self.add_module(name, feed_forward)
 
     def forward(
@@ -44,9 +48,11 @@ class RotaryDecoderLayer(nn.Module):
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as ``RotaryEmbedding`` returns it."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids)
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids, step)
         feed_forward = getattr(self, self.feed_forward_name)  # read here: an engine may have replaced the module
-        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden))
+        given = (step,) if self.feed_forward_takes_step else ()
+        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden), *given)
         return hidden + transformed

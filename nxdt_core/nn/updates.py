@@ -6,14 +6,12 @@ of experts below ``updates.<matrix>``). Engines shard an update with its layer, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-from nxdt_core.nn.scoped import Scoped
 
 __all__ = [
     "Product",
@@ -30,12 +28,18 @@ __all__ = [
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of inputs [..., in] and a weight [out, in]: [..., out]."""
 
-_OFF = Scoped(False)
 
-
-def updates_off() -> AbstractContextManager[None]:
-    """Switch the updates off within the block: the model is the frozen base."""
-    return _OFF.set(True)
+@contextmanager
+def updates_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch the updates in ``modules`` off within the block: the model is the frozen base."""
+    updates = [part for module in modules for part in module.modules() if isinstance(part, Update)]
+    try:
+        for update in updates:
+            update.enabled = False
+        yield
+    finally:
+        for update in updates:
+            update.enabled = True
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,13 +67,15 @@ class Update(nn.Module):
 
     def __call__(self, inputs: torch.Tensor, product: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Return what ``forward`` does; within :func:`updates_off`, return ``product`` unchanged."""
-        if _OFF.value:
+        if not self.enabled:
             return product
         updated: torch.Tensor = super().__call__(inputs, product, *more)
         return updated
 
     def __init__(self) -> None:
         super().__init__()
+        self.enabled = True
+        """Whether the update is computed; :func:`updates_off` changes it."""
         self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged
         """A slot: this process's part of a parameter."""
         self.over_inputs: Callable[[torch.Tensor], torch.Tensor] = unchanged

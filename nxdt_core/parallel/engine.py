@@ -14,13 +14,11 @@ from nxdt_core.distributed.device_settings import pins_inputs, use_device_settin
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
-from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
 from nxdt_core.parallel.compile.cache import ahead_of, use_cache
 from nxdt_core.parallel.data.fsdp import check_sums, needs_sharding
 from nxdt_core.parallel.global_batch import Numerics
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
 from nxdt_core.parallel.layout import materialise as materialise_stages
-from nxdt_core.parallel.loss.compiled_rows import compiled_rows
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.model import TorchModel
 from nxdt_core.parallel.optimizer import TorchOptimizer
@@ -105,11 +103,8 @@ class TorchEngine:
         stages = lay_out(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")
         materialise_stages(stages, self.device, seed=seed, base=materialise)
-        rows = IN_CHUNKS
-        if options.compile_backend is not None:
-            rows = compiled_rows(options.compile_backend, static_shapes=options.static_shapes)
         pins = pins_inputs(self._run.data, profile_of(self.device))
-        numerics = Numerics(precision, self.device, seed, rows, pins=pins)
+        numerics = Numerics(precision, self.device, seed, options.row_kernels, pins=pins)
         return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
 
     def initialize_optimizer(

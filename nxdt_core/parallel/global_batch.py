@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
-from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
-from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels, with_row_kernels
-from nxdt_core.nn.loss.token_losses import losses_wanted
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
-from nxdt_core.nn.moe.sequence_sums import SequenceShards, shared_sequences
-from nxdt_core.nn.random.dropout_masks import draws_of_step
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.nn.random.dropout_masks import step_numbers
 from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -26,6 +23,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, check_weight
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
 __all__ = ["GlobalBatch", "Numerics"]
 
@@ -46,7 +44,7 @@ class Numerics:
         whether inputs are copied to the device out of pinned memory."""
         self.device = device
         self.seed = seed
-        self.rows = rows
+        self.vocabulary_loss: VocabularyLoss = partial(vocabulary_parallel_cross_entropies, kernels=rows)
         self.pins = pins
         self.precision = precision
         self.masters_rounded = masters_rounded(precision, seed)
@@ -94,7 +92,9 @@ class GlobalBatch:
         self.weight = weights[0]
         divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
         self._divisors, self._tokens = divisors[:-1], divisors[-1]
-        self._step = step
+        self._step, self._aux_loss_scale = step, 1 / self._tokens
+        group = mesh.group("cp")
+        self._sequences = SequenceShards() if group is None else _shards(group)
         self.micro_batches = [
             shard_sequence(batch, mesh).map(numerics.pinned) for batch in _numbered(micro_batches, mesh.rank("dp"))
         ]
@@ -102,30 +102,26 @@ class GlobalBatch:
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Set the divisor of auxiliary losses and the loss of sharded logits within the block, around all forward
-        passes."""
-        with ExitStack() as stack:
-            stack.enter_context(aux_loss_scale(1 / self._tokens))
-            stack.enter_context(losses_wanted())
-            stack.enter_context(with_row_kernels(self._numerics.rows))
-            stack.enter_context(draws_of_step(self._numerics.seed, self._step))
-            if self._mesh.sizes.tp > 1:
-                stack.enter_context(vocabulary_loss(vocabulary_parallel_cross_entropies))
-            if (group := self._mesh.group("cp")) is not None:
-                stack.enter_context(shared_sequences(_shards(group)))
-            yield
+    def step_context(self, batch: Batch) -> StepContext:
+        """Return what the passes of a micro-batch on the device depend on in addition to it."""
+        return StepContext(
+            numbers=step_numbers(self._numerics.seed, self._step, batch),
+            ids=batch.input_ids,
+            labels=batch.labels,
+            aux_loss_scale=self._aux_loss_scale,
+            vocabulary_loss=self._numerics.vocabulary_loss,
+            sequences=self._sequences,
+        )
 
     def on_device(self) -> Iterator[Batch]:
         """Yield the micro-batches, each moved when it is asked for."""
         for batch in self.micro_batches:
             yield batch.to(self._numerics.device)
 
-    def loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def loss(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._numerics.autocast():
-            output = objective_output(self._objective, logits, batch)
+            output = objective_output(self._objective, logits, batch, step)
         if type(self._objective) not in self._metric_names:  # once: it waits for the device
             check_weight(self._objective, output, batch)
         loss = self._mean(output.loss_sum)

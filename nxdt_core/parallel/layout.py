@@ -23,6 +23,8 @@ from nxdt_core.engines.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.nn.attention.blocks import BlockAttention
 from nxdt_core.nn.attention.grouped_query import CausalAttention
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.nn.step_border import let_take_step
 from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.parallel.context.apply import apply_context_parallel
 from nxdt_core.parallel.data.fsdp import apply_data_parallel, needs_sharding
@@ -33,6 +35,7 @@ from nxdt_core.parallel.expert.dispatch import Sliced
 from nxdt_core.parallel.expert.figures import routers_of
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle
 from nxdt_core.parallel.loss.chunked import chunk_loss
+from nxdt_core.parallel.loss.compiled_rows import compiled_rows
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.parallel.products import apply_product
@@ -82,6 +85,8 @@ class LayoutOptions:
     """None: run as it is written."""
     static_shapes: bool = False
     """Compile again for each shape."""
+    row_kernels: RowKernels = IN_CHUNKS
+    """What computes on rows of logits."""
     block_attention: BlockAttention | None = None
     """How to attend to packed documents by blocks; None: under a mask."""
     shared_heads: frozenset[torch.dtype] | None = None
@@ -90,6 +95,7 @@ class LayoutOptions:
     @classmethod
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
         """Return the options of a configuration for a device type."""
+        backend, static_shapes = profile.compile_backend if run.model.compile else None, profile.static_shapes
         return cls(
             device_type=profile.device_type,
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
@@ -107,8 +113,9 @@ class LayoutOptions:
             recompute_granularity=run.model.activations_checkpoint_granularity,
             recompute_names=run.model.activations_checkpoint_recompute or (),
             loss_chunk_tokens=run.model.loss_chunk_tokens,
-            compile_backend=profile.compile_backend if run.model.compile else None,
-            static_shapes=profile.static_shapes,
+            compile_backend=backend,
+            static_shapes=static_shapes,
+            row_kernels=IN_CHUNKS if backend is None else compiled_rows(backend, static_shapes=static_shapes),
             block_attention=block_attention(profile),
             shared_heads=None if profile.shared_heads is None else _dtypes(profile.shared_heads),
         )
@@ -177,6 +184,7 @@ def lay_out(
     replica_partial: set[str] = set()
     gathers: list[WeightGather] = []
     for module in modules:
+        let_take_step(module)
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(
                 module,
@@ -314,7 +322,7 @@ def _apply_rest(
     if precision.linear_product is not None:
         apply_product(module, plan, precision.linear_product(options.device_type))
     if options.loss_chunk_tokens is not None:
-        chunk_loss(module, plan, tokens=options.loss_chunk_tokens)
+        chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
     if options.sequence_parallel and options.gathers_again:
         gather_once(parts_of_recomputed(module))

@@ -15,9 +15,7 @@ from torch.nn import functional
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.nn.loss.logit_rows import with_row_kernels
-from nxdt_core.nn.loss.token_losses import token_labels
-from nxdt_core.nn.random.dropout_masks import draws_of_step, rows_of_batch
+from nxdt_core.nn.random.dropout_masks import step_numbers
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data.copied_masters import CopiedMasters
 from nxdt_core.parallel.data.fsdp import begin_micro_batch, copies_masters
@@ -45,6 +43,7 @@ from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["TorchModel"]
 
@@ -133,28 +132,31 @@ class TorchModel:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         batch = self._begin(micro_batches, objective, training=True)
         rounded = rounded_weights(self._placed(), self._numerics.masters_rounded, self._step)
-        with self._name_shape_errors(), batch.running(), self._routers.counting(), rounded, self._computing():
+        with self._name_shape_errors(), self._routers.counting(), rounded, self._computing():
             if self._pipeline is not None:
-                self._pipeline.train(batch.micro_batches, _inputs, batch.loss)
+                self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             else:
                 last = len(batch.micro_batches) - 1
-                for index, micro_batch in enumerate(batch.on_device()):
+                for index, moved in enumerate(batch.on_device()):
                     if index in (0, last):  # between them nothing changes
                         begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
                     if index == last:
                         self._sums.begin_last()
-                    batch.loss(self._logits(micro_batch), micro_batch).backward()  # type: ignore[no-untyped-call]
+                    step = batch.step_context(moved)
+                    # One expression: a name would hold the logits, or the graph, longer than needed.
+                    batch.loss(self._logits(moved, step), moved, step).backward()  # type: ignore[no-untyped-call]
         return batch.result(self._routers)
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Return the loss without gradients, in evaluation mode."""
         batch = self._begin(micro_batches, objective, training=False)
-        with self._name_shape_errors(), self._forward_only(), batch.running(), self._routers.counting():
+        with self._name_shape_errors(), self._forward_only(), self._routers.counting():
             if self._pipeline is not None:
-                self._pipeline.forward(batch.micro_batches, _inputs, batch.loss)
+                self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             else:
-                for micro_batch in batch.on_device():
-                    batch.loss(self._logits(micro_batch), micro_batch)
+                for moved in batch.on_device():
+                    step = batch.step_context(moved)
+                    batch.loss(self._logits(moved, step), moved, step)
         return batch.result(self._routers)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -170,10 +172,12 @@ class TorchModel:
         batch = shard_sequence(Batch(input_ids=padded, labels=padded), self._mesh)
         with self._forward_only():
             if self._pipeline is not None:
-                found = self._pipeline.forward([batch], _inputs, lambda logits, _: _whole(logits))
+                found = self._pipeline.forward(
+                    [batch], _inputs, lambda _: StepContext(), lambda logits, *_: _whole(logits)
+                )
                 logits = self._pipeline.broadcast_from_last(found[0] if found else None)
             else:
-                logits = _whole(self._logits(batch.to(self._numerics.device)))
+                logits = _whole(self._logits(batch.to(self._numerics.device), StepContext()))
             logits = unshard_sequence(logits, self._mesh)
         return logits[:, :length]
 
@@ -185,15 +189,11 @@ class TorchModel:
         if self._copies is not None:  # until the gradients are finished: backward may compute forward again
             self._copies.put_in()
         self._scaled.update()
-        with (
-            self._name_shape_errors(),
-            with_row_kernels(numerics.rows),
-            draws_of_step(numerics.seed, self._step),
-            rows_of_batch(batch.first_row, batch.input_ids),
-            numerics.autocast(),
-        ):
+        with self._name_shape_errors(), numerics.autocast():
             moved = batch.to(numerics.device)
-            return self.module(moved.input_ids, **moved.arguments())
+            numbers = step_numbers(numerics.seed, self._step, batch)
+            step = StepContext(numbers=numbers, ids=moved.input_ids, vocabulary_loss=numerics.vocabulary_loss)
+            return self.module(moved.input_ids, **moved.arguments(), step=step)
 
     def label_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of each label from this rank's columns of the logits; see
@@ -306,10 +306,9 @@ class TorchModel:
             yield
         self._has_run = True
 
-    def _logits(self, batch: Batch) -> torch.Tensor:
-        rows = rows_of_batch(batch.first_row, batch.input_ids)
-        with self._numerics.autocast(), token_labels(batch.labels), rows:
-            logits: torch.Tensor = self.module(batch.input_ids, **batch.arguments())
+    def _logits(self, batch: Batch, step: StepContext) -> torch.Tensor:
+        with self._numerics.autocast():
+            logits: torch.Tensor = self.module(batch.input_ids, **batch.arguments(), step=step)
         return logits
 
     @property

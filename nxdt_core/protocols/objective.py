@@ -3,7 +3,7 @@
 Example::
 
     class Squared:
-        def __call__(self, logits, batch):
+        def __call__(self, logits, batch, step):
             ...
             return ObjectiveOutput(loss_sum=loss.sum(), weight=batch.weight())
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from nxdt_core.errors.models import ObjectiveWeightsDiffer
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.step_context import StepContext
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +62,14 @@ class Objective(Protocol):
     def weight(self, batch: Batch) -> torch.Tensor:
         """Return the weight that ``__call__`` will report for ``batch``, known before the forward pass, so that each
         micro-batch's loss can be divided by the global weight at once. Of the whole batch, also where ``__call__``
-        will get some tokens of each sequence (:mod:`nxdt_core.nn.moe.sequence_sums`)."""
+        will get some tokens of each sequence (:class:`~nxdt_core.protocols.step_context.SequenceShards`)."""
         ...
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab] in the compute dtype. Under tensor parallelism they are sharded:
-        pass them to ``cross_entropies``, ``log_probs`` or ``log_partition`` of ``nxdt_core.nn.loss`` alone."""
+        pass them, with ``step``, to ``cross_entropies``, ``log_probs`` or ``log_partition`` of ``nxdt_core.nn.loss``
+        alone. A loss with sums over whole sequences takes them from ``step.sequences``, since ranks may share each
+        sequence. An objective that needs neither may lack the parameter ``step``."""
         ...
 
 

@@ -30,15 +30,16 @@ from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
 from nxdt_core.nn.loss.cross_entropy import cross_entropies, cross_entropy_sum
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.estimate import EstimatesRuns
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.models.scale_adapter import ADDED
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build
@@ -169,9 +170,9 @@ class TwoTerms:
         """Return the number of loss tokens, and of rows."""
         return torch.stack([batch.weight(), torch.tensor(float(len(batch.input_ids)))])
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """Cross-entropy per token, and the mean square of the logits per row."""
-        loss, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights)
+        loss, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights, step)
         square = logits.square().mean((1, 2)).sum()
         return ObjectiveOutput(
             loss_sum=torch.stack([loss, square]),
@@ -535,8 +536,8 @@ def _by_hand(
             group["lr"] = optim.lr * _falling(step)
         total = 0.0
         for batch in batches:
-            with aux_loss_scale(1 / tokens):
-                loss, _ = cross_entropy_sum(module(batch.input_ids), batch.labels)
+            logits = called_with_step(module, StepContext(aux_loss_scale=1 / tokens), batch.input_ids)
+            loss, _ = cross_entropy_sum(logits, batch.labels)
             torch.autograd.backward(loss / tokens)
             total += float(loss.detach()) / tokens
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm or float("inf"))

@@ -25,8 +25,10 @@ from typing import Any
 import pytest
 import torch
 
+from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits, traits_of
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.runs.documents import documents, in_rows
 from nxdt_core.testing.runs.layouts import LAYOUTS, ComponentParts, compare
 from nxdt_core.testing.runs.one_process import small_decoder
@@ -76,7 +78,7 @@ class ObjectiveContract:
         assert isinstance(objective, Objective), "it lacks members of nxdt_core.protocols.objective.Objective"
         assert isinstance(traits, ObjectiveTraits), f"its traits are a {type(traits).__name__}; use ObjectiveTraits"
         batch, logits = _batch(traits)
-        output = objective(logits, batch)
+        output = _output(objective, logits, batch)
         assert isinstance(output, ObjectiveOutput), f"it returns a {type(output).__name__}; return an ObjectiveOutput"
         assert output.loss_sum.dim() < 2, (
             f"its loss_sum has the shape {tuple(output.loss_sum.shape)}; sum the tokens up"
@@ -90,7 +92,7 @@ class ObjectiveContract:
         own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
         for samples in ([[each] for each in own], [own[:2], own[2:], []], [own[:1]]):
             batch, logits = in_rows(samples, 2 * _LENGTH, traits)
-            before, after = objective.weight(batch), objective(logits, batch).weight
+            before, after = objective.weight(batch), _output(objective, logits, batch).weight
             assert torch.equal(before.float(), after.detach().float()), (
                 f"weight(batch) is {before.tolist()}, and __call__ reports the weight {after.tolist()} for the same "
                 f"{len(samples)} samples"
@@ -100,10 +102,10 @@ class ObjectiveContract:
     def test_micro_batches_add_up_to_the_batch(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """Losses, weights and metrics are sums; the step divides."""
         batch, logits = _batch(traits)
-        whole = _figures(objective(logits, batch))
+        whole = _figures(_output(objective, logits, batch))
         rows = traits.rows_per_sample
         parts = [
-            _figures(objective(logits[row : row + rows], _rows(batch, slice(row, row + rows))))
+            _figures(_output(objective, logits[row : row + rows], _rows(batch, slice(row, row + rows))))
             for row in range(0, len(logits), rows)
         ]
         for name, figure in whole.items():
@@ -117,14 +119,14 @@ class ObjectiveContract:
         """Change the logits where the label is −100: loss and metrics stay, and no gradient is there."""
         batch, logits = _batch(traits)
         ignored = batch.labels == IGNORE_INDEX
-        before = _figures(objective(logits, batch))
-        after = _figures(objective(torch.where(ignored[..., None], logits.flip(-1) * 3 - 1, logits), batch))
+        before = _figures(_output(objective, logits, batch))
+        after = _figures(_output(objective, torch.where(ignored[..., None], logits.flip(-1) * 3 - 1, logits), batch))
         for name, figure in before.items():
             assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
                 f"{name} changes from {figure.tolist()} to {after[name].tolist()} where logits of ignored labels change"
             )
         leaf = logits.clone().requires_grad_(True)
-        torch.autograd.backward(objective(leaf, batch).loss_sum.sum())
+        torch.autograd.backward(_output(objective, leaf, batch).loss_sum.sum())
         assert leaf.grad is not None
         assert not leaf.grad[ignored].any(), "the loss has a gradient where the label is ignored"
 
@@ -133,13 +135,13 @@ class ObjectiveContract:
         own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
         batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
         filled, more = in_rows([*([each] for each in own), []], _LENGTH, traits)
-        before, after = _figures(objective(logits, batch)), _figures(objective(more, filled))
+        before, after = _figures(_output(objective, logits, batch)), _figures(_output(objective, more, filled))
         for name, figure in before.items():
             assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
                 f"{name} is {figure.tolist()}, and {after[name].tolist()} with a blank sample in addition"
             )
         blank, logits = in_rows([[]], _LENGTH, traits)
-        for name, figure in _figures(objective(logits.expand(-1, -1, _VOCABULARY), blank)).items():
+        for name, figure in _figures(_output(objective, logits.expand(-1, -1, _VOCABULARY), blank)).items():
             assert not figure.any(), f"{name} of a blank sample is {figure.tolist()} and not 0"
 
     def test_packed_documents_count_as_padded_ones(self, objective: Objective, traits: ObjectiveTraits) -> None:
@@ -147,7 +149,7 @@ class ObjectiveContract:
         own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
         batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
         packed, packed_logits = in_rows([own[:2], own[2:]], _LENGTH, traits)
-        padded, found = _figures(objective(logits, batch)), _figures(objective(packed_logits, packed))
+        padded, found = _figures(_output(objective, logits, batch)), _figures(_output(objective, packed_logits, packed))
         for name, figure in padded.items():
             assert torch.allclose(found[name], figure, rtol=_CLOSE, atol=_CLOSE), (
                 f"{name} of {len(own)} documents is {figure.tolist()} padded to a row each, and "
@@ -157,7 +159,7 @@ class ObjectiveContract:
     def test_metrics_are_detached_sums(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """They are kept until the next log line, and must not keep a graph."""
         batch, logits = _batch(traits)
-        output = objective(logits.requires_grad_(True), batch)
+        output = _output(objective, logits.requires_grad_(True), batch)
         for name, figure in output.metrics.items():
             assert not figure.requires_grad, f"the metric {name!r} has a gradient; detach it"
             assert figure.dim() == 0 or figure.shape == output.weight.shape, (
@@ -170,7 +172,7 @@ class ObjectiveContract:
         """Sums over many tokens in bfloat16 would lose most of their digits."""
         batch, logits = _batch(traits)
         narrow = logits.bfloat16()
-        wanted, found = _figures(objective(narrow.float(), batch)), _figures(objective(narrow, batch))
+        wanted, found = _figures(_output(objective, narrow.float(), batch)), _figures(_output(objective, narrow, batch))
         for name in ("loss_sum", "weight"):
             assert found[name].dtype in (torch.float32, torch.float64), (
                 f"{name} of bfloat16 logits is {found[name].dtype}"
@@ -187,7 +189,7 @@ class ObjectiveContract:
         batch, logits = in_rows([*([each] for each in own), []], _LENGTH, traits)
         for scale in (1.0, 1e4):
             leaf = (scale * logits).float().requires_grad_(True)
-            loss = objective(leaf, batch).loss_sum.sum()
+            loss = _output(objective, leaf, batch).loss_sum.sum()
             torch.autograd.backward(loss)
             assert leaf.grad is not None
             assert leaf.grad.isfinite().all(), f"its gradient is not finite at logits of about {scale:g}"
@@ -221,6 +223,11 @@ def _batch(traits: ObjectiveTraits) -> tuple[Batch, torch.Tensor]:
 
 def _rows(batch: Batch, rows: slice) -> Batch:
     return replace(batch.map(lambda tensor: tensor[rows]), rows_per_sample=batch.rows_per_sample)
+
+
+def _output(objective: Objective, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    output: ObjectiveOutput = called_with_step(objective, StepContext(), logits, batch)
+    return output
 
 
 def _figures(output: ObjectiveOutput) -> Mapping[str, torch.Tensor]:

@@ -219,7 +219,7 @@ def test_the_core_is_a_slot():
     seen = []
 
     class Recorder(nn.Module):
-        def forward(self, query, key, value, document_ids):
+        def forward(self, query, key, value, document_ids, step):
             seen.append((query.shape, key.shape, value.shape, document_ids))
             return query
 

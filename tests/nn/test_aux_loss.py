@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.nn.moe.aux_loss import add_aux_loss, aux_loss_scale
+from nxdt_core.nn.moe.aux_loss import add_aux_loss
+from nxdt_core.nn.step_border import at_border
+from nxdt_core.protocols.step_context import StepContext
 
 
 def gradient(scale: float | None, through=add_aux_loss) -> torch.Tensor:
@@ -16,7 +18,7 @@ def gradient(scale: float | None, through=add_aux_loss) -> torch.Tensor:
     if scale is None:
         output = through(hidden, aux)
     else:
-        with aux_loss_scale(scale):
+        with at_border(StepContext(aux_loss_scale=scale)):
             output = through(hidden, aux)
     assert torch.equal(output, hidden)
     output.sum().backward()

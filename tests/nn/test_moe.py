@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.moe.layer import MixtureOfExperts
 from nxdt_core.nn.moe.router import TopKRouter
+from nxdt_core.nn.step_border import at_border
+from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
@@ -80,7 +81,7 @@ def gradients(module, hidden, loss):
 def assert_like_the_reference(module, hidden):
     hidden.requires_grad_()
     grad_output = torch.randn_like(hidden)
-    with aux_loss_scale(0.5):
+    with at_border(StepContext(aux_loss_scale=0.5)):
         output = module(hidden)
     expected, aux = dense_reference(module, hidden)
     torch.testing.assert_close(output, expected, **TIGHT)
@@ -227,7 +228,7 @@ def test_recomputation_changes_no_gradient(capacity_factor):
     module = mixture(balance_coefficient=0.3, z_coefficient=0.05, capacity_factor=capacity_factor)
     hidden = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
     grad = torch.randn_like(hidden)
-    with aux_loss_scale(0.25):
+    with at_border(StepContext(aux_loss_scale=0.25)):
         plain = module(hidden)
         recomputed = torch.utils.checkpoint.checkpoint(module, hidden, use_reentrant=False)
     expected = gradients(module, hidden, (plain * grad).sum())
@@ -257,7 +258,7 @@ def test_a_traced_mixture_computes_the_same(capacity_factor, dtype):
     )
     hidden = torch.randn(2, 4, 16).to(dtype).requires_grad_()
     grad = torch.randn_like(hidden)
-    with aux_loss_scale(0.25):
+    with at_border(StepContext(aux_loss_scale=0.25)):
         plain = module(hidden)
         traced = torch.compile(module, backend="aot_eager")(hidden)
     torch.testing.assert_close(traced, plain)

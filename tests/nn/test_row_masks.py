@@ -8,16 +8,17 @@ import torch
 from nxdt_core.nn.moe.dispatch import LocalDispatcher
 from nxdt_core.nn.moe.router import Routing
 from nxdt_core.nn.random.dropout import Dropout
-from nxdt_core.nn.random.dropout_masks import draws_of_step, encoded_name, rows_of_batch, rows_of_experts
+from nxdt_core.nn.random.dropout_masks import encoded_name
 from nxdt_core.nn.random.row_masks import RowPart, TokenNumbers
+from nxdt_core.protocols.step_context import StepContext
 
 IDS = torch.zeros(4, 64, dtype=torch.int64)
 WIDTH = 256
 
 
 def mask(keys, *, name="a", step=1, part=0, width=WIDTH, p=0.25):
-    with draws_of_step(0, step), rows_of_batch(0, IDS), rows_of_experts(keys):
-        return RowPart(name=encoded_name(name), feature_part=part).mask(torch.empty(*keys.shape, width), p)
+    context = StepContext(numbers=torch.tensor([0, step, 0]), ids=IDS, expert_rows=keys)
+    return RowPart(name=encoded_name(name), feature_part=part).mask(torch.empty(*keys.shape, width), p, context)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
@@ -72,10 +73,10 @@ def test_a_dispatcher_gives_each_row_its_token_and_expert(dtype, capacity):
     )
     dispatcher, dropout = LocalDispatcher(), Dropout(0.5, dispatched=True)
     dispatcher.numbers, dropout.part = TokenNumbers(), RowPart(name=encoded_name("a"))
-    with draws_of_step(0, 1), rows_of_batch(3, IDS):
-        hidden = torch.ones(*IDS.shape, 8, dtype=dtype)
-        dropped = []
-        dispatcher.run(hidden, routing, lambda rows, *groups: dropped.append(dropout(rows)) or rows)
+    step = StepContext(numbers=torch.tensor([0, 1, 3]), ids=IDS)
+    hidden = torch.ones(*IDS.shape, 8, dtype=dtype)
+    dropped = []
+    dispatcher.run(hidden, routing, lambda rows, *groups: dropped.append(dropout(rows)) or rows, step=step)
     found = dropped[0].reshape(-1, 8) != 0
     tokens = torch.arange(IDS.numel()) + 3 * IDS.shape[1]
     if capacity is None:

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxdt_core.nn.attention.blocks import document_blocks
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.nn.step_border import step_of
+from nxdt_core.protocols.step_context import StepContext
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["DocumentMasks", "SeesDocuments", "document_mask", "made_ahead", "window_mask"]
+__all__ = ["DocumentMasks", "document_mask", "window_mask"]
 
 Made = TypeVar("Made")
-
-_AHEAD: Scoped[Mapping[str, Any] | None] = Scoped(None)
-"""What :func:`made_ahead` has made, by the names that :class:`DocumentMasks` gives it."""
-
-
-class SeesDocuments(Protocol):
-    """An attention core that asks :class:`DocumentMasks`."""
-
-    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
-        """Return what the core will ask for when it is called with ``document_ids`` and queries of ``dtype``, and the
-        name of it in :class:`DocumentMasks`."""
-        ...
-
-
-def made_ahead(
-    cores: Iterable[SeesDocuments], document_ids: torch.Tensor, dtype: torch.dtype
-) -> AbstractContextManager[None]:
-    """Give ``cores``, within the block, what they need of ``document_ids`` as an input of their graph. A graph that
-    computes it would do so in each layer, and keep it for backward."""
-    return _AHEAD.set(dict(core.made(document_ids, dtype) for core in cores))
 
 
 def document_mask(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -86,28 +66,36 @@ class DocumentMasks:
         self._masks: MutableMapping[torch.Tensor, tuple[int, dict[object, Any]]] = WeakTensorKeyDictionary()
         self._window: tuple[object, torch.Tensor] | None = None
 
-    def __call__(self, document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, document_ids: torch.Tensor, dtype: torch.dtype, step: StepContext | None = None) -> torch.Tensor:
         """The mask of ``document_ids`` [batch, seq], as :func:`document_mask` makes it."""
-        return self._of_batch(document_ids, self.MASK, dtype, lambda: document_mask(document_ids, dtype))
+        return self._of_batch(document_ids, self.MASK, dtype, step, lambda: document_mask(document_ids, dtype))
 
     def windowed(
-        self, window: int, rows: int, dtype: torch.dtype, device: torch.device, document_ids: torch.Tensor | None
+        self,
+        window: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        document_ids: torch.Tensor | None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return :func:`window_mask`, computed once per micro-batch."""
         key = (window, rows, dtype, device)
         if document_ids is not None:
             name = self.windowed_name(window)
-            return self._of_batch(document_ids, name, dtype, lambda: window_mask(*key, document_ids))
+            return self._of_batch(document_ids, name, dtype, step, lambda: window_mask(*key, document_ids))
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # whose tensors no backward may use
             return window_mask(*key)
         if self._window is None or self._window[0] != key:
             self._window = key, window_mask(*key)
         return self._window[1]
 
-    def blocks(self, document_ids: torch.Tensor, window: int | None = None) -> BlockMask:
+    def blocks(
+        self, document_ids: torch.Tensor, window: int | None = None, step: StepContext | None = None
+    ) -> BlockMask:
         """Return :func:`~nxdt_core.nn.attention.blocks.document_blocks`, computed once per micro-batch."""
         name = self.blocks_name(window)
-        return self._of_batch(document_ids, name, None, lambda: document_blocks(document_ids, window))
+        return self._of_batch(document_ids, name, None, step, lambda: document_blocks(document_ids, window))
 
     MASK = "mask"
     """Name of what a call returns."""
@@ -123,10 +111,15 @@ class DocumentMasks:
         return f"blocks {window}"
 
     def _of_batch(
-        self, document_ids: torch.Tensor, name: str, dtype: torch.dtype | None, make: Callable[[], Made]
+        self,
+        document_ids: torch.Tensor,
+        name: str,
+        dtype: torch.dtype | None,
+        step: StepContext | None,
+        make: Callable[[], Made],
     ) -> Made:
-        ahead = _AHEAD.value
-        if ahead is not None and name in ahead and (dtype is None or ahead[name].dtype == dtype):
+        ahead = step_of(step).masks
+        if name in ahead and (dtype is None or ahead[name].dtype == dtype):
             given: Made = ahead[name]
             return given
         if torch.compiler.is_compiling() or document_ids.is_inference():  # neither tracks in-place changes

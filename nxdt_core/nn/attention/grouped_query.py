@@ -13,6 +13,7 @@ from nxdt_core.nn.attention.blocks import BlockAttention
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.window import block_rows, windowed_attention
 from nxdt_core.nn.rotary import rotate
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["AttentionSemantics", "CausalAttention", "GroupedQueryAttention"]
 
@@ -62,6 +63,7 @@ class CausalAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return the attention of ``query`` over ``key`` and ``value``, in the shape of ``query``.
 
@@ -71,18 +73,19 @@ class CausalAttention(nn.Module):
             value: as ``key``.
             document_ids: int64 [batch, seq]; tokens see only tokens of the same document. None: one document per row,
                 which skips masked blocks entirely.
+            step: of the micro-batch; it may have the mask.
 
         Returns:
             [batch, heads, seq, head_dim]
         """
         if document_ids is not None and self.blocks is not None and self.blocks.takes(query, value):
-            return self.blocks(query, key, value, self.masks.blocks(document_ids, self.window))
+            return self.blocks(query, key, value, self.masks.blocks(document_ids, self.window, step))
         window = None if self.window is None or self.window >= query.shape[2] else self.window
         key, value = self.heads_for(query, key, value, masked=window is not None or document_ids is not None)
         if window is not None:
-            masks = self.masks.windowed(window, block_rows(window), query.dtype, query.device, document_ids)
+            masks = self.masks.windowed(window, block_rows(window), query.dtype, query.device, document_ids, step)
             return windowed_attention(query, key, value, window, masks)
-        mask = None if document_ids is None else self.masks(document_ids, query.dtype)
+        mask = None if document_ids is None else self.masks(document_ids, query.dtype, step)
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -100,8 +103,9 @@ class CausalAttention(nn.Module):
         return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
     def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
-        """Return what :meth:`forward` will ask of :attr:`masks`; see
-        :class:`~nxdt_core.nn.attention.documents.SeesDocuments`."""
+        """Return what :meth:`forward` will ask of :attr:`masks` for ``document_ids`` and queries of ``dtype``, and its
+        name there. A compiled layer gets it in ``step.masks``: a graph that computes it would do so in each layer, and
+        keep it for backward."""
         masks, window = self.masks, self.window
         if self.blocks is not None and dtype in self.blocks.dtypes:
             return masks.blocks_name(window), masks.blocks(document_ids, window)
@@ -133,6 +137,7 @@ class GroupedQueryAttention(nn.Module):
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as :class:`RotaryEmbedding` gives it."""
         cos, sin = rotary
@@ -141,6 +146,6 @@ class GroupedQueryAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids)
+        attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids, step)
         output: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output

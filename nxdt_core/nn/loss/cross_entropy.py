@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from nxdt_core.errors.models import LossesAreNotLogits
-from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, row_chunks, row_cross_entropies, row_kernels
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels, row_chunks, row_cross_entropies
 from nxdt_core.nn.loss.token_losses import TokenLosses
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.nn.step_border import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = [
-    "VocabularyLoss",
     "cross_entropies",
     "cross_entropy_sum",
     "log_partition",
     "log_probs",
     "row_weights",
-    "vocabulary_loss",
     "whole_vocabulary_cross_entropies",
 ]
 
 
-class VocabularyLoss(Protocol):
-    """The slot: :func:`cross_entropies`, or what an engine puts there for logits that are sharded by vocabulary."""
-
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-        """Return the losses, as :func:`cross_entropies` does; without labels, as :func:`log_partition`."""
-        ...
-
-
-_INSTALLED: Scoped[VocabularyLoss | None] = Scoped(None)
-
-
-def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
     """Return the cross-entropy of each label, which is its negative log-probability; means nothing where the label is
     −100.
 
@@ -46,24 +33,25 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     log-probabilities too. Differentiable once, in ``logits`` alone.
 
     Args:
-        logits: [..., vocab], any floating dtype; inside :func:`vocabulary_loss` the argument of that loss; or the
-            losses of a head that computes these itself (:class:`~nxdt_core.nn.loss.token_losses.TokenLosses`).
+        logits: [..., vocab], any floating dtype, or what the engine's loss in ``step`` takes; or the losses of a head
+            that computes these itself (:class:`~nxdt_core.nn.loss.token_losses.TokenLosses`).
         labels: int64 [...]; −100 takes no part.
+        step: as the objective got it.
 
     Returns:
         [...], in the dtype of accumulation.
     """
     if isinstance(logits, TokenLosses):
         return logits.of(labels)
-    return (_INSTALLED.value or whole_vocabulary_cross_entropies)(logits, labels)
+    return (step_of(step).vocabulary_loss or whole_vocabulary_cross_entropies)(logits, labels)
 
 
-def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
     """Return the log-probability of each label, 0 where it is −100; otherwise as :func:`cross_entropies`."""
-    return cross_entropies(logits, labels).neg().masked_fill(labels == IGNORE_INDEX, 0)
+    return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
 
 
-def log_partition(logits: torch.Tensor) -> torch.Tensor:
+def log_partition(logits: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
     """Return the log-sum-exp of each row of logits [..., vocab], whose square a z-loss adds (PaLM, arXiv:2204.02311).
 
     It works in every layout, also where ranks share the vocabulary, and is computed like :func:`cross_entropies`.
@@ -77,11 +65,14 @@ def log_partition(logits: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(logits, TokenLosses):
         raise LossesAreNotLogits(use="log_partition")
-    return (_INSTALLED.value or whole_vocabulary_cross_entropies)(logits, None)
+    return (step_of(step).vocabulary_loss or whole_vocabulary_cross_entropies)(logits, None)
 
 
 def cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    step: StepContext | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted sum of the :func:`cross_entropies`, and the sum of the weights: their quotient is the mean loss.
 
@@ -89,33 +80,31 @@ def cross_entropy_sum(
         logits: as there.
         labels: as there.
         weights: float [...], or None for 1 everywhere.
+        step: as there.
 
     Returns:
         ``(loss_sum, weight)``, scalars in the dtype of accumulation.
     """
-    losses = cross_entropies(logits, labels).flatten()
+    losses = cross_entropies(logits, labels, step).flatten()
     counts, _ = row_weights(losses, labels, weights)
     return (losses * counts).sum(), counts.sum()
 
 
-def vocabulary_loss(loss: VocabularyLoss) -> AbstractContextManager[None]:
-    """Make :func:`cross_entropies` call ``loss`` within a block: an engine puts one for sharded logits around
-    the objective."""
-    return _INSTALLED.set(loss)
-
-
-def whole_vocabulary_cross_entropies(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-    """:func:`cross_entropies`, or :func:`log_partition` without ``labels``, where nothing is installed: each row of
-    ``logits`` is whole."""
+def whole_vocabulary_cross_entropies(
+    logits: torch.Tensor, labels: torch.Tensor | None, kernels: RowKernels = IN_CHUNKS
+) -> torch.Tensor:
+    """:func:`cross_entropies`, or :func:`log_partition` without ``labels``, of ``logits`` whose rows are whole."""
     rows = logits.reshape(-1, logits.shape[-1])
     if labels is None:
         columns = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         no_hits = rows.new_zeros(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
-        sums = row_cross_entropies(rows, columns, hits=no_hits, combine=lambda sums, at: (sums, torch.zeros_like(at)))
+        sums = row_cross_entropies(
+            rows, columns, kernels, hits=no_hits, combine=lambda sums, at: (sums, torch.zeros_like(at))
+        )
         return sums.view(logits.shape[:-1])
     _, targets = row_weights(rows, labels, None)
-    if row_kernels() is not IN_CHUNKS:
-        return row_cross_entropies(rows, targets).view(labels.shape)
+    if kernels is not IN_CHUNKS:
+        return row_cross_entropies(rows, targets, kernels).view(labels.shape)
     losses: torch.Tensor = _CrossEntropies.apply(rows, targets)  # type: ignore[no-untyped-call]
     return losses.view(labels.shape)
 

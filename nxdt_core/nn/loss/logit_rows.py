@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nxdt_core.devices import profile_of
-from nxdt_core.nn.scoped import Scoped
 
-__all__ = ["IN_CHUNKS", "RowKernels", "row_chunks", "row_cross_entropies", "row_kernels", "with_row_kernels"]
+__all__ = ["IN_CHUNKS", "RowKernels", "row_chunks", "row_cross_entropies"]
 
 _CHUNK_ELEMENTS_IN_CACHE = 1 << 18
 """Logits in full precision at a time: 1 MiB of float32, which stays in a core's cache. Against ``F.cross_entropy``,
@@ -44,17 +42,23 @@ Combine = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 
 
 def row_cross_entropies(
-    rows: torch.Tensor, columns: torch.Tensor, *, hits: torch.Tensor | None = None, combine: Combine | None = None
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    kernels: RowKernels,
+    *,
+    hits: torch.Tensor | None = None,
+    combine: Combine | None = None,
 ) -> torch.Tensor:
-    """Return the cross-entropies of rows by :func:`row_kernels`, [rows]; differentiable once, in ``rows``.
+    """Return the cross-entropies of rows by ``kernels``, [rows]; differentiable once, in ``rows``.
 
     Args:
         rows: logits [rows, columns]; other ranks may hold the rest of each row.
         columns: of the targets, [rows].
+        kernels: the passes over the rows.
         hits: as for :class:`RowKernels`; None for −1 everywhere.
         combine: makes log-sum-exps and targets' logits of whole rows from those of these parts.
     """
-    losses: torch.Tensor = _CrossEntropies.apply(rows, columns, hits, combine)  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _CrossEntropies.apply(rows, columns, kernels, hits, combine)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -64,10 +68,11 @@ class _CrossEntropies(torch.autograd.Function):
         ctx: Any,
         rows: torch.Tensor,
         columns: torch.Tensor,
+        kernels: RowKernels,
         hits: torch.Tensor | None,
         combine: Combine | None,
     ) -> torch.Tensor:
-        ctx.kernels = kernels = row_kernels()
+        ctx.kernels = kernels
         log_sums, at = kernels.sums(rows, columns, torch.promote_types(rows.dtype, torch.float32))
         if combine is not None:
             log_sums, at = combine(log_sums, at)
@@ -76,10 +81,11 @@ class _CrossEntropies(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         rows, columns, hits, log_sums = ctx.saved_tensors
         hits = -torch.ones_like(log_sums) if hits is None else hits
-        return ctx.kernels.gradients(rows, columns, log_sums, hits, grad, torch.empty_like(rows)), None, None, None
+        gradient = ctx.kernels.gradients(rows, columns, log_sums, hits, grad, torch.empty_like(rows))
+        return gradient, None, None, None, None
 
 
 def row_chunks(rows: torch.Tensor) -> list[slice]:
@@ -117,14 +123,3 @@ def _gradients(
 
 IN_CHUNKS = RowKernels(_sums, _gradients)
 """Some rows at a time, in stock operations: full-precision copies of those alone exist."""
-_KERNELS = Scoped(IN_CHUNKS)
-
-
-def row_kernels() -> RowKernels:
-    """Those that forward works with now; backward, which runs elsewhere, takes those of its forward."""
-    return _KERNELS.value
-
-
-def with_row_kernels(kernels: RowKernels) -> AbstractContextManager[None]:
-    """Make :func:`row_kernels` return ``kernels`` within a block: an engine puts compiled ones around the objective."""
-    return _KERNELS.set(kernels)

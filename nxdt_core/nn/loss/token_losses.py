@@ -6,18 +6,15 @@ objective that takes logits for nothing but their cross-entropy does not see the
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from nxdt_core.errors.models import LossesAreNotLogits
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["TokenLosses", "losses_wanted", "token_labels", "wanted_labels"]
-
-_WANTED = Scoped(False)
-_LABELS: Scoped[torch.Tensor | None] = Scoped(None)
+__all__ = ["TokenLosses", "head_output"]
 
 _HARMLESS = frozenset(
     (
@@ -28,19 +25,11 @@ _HARMLESS = frozenset(
 """What pipelines, hooks and debuggers ask of an output without reading its values."""
 
 
-def losses_wanted() -> AbstractContextManager[None]:
-    """Let heads compute the losses within the block, which an engine puts around all forward passes for a loss."""
-    return _WANTED.set(True)
-
-
-def token_labels(labels: torch.Tensor) -> AbstractContextManager[None]:
-    """Provide these labels, int64 [batch, seq], within the block: the forward pass of a micro-batch."""
-    return _LABELS.set(labels)
-
-
-def wanted_labels() -> torch.Tensor | None:
-    """Return the labels of which a head should return the losses; None where it should return logits."""
-    return _LABELS.value if _WANTED.value else None
+def head_output(head: nn.Module, hidden: torch.Tensor, step: StepContext | None) -> torch.Tensor:
+    """Return the logits of ``hidden`` [batch, seq, hidden]. A head that an engine lets compute losses takes ``step``,
+    too, and gives those of its labels if it has any (:class:`TokenLosses`)."""
+    output: torch.Tensor = head(hidden, step) if hasattr(head, "computes_losses") else head(hidden)
+    return output
 
 
 class TokenLosses(torch.Tensor):

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.nn.step_border import step_of
+from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["add_aux_loss", "aux_loss_scale"]
-
-_SCALE: Scoped[float | torch.Tensor] = Scoped(1.0)
+__all__ = ["add_aux_loss"]
 
 
-def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
     """Return ``hidden`` unchanged, and let backward through it also follow the gradient of the scalar ``aux``.
 
-    ``aux`` is a sum over the micro-batch's tokens, like the main loss: what the step divides that by (the weight of
-    the global batch) it announces through :func:`aux_loss_scale` around forward.
+    ``aux`` is a sum over the micro-batch's tokens, like the main loss. ``step``, the model's argument of that name, has
+    the factor that makes both parts of the global batch's loss
+    (:attr:`~nxdt_core.protocols.step_context.StepContext.aux_loss_scale`).
     """
-    joined: torch.Tensor = _Join.apply(hidden, aux, _SCALE.value)  # type: ignore[no-untyped-call]
+    joined: torch.Tensor = _Join.apply(hidden, aux, step_of(step).aux_loss_scale)  # type: ignore[no-untyped-call]
     return joined
 
 
-def aux_loss_scale(scale: float | torch.Tensor) -> AbstractContextManager[None]:
-    """Multiply auxiliary losses by ``scale`` within the block; outside, the factor is 1."""
-    return _SCALE.set(scale)
-
-
 class _Join(torch.autograd.Function):
-    """The scale is read in forward: backward may run in a thread that knows nothing of the block."""
-
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, aux: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
         if aux.numel() != 1:

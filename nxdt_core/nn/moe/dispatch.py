@@ -12,6 +12,8 @@ from torch import nn
 from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.moe.router import Routing
 from nxdt_core.nn.random.row_masks import TokenNumbers, run_numbered
+from nxdt_core.nn.step_border import step_of
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["LocalDispatcher", "Placement", "collect", "spread"]
 
@@ -93,16 +95,20 @@ class LocalDispatcher(nn.Module):
         routing: Routing,
         experts: nn.Module,
         by: Callable[[torch.Tensor, Routing, Any], torch.Tensor] | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return what :meth:`forward` or ``by`` returns; while training, experts with dropout know each row's token."""
-        by = by or self
-        numbers = self.numbers.of(hidden.shape[:-1].numel(), hidden.device) if self.numbers and self.training else None
-        if numbers is None or hidden.is_meta:
+        by, numbers = by or self, None
+        if self.numbers is not None and self.training and not hidden.is_meta:
+            step = step_of(step)
+            numbers = self.numbers.of(hidden.shape[:-1].numel(), hidden.device, step)
+        if step is None or numbers is None:
             return by(hidden, routing, experts)
         return run_numbered(
             lambda tokens, called: by(tokens, routing, called),
             hidden,
             experts,
+            step=step,
             numbers=numbers,
             count=len(routing.counts),
             rank=self.rank,

@@ -10,6 +10,7 @@ from nxdt_core.nn.moe.aux_loss import add_aux_loss
 from nxdt_core.nn.moe.dispatch import LocalDispatcher
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.moe.router import TopKRouter
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["MixtureOfExperts"]
 
@@ -35,10 +36,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts
         self.shared = shared
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape."""
         routing = self.router(hidden)
-        output: torch.Tensor = self.dispatcher.run(hidden, routing, self.experts)
+        output: torch.Tensor = self.dispatcher.run(hidden, routing, self.experts, step=step)
         if self.shared is not None:
             output = output + self.shared(hidden)
-        return output if routing.aux_loss is None else add_aux_loss(output, routing.aux_loss)
+        return output if routing.aux_loss is None else add_aux_loss(output, routing.aux_loss, step)

@@ -23,6 +23,8 @@ from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.nn.random.dropout_masks import MaskPart
 from nxdt_core.nn.random.row_masks import RowPart
+from nxdt_core.nn.step_border import step_of
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["CausalAttentionWithDropout", "Dropout", "Salt", "causal_attention"]
 
@@ -67,11 +69,11 @@ class Dropout(nn.Module):
         self.features: tuple[int, int] | None = None
         """A slot: where this process's features begin, and how many the whole has, where an engine knows."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
         """``hidden`` of any shape to the same."""
         if not self.training or self.p == 0:
             return hidden
-        kept = None if self.part is None else self.part.mask(hidden, self.p)
+        kept = None if self.part is None else self.part.mask(hidden, self.p, step_of(step))
         if kept is None:
             if self._salt is None or hidden.is_meta:
                 return _dropped(hidden, self.p)
@@ -100,11 +102,12 @@ class CausalAttentionWithDropout(CausalAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return :meth:`CausalAttention.forward` with dropout while training."""
         if not self.training:
-            return super().forward(query, key, value, document_ids)
-        mask = None if document_ids is None else self.masks(document_ids, query.dtype)
+            return super().forward(query, key, value, document_ids, step)
+        mask = None if document_ids is None else self.masks(document_ids, query.dtype, step)
         key, value = self.heads_for(query, key, value, masked=mask is not None)
         if self._salt is None or query.is_meta:
             return _dropped_attention(query, key, value, mask, self.p)

@@ -6,32 +6,22 @@ part of the row draws more than it needs, and drawing needs a byte per element. 
 initial weights, would cost more than the layer after the dropout.
 
 For ``torch.compile``, drawing is one operator. It depends on tensors on the host, so that neither a step nor a layer
-needs a separate graph; see :mod:`nxdt_core.nn.scoped`.
+needs a separate graph.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from nxdt_core.devices import HOST, profile_of
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.step_context import StepContext
 
-__all__ = [
-    "MaskPart",
-    "decoded_name",
-    "drawing",
-    "draws_of_step",
-    "encoded_name",
-    "rows_of_batch",
-    "rows_of_experts",
-    "same_draws",
-    "whole_sequence",
-]
+__all__ = ["MaskPart", "decoded_name", "encoded_name", "step_numbers", "whole_sequence"]
 
 _NAME_BYTES = 128
 """Names of modules fill up to a multiple of this, so that those of all layers are tensors of one shape."""
@@ -60,11 +50,11 @@ class MaskPart:
     feature_parts: tuple[int, int] = (0, 1)
     """Otherwise: which of how many equal parts of the features it holds."""
 
-    def mask(self, hidden: torch.Tensor, p: float) -> torch.Tensor | None:
+    def mask(self, hidden: torch.Tensor, p: float, step: StepContext) -> torch.Tensor | None:
         """Return what is kept of ``hidden`` [rows, tokens, features], of its shape; None where no row is known."""
-        if _DRAWS.value is None or hidden.is_meta or hidden.dim() != 3:
+        numbers, ids = step.numbers, step.ids
+        if numbers is None or ids is None or hidden.is_meta or hidden.dim() != 3:
             return None
-        numbers, ids, _ = _DRAWS.value
         part, parts = self.sequence_parts
         rows, tokens = ids.shape
         if hidden.shape[0] != rows or hidden.shape[1] not in (tokens, tokens // parts):
@@ -87,41 +77,9 @@ class MaskPart:
         return kept
 
 
-_STEP: Scoped[tuple[int, int] | None] = Scoped(None)
-"""Seed and number of the step."""
-_Draws = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-_DRAWS: Scoped[_Draws | None] = Scoped(None)
-"""Seed, number of the step, and first row of the micro-batch in the global batch, int64 [3] on the host; the
-micro-batch's ids in this process, for their shape; within experts, the number of each of their rows."""
-
-
-def draws_of_step(seed: int, step: int) -> AbstractContextManager[None]:
-    """Set the step of the masks within the block, which contains all forward passes of a training step."""
-    return _STEP.set((seed, step))
-
-
-def rows_of_batch(first: int | None, ids: torch.Tensor) -> AbstractContextManager[None]:
-    """Set the rows of the masks within the block, the forward pass of a micro-batch: ``ids`` [rows, tokens] begin at
-    row ``first`` of the global batch."""
-    if first is None or _STEP.value is None:
-        return _DRAWS.set(None)
-    return _DRAWS.set((torch.tensor((*_STEP.value, first), device=HOST), ids, None))
-
-
-def rows_of_experts(keys: torch.Tensor) -> AbstractContextManager[None]:
-    """Set the numbers of the rows that experts compute within the block."""
-    assert _DRAWS.value is not None, "numbers of rows follow from those of a micro-batch"
-    return _DRAWS.set((*_DRAWS.value[:2], keys))
-
-
-def drawing() -> _Draws | None:
-    """Return what masks follow from: seed, step and first row; the micro-batch's ids; the numbers of experts' rows."""
-    return _DRAWS.value
-
-
-def same_draws() -> AbstractContextManager[None]:
-    """Return a context in which masks are those of here and now, for a forward that is computed again in backward."""
-    return _DRAWS.set(_DRAWS.value)
+def step_numbers(seed: int, step: int, batch: Batch) -> torch.Tensor | None:
+    """Return :attr:`StepContext.numbers` of a micro-batch; None where its place in the global batch is unknown."""
+    return None if batch.first_row is None else torch.tensor((seed, step, batch.first_row), device=HOST)
 
 
 def encoded_name(name: str) -> torch.Tensor:

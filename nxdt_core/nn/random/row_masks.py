@@ -11,13 +11,15 @@ gradients, over tokens of eight features that spell them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from nxdt_core.nn.random.dropout_masks import decoded_name, drawing, rows_of_experts, whole_sequence
+from nxdt_core.nn.random.dropout_masks import decoded_name, whole_sequence
 from nxdt_core.nn.random.rounding import noise, rounding_key
+from nxdt_core.nn.step_border import at_border
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["RowPart", "TokenNumbers", "run_numbered"]
 
@@ -35,12 +37,10 @@ class TokenNumbers:
     """As of :class:`~nxdt_core.nn.random.dropout_masks.MaskPart`, like ``runs``."""
     runs: Callable[[int], Sequence[int]] = whole_sequence
 
-    def of(self, tokens: int, device: torch.device) -> torch.Tensor | None:
+    def of(self, tokens: int, device: torch.device, step: StepContext) -> torch.Tensor | None:
         """Return int64 [tokens]; None where the rows of the micro-batch are unknown, or it has other tokens."""
-        if (known := drawing()) is None:
-            return None
-        numbers, ids, _ = known
-        if ids.numel() != tokens or ids.is_meta:
+        numbers, ids = step.numbers, step.ids
+        if numbers is None or ids is None or ids.numel() != tokens or ids.is_meta:
             return None
         rows, own = ids.shape
         length = own * self.shards
@@ -57,12 +57,11 @@ class RowPart:
     feature_part: int = 0
     """Which of equal parts of the features this process holds."""
 
-    def mask(self, rows: torch.Tensor, p: float) -> torch.Tensor | None:
+    def mask(self, rows: torch.Tensor, p: float, step: StepContext) -> torch.Tensor | None:
         """Return what is kept of ``rows`` [..., features], of its shape; None where their tokens are unknown."""
-        known = drawing()
-        if known is None or known[2] is None or rows.is_meta:
+        numbers, keys = step.numbers, step.expert_rows
+        if numbers is None or keys is None or rows.is_meta:
             return None
-        numbers, _, keys = known
         width = rows.shape[-1]
         first = self.feature_part * width
         kept: torch.Tensor = _row_mask(numbers, self.name, keys, width, first, p)
@@ -74,6 +73,7 @@ def run_numbered(
     hidden: torch.Tensor,
     experts: Callable[..., torch.Tensor],
     *,
+    step: StepContext,
     numbers: torch.Tensor,
     count: int,
     rank: int,
@@ -84,6 +84,7 @@ def run_numbered(
         run: moves tokens [..., features] to experts and back; called twice.
         hidden: of the tokens.
         experts: called with rows, and perhaps with their groups.
+        step: of the micro-batch; experts get it at the border, since dispatchers call them with rows alone.
         numbers: int64 [tokens], of :class:`TokenNumbers`.
         count: experts of the whole model.
         rank: which of equal parts of the experts this process has.
@@ -99,7 +100,7 @@ def run_numbered(
     due: Iterator[torch.Tensor] = iter(keys)
 
     def numbered(rows: torch.Tensor, *groups: Any) -> torch.Tensor:
-        with rows_of_experts(next(due)):
+        with at_border(replace(step, expert_rows=next(due))):
             return experts(rows, *groups)
 
     return run(hidden, numbered)

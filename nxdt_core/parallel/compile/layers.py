@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpEr
 
 from nxdt_core.engines.recompute import defined_forward, forward_within
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
-from nxdt_core.nn.attention.documents import DocumentMasks, SeesDocuments, made_ahead
+from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.step_border import at_border, step_of
 from nxdt_core.parallel.compile.one_graph import one_graph
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -78,7 +79,13 @@ class _CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer's own forward returns, from the compiled graph."""
-        with self._documents.made_for(args, kwargs):
+        masks = self._documents.made_for(args, kwargs)
+        if not masks:
+            return self._compiled(*args, **kwargs)
+        step = replace(step_of(kwargs.get("step")), masks=masks)
+        if "step" in kwargs:
+            return self._compiled(*args, **{**kwargs, "step": step})
+        with at_border(step):
             return self._compiled(*args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,19 +110,20 @@ class _Documents:
 
     def __init__(self, layer: nn.Module) -> None:
         cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
-        self._cores: list[SeesDocuments] = [core for core in cores if hasattr(core, "made")]
+        self._cores = [core for core in cores if hasattr(core, "made")]
         names = [*inspect.signature(defined_forward(layer)).parameters][1:]  # without self
         self._position = names.index(self._ARGUMENT) if self._ARGUMENT in names else None
 
-    def made_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Return the block in which the layer is called with these arguments."""
+    def made_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the :attr:`~nxdt_core.protocols.step_context.StepContext.masks` of a call with these arguments."""
         ids = kwargs.get(self._ARGUMENT)
         if ids is None and self._position is not None and self._position < len(args):
             ids = args[self._position]
         if ids is None or not self._cores:
-            return nullcontext()
+            return {}
         hidden = next(value for value in (*args, *kwargs.values()) if _is_floating(value))
-        return made_ahead(self._cores, ids, compute_dtype(hidden))
+        dtype = compute_dtype(hidden)
+        return dict(core.made(ids, dtype) for core in self._cores)
 
 
 def _is_floating(value: object) -> bool:

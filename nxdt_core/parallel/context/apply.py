@@ -30,6 +30,7 @@ from nxdt_core.parallel.context.zigzag import in_order, shard_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["ContextParallelAttention", "apply_context_parallel", "shard_sequence", "unshard_sequence"]
 
@@ -110,6 +111,7 @@ class ContextParallelAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Attend to the keys of all ranks. Collective, forward and backward.
 
@@ -118,6 +120,7 @@ class ContextParallelAttention(nn.Module):
             key: [batch, kv_heads, seq / cp, head_dim].
             value: as ``key``.
             document_ids: int64 [batch, seq / cp], of the same tokens; None: one document a row.
+            step: unused, since no mask is made.
 
         Returns:
             As ``query``.

@@ -68,4 +68,4 @@ def _routes(path: str, block: nn.Module, plan: ParallelPlan) -> bool:
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not args or not isinstance(args[0], torch.Tensor):
         return args
-    return cast_dropped(args[0], compute_dtype(args[0])), *args[1:]
+    return cast_dropped(block, args[0], compute_dtype(args[0])), *args[1:]

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nxdt_core.nn.autocast import planned_autocast
+from nxdt_core.devices import HOST
 
 __all__ = ["AcceleratorKernels"]
 
@@ -33,11 +33,11 @@ class AcceleratorKernels(TorchFunctionMode):
         self._autocast = autocast
         self._views = {id(tensor) for tensor in views}
         self._casts: dict[int, torch.Tensor] | None = {}
-        self._planned = planned_autocast.set(autocast)
+        self._planned = torch.autocast(HOST.type, dtype=autocast, enabled=autocast is not None)
 
     def __enter__(self) -> Any:
         """Enter the block."""
-        self._planned.__enter__()
+        self._planned.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,9 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.models import ModelReadsValues
-from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
-from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels, with_row_kernels
-from nxdt_core.nn.loss.token_losses import losses_wanted, token_labels
+from nxdt_core.nn.loss.logit_rows import RowKernels
 from nxdt_core.nn.patterns import matches
 from nxdt_core.parallel.data.fsdp import keeps_experts
 from nxdt_core.parallel.data.gathers import gather_forms
@@ -29,6 +28,7 @@ from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
 from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["MeasuredRank", "dimensions", "measure_rank"]
 
@@ -52,7 +52,10 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
     FSDP2 and compilation are left out: the first cannot run without memory and is counted by rules, and what compiled
     layers keep is made of layers as they are written (:func:`keep_as_compiled`).
     """
-    options = replace(work.options, compile_backend=None)
+    compiled = work.options.compile_backend is not None
+    options = replace(
+        work.options, compile_backend=None, row_kernels=_IN_KERNELS if compiled else work.options.row_kernels
+    )
     precision = replace(work.precision, master_weights=False, gradients=work.precision.parameters)
     sizes = replace(work.sizes, zero_stage=0)
     with fake_mesh(sizes, rank=pp_rank * (sizes.world_size // sizes.pp)) as mesh:
@@ -70,12 +73,12 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
                 keeps=storage.sharded and keeps_experts(work.sizes, work.precision),
                 state=work.state,
             )
-            if work.options.compile_backend is not None:
+            if compiled:
                 again = work.options.sequence_parallel and work.options.gathers_again
                 keep_as_compiled(module, laid.plan, gathers_again=again)
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
             with name_shape_errors([module], laid.plan, sizes):
-                traces.append(_trace(module, work, storage, mesh, number, hidden_size))
+                traces.append(_trace(module, replace(work, options=options), storage, mesh, number, hidden_size))
     return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size)
 
 
@@ -84,25 +87,22 @@ def _trace(
 ) -> MicroBatchTrace:
     batch, autocast = work.batch(), work.precision.autocast
 
+    of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
+    step = StepContext(labels=batch.labels, vocabulary_loss=of_rows)
+
     def loss(logits: torch.Tensor) -> torch.Tensor:
-        return objective_output(work.objective, logits, batch).loss_sum
+        return objective_output(work.objective, logits, batch, step).loss_sum
 
     module.train()
     views = _localise(module)
-    rows = IN_CHUNKS if work.options.compile_backend is None else _IN_KERNELS
-    with (
-        with_row_kernels(rows),
-        vocabulary_loss(vocabulary_parallel_cross_entropies),
-        losses_wanted(),
-        token_labels(batch.labels),
-        _values_refused(),
-    ):
+    with _values_refused():
         return trace_micro_batch(
             module,
             StageInput(
                 first=batch.input_ids if number == 0 else work.hidden(hidden_size),
                 position_ids=batch.position_ids,
                 document_ids=batch.document_ids,
+                step=step,
                 sent=work.sent if work.sizes.pp > 1 else None,
             ),
             loss=loss if number == work.sizes.stages - 1 else None,

@@ -18,6 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from nxdt_core.parallel.estimate.kernels import AcceleratorKernels
 from nxdt_core.parallel.estimate.live import LiveBytes, Phase, WireBytes
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["GradientUse", "MicroBatchTrace", "StageInput", "trace_micro_batch"]
 
@@ -28,12 +29,14 @@ reduction that leaves the whole one behind."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInput:
-    """Meta tensors of one micro-batch."""
+    """One micro-batch; its tensors are meta tensors."""
 
     first: torch.Tensor
     """Token ids int64 [micro_batch, seq] of the first stage; of any other hidden states, in the dtype within stages."""
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
+    step: StepContext | None = None
+    """None for a stage whose forward does not take it."""
     sent: torch.dtype | None = None
     """Of hidden states on their way between stages; None: as they are."""
 
@@ -96,7 +99,8 @@ def trace_micro_batch(
             stack.callback(hook.remove)
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
-        output = stage(first.to(inner), given.position_ids, given.document_ids)
+        named = {} if given.step is None else {"step": given.step}
+        output = stage(first.to(inner), given.position_ids, given.document_ids, **named)
         if loss is None and given.sent is not None:
             output = output.to(given.sent)
         kernels.end_forward()

@@ -18,6 +18,7 @@ from nxdt_core.distributed.expert_dispatch import ExchangingDispatcher
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.moe.groups import RowGroups
 from nxdt_core.nn.moe.router import Routing
+from nxdt_core.parallel.tensor.gathered_again import gathers_ahead
 from nxdt_core.parallel.tensor.layers import sum_over_ranks
 
 __all__ = ["AllToAllDispatcher", "Sliced"]
@@ -70,6 +71,7 @@ class AllToAllDispatcher(ExchangingDispatcher):
         if self.tensor_group is None:
             return mixed
         narrow = mixed.to(compute_dtype(mixed))  # as the product of a matrix that the ranks share
+        gathers_ahead(self, narrow)
         return sum_over_ranks(narrow, self.tensor_group, sequence_parallel=self.sequence_parallel).to(mixed.dtype)
 
 

@@ -18,18 +18,20 @@ from torch.nn import functional
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.loss.cross_entropy import row_weights
-from nxdt_core.nn.loss.logit_rows import row_kernels
-from nxdt_core.nn.loss.token_losses import TokenLosses, wanted_labels
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.nn.loss.token_losses import TokenLosses
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.step_border import step_of
 from nxdt_core.parallel.tensor.layers import local_part
 from nxdt_core.parallel.tensor.vocabulary import over_ranks
 from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyHead, rows_here
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["chunk_loss", "linear_cross_entropies"]
 
 
-def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int) -> None:
+def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: RowKernels = IN_CHUNKS) -> None:
     """Let the heads of ``module`` return :class:`TokenLosses` where a loss is what their output is for.
 
     In place, without a change to the names of modules and parameters.
@@ -38,6 +40,7 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int) -> None:
         module: one pipeline stage, sharded already; without a head where it is not the last.
         plan: names the heads (``vocab_head``).
         tokens: whose logits are held at a time.
+        kernels: the passes over their rows.
 
     Raises:
         ModelWithoutHead: the plan names none.
@@ -51,25 +54,30 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int) -> None:
             continue
         if type(head) not in (nn.Linear, VocabularyHead) or getattr(head, "update", None) is not None:
             raise HeadNotLinear(path=path, kind=type(head).__qualname__)
-        head.forward = _ChunkedForward(head, head.forward, tokens)
+        head.forward = _ChunkedForward(head, head.forward, tokens, kernels)
+        head.computes_losses = True
 
 
 class _ChunkedForward:
     """The forward of a head."""
 
-    def __init__(self, head: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> None:
-        self._head, self._logits, self._tokens = head, logits, tokens
+    def __init__(
+        self, head: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor], tokens: int, kernels: RowKernels
+    ) -> None:
+        self._head, self._logits, self._tokens, self._kernels = head, logits, tokens, kernels
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
         """Losses, or logits where these are what is asked for, of ``hidden`` [batch, seq, hidden]."""
-        labels = wanted_labels()
+        labels = step_of(step).labels
         if labels is None:
             return self._logits(hidden)
         head, dtype = self._head, compute_dtype(hidden)
         bias = None if head.bias is None else local_part(head.bias).to(dtype)  # type: ignore[arg-type]
         weight = local_part(head.weight).to(dtype)  # type: ignore[arg-type]
         group = head.mesh.get_group() if isinstance(head, VocabularyHead) else None
-        losses = linear_cross_entropies(hidden.to(dtype), weight, bias, labels, tokens=self._tokens, group=group)
+        losses = linear_cross_entropies(
+            hidden.to(dtype), weight, bias, labels, tokens=self._tokens, kernels=self._kernels, group=group
+        )
         return TokenLosses.wrap(losses, labels)
 
 
@@ -80,6 +88,7 @@ def linear_cross_entropies(
     labels: torch.Tensor,
     *,
     tokens: int,
+    kernels: RowKernels = IN_CHUNKS,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Return the cross-entropies of a linear layer's outputs, in float32 (float64 for float64); differentiable once.
@@ -90,6 +99,7 @@ def linear_cross_entropies(
         bias: [vocab], likewise.
         labels: int64 [...]; −100 gives a loss that means nothing.
         tokens: whose logits are held at a time.
+        kernels: the passes over their rows.
         group: ranks that share the vocabulary; gradients of ``hidden`` are then partial sums.
 
     Returns:
@@ -98,7 +108,7 @@ def linear_cross_entropies(
     rows = hidden.reshape(-1, hidden.shape[-1])
     _, targets = row_weights(rows, labels, None)
     losses: torch.Tensor = _CrossEntropies.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, targets, tokens, group
+        rows, weight, bias, targets, tokens, kernels, group
     )
     return losses.view(labels.shape)
 
@@ -112,11 +122,12 @@ class _CrossEntropies(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         tokens: int,
+        kernels: RowKernels,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         columns, elsewhere = (targets, None) if group is None else rows_here(targets, len(weight), group)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        ctx.kernels = row_kernels()
+        ctx.kernels = kernels
         log_sums, at_target = hidden.new_empty((2, len(hidden)), dtype=dtype).unbind()
         for chunk in _chunks(hidden, tokens):
             sums = ctx.kernels.sums(functional.linear(hidden[chunk], weight, bias), columns[chunk], dtype)
@@ -152,7 +163,7 @@ class _CrossEntropies(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from nxdt_core.nn.loss.cross_entropy import log_probs
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["LabelLogProbs"]
 
@@ -23,7 +24,7 @@ class LabelLogProbs:
         """Return the weight of the tokens: nothing is divided by it."""
         return batch.weight()
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
-        self.kept.append(log_probs(logits, batch.labels).detach())
+        self.kept.append(log_probs(logits, batch.labels, step).detach())
         return ObjectiveOutput(loss_sum=self.kept[-1].new_zeros(()), weight=self.weight(batch))

@@ -17,10 +17,11 @@ from nxdt_core.parallel.pipeline.schedules import StockSchedule, make_schedule
 from nxdt_core.parallel.pipeline.stage import StageSettings, StreamedStage
 from nxdt_core.parallel.pipeline.stage_forward import StageLinks, broadcast_from, forward_stages
 from nxdt_core.parallel.pipeline.stock_stage import run_schedule
-from nxdt_core.parallel.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream
+from nxdt_core.parallel.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream, StepContexts
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import Schedule
 from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, rank_of_stage
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["PipelineRunner"]
 
@@ -83,7 +84,7 @@ class PipelineRunner:
             zero_stage=mesh.sizes.zero_stage,
             keeps_sends=schedule != "1f1b",
         )
-        self._loss: Callable[[torch.Tensor, Batch], torch.Tensor] | None = None
+        self._loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor] | None = None
         self._prepared: tuple[tuple[int, HiddenLike], list[StreamedStage], StockSchedule] | None = None
 
     @property
@@ -95,15 +96,17 @@ class PipelineRunner:
         self,
         batches: Sequence[Batch],
         forward_kwargs: ForwardArguments,
-        loss: Callable[[torch.Tensor, Batch], torch.Tensor],
+        contexts: StepContexts,
+        loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor],
     ) -> list[torch.Tensor]:
         """Forward and backward of one step; gradients add up in the parameters as if one process had all stages.
 
         Args:
             batches: on the host; each moves to the device when the rank's first stage takes it.
             forward_kwargs: keyword arguments of every stage's forward, from a micro-batch on the device.
-            loss: on the last stage, of logits and the micro-batch on the device: its share of the global loss,
-                divided by the global weight already.
+            contexts: the argument ``step`` of every stage's forward.
+            loss: on the last stage, of logits, the micro-batch on the device and its context: its share of the global
+                loss, divided by the global weight already.
 
         Returns:
             The losses in order, detached; empty on ranks without the last stage.
@@ -115,7 +118,7 @@ class PipelineRunner:
         self._loss = loss
         losses: list[torch.Tensor] = []
         try:
-            with self._stream.of(batches, forward_kwargs), _without_stock_log():
+            with self._stream.of(batches, forward_kwargs, contexts), _without_stock_log():
                 stages, stock = self._stock_schedule(len(batches))
                 run_schedule(stock, torch.arange(len(batches)), losses)
                 for stage in stages:
@@ -133,20 +136,22 @@ class PipelineRunner:
         self,
         batches: Sequence[Batch],
         forward_kwargs: ForwardArguments,
-        consume: Callable[[torch.Tensor, Batch], T],
+        contexts: StepContexts,
+        consume: Callable[[torch.Tensor, Batch, StepContext], T],
     ) -> list[T]:
         """Forward without gradients through all stages: any number of micro-batches, each with its own shape.
 
         Args:
             batches: on the host.
             forward_kwargs: as for :meth:`train`.
-            consume: called on the last stage with logits and the micro-batch on the device; what it does not keep is
-                freed.
+            contexts: as there.
+            consume: called on the last stage with logits, the micro-batch on the device and its context; what it does
+                not keep is freed.
 
         Returns:
             What ``consume`` returned, in order; empty on ranks without the last stage.
         """
-        with torch.no_grad(), self._stream.of(batches, forward_kwargs):
+        with torch.no_grad(), self._stream.of(batches, forward_kwargs, contexts):
             return forward_stages(
                 self.stages,
                 self._stream,
@@ -180,7 +185,7 @@ class PipelineRunner:
         assert self._loss is not None
         index = int(target)
         with self._settings.forward_context():
-            result = self._loss(logits, self._stream[index])
+            result = self._loss(logits, *self._stream[index])
         self._stream.drop(index)
         return result.clone()  # never a view: the stage cuts it from its graph after backward
 

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from nxdt_core.nn.loss.token_losses import token_labels
-from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.parallel.pipeline.stock_stage import StockStage
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 from nxdt_core.torch_versions import fsdp_parameter_groups
@@ -81,10 +79,8 @@ class StreamedStage(StockStage):
         """Forward of one micro-batch, whose inputs come from the stream instead of ``inputs``."""
         stream = self._settings.stream
         args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
-        batch = stream[fwd_chunk_id]
         self._running = fwd_chunk_id
-        with token_labels(batch.labels), rows_of_batch(batch.first_row, batch.input_ids):
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
         if self._drops:
             stream.drop(fwd_chunk_id)
         return output
@@ -97,6 +93,8 @@ class StreamedStage(StockStage):
         if not self.is_first:
             args = (args[0].to(dtype), *args[1:])
         with self._settings.forward_context():
+            # Given here, and not with the other arguments: stock looks for tensors among those.
+            kwargs["step"] = stream[index][1]
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.is_last:
             return output

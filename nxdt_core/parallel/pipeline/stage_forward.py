@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.nn.loss.token_losses import token_labels
 from nxdt_core.parallel.pipeline.stream import MicroBatchStream
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["StageLinks", "broadcast_from", "forward_stages"]
 
@@ -71,7 +71,7 @@ def forward_stages(
     stages: int,
     window: int,
     forward_context: Callable[[], AbstractContextManager[Any]],
-    consume: Callable[[torch.Tensor, Batch], T],
+    consume: Callable[[torch.Tensor, Batch, StepContext], T],
 ) -> list[T]:
     """Run all micro-batches of ``stream`` through this rank's stages.
 
@@ -92,12 +92,12 @@ def forward_stages(
                 args, kwargs = stream.inputs(index, first=stage == 0)
                 if stage > 0:
                     args = (inputs.pop(index)().to(stream.hidden_like(index)[1]),)
-                with forward_context(), token_labels(stream[index].labels):
-                    output = module(*args, **kwargs)
+                with forward_context():
+                    output = module(*args, **kwargs, step=stream[index][1])
                 if stage < stages - 1:
                     links.send(output.to(stream.sent_like(index)[1]), stage, index)
                 else:
-                    results.append(consume(output, stream[index]))
+                    results.append(consume(output, *stream[index]))
                 if stage == top:
                     stream.drop(index)
         links.flush()

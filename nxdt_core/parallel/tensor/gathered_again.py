@@ -17,38 +17,37 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.distributed.collectives import PendingGather, gather_along
-from nxdt_core.engines.dropped import Dropped, dropping_now
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.engines.dropped import Dropped, dropping_in
 
 __all__ = ["entering_block", "gather_dropped", "gathers_ahead"]
 
-_BLOCK: Scoped[weakref.ref[_GatheredAgain] | None] = Scoped(None)
-"""The input of the tensor block that runs."""
 
-
-def gather_dropped(hidden: torch.Tensor, dtype: torch.dtype, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return all ranks' ``hidden`` concatenated along ``dim``, as :func:`gather_along` does, in ``dtype``; backward
-    keeps only ``hidden`` in it."""
+def gather_dropped(
+    block: nn.Module, hidden: torch.Tensor, dtype: torch.dtype, dim: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return all ranks' ``hidden``, the input of ``block``, concatenated along ``dim`` as :func:`gather_along` does, in
+    ``dtype``; backward keeps only ``hidden`` in it."""
     part = hidden.to(dtype)
     if torch.compiler.is_compiling():  # the graph contains the gather twice
         again: torch.Tensor = checkpoint(gather_along, part, dim, group, use_reentrant=False)
         return again
-    whole, dropped = gather_along(part, dim, group), dropping_now()
+    whole, dropped = gather_along(part, dim, group), dropping_in(block)
     if dropped is not None:
         source = dropped.recipe(hidden)
         if source is not None:
             source.use()
         recipe = _GatheredAgain(part.detach() if source is None else source, dtype, dim, group)
         dropped.add(whole, recipe)
-        _BLOCK.value = weakref.ref(recipe)
+        dropped.block = weakref.ref(recipe)
     return whole
 
 
-def gathers_ahead(partial: torch.Tensor) -> None:
-    """Let the input of the block that runs be gathered when the gradient of ``partial``, its last product, is known."""
-    block = _BLOCK.value
-    if block is not None and partial.requires_grad:
-        partial.register_hook(functools.partial(_begin, block))  # type: ignore[no-untyped-call]
+def gathers_ahead(part: nn.Module, partial: torch.Tensor) -> None:
+    """Let the input of the block that ``part`` ends be gathered when the gradient of ``partial``, the block's last
+    product, is known."""
+    dropped = dropping_in(part)
+    if dropped is not None and dropped.block is not None and partial.requires_grad:
+        partial.register_hook(functools.partial(_begin, dropped.block))  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -64,10 +63,13 @@ def entering_block(kind: Any) -> Any:
         enters = True
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            dropped = dropping_in(self)
+            if dropped is None:
                 return super().forward(*self.entry(self, args), **kwargs)
-            with _BLOCK.set(None):
-                return super().forward(*self.entry(self, args), **kwargs)
+            around, dropped.block = dropped.block, None
+            output = super().forward(*self.entry(self, args), **kwargs)
+            dropped.block = around
+            return output
 
     Entering.__name__, Entering.__qualname__ = kind.__name__, kind.__qualname__
     return Entering
@@ -93,7 +95,7 @@ class _GatheredAgain(Dropped):
         return pending.wait()
 
 
-def _begin(block: weakref.ref[_GatheredAgain], _: torch.Tensor) -> None:
+def _begin(block: weakref.ref[Dropped], _: torch.Tensor) -> None:
     recipe = block()
-    if recipe is not None:
+    if isinstance(recipe, _GatheredAgain):
         recipe.begin()

@@ -73,8 +73,8 @@ class BlockEntry:
         hidden, *rest = args
         dtype = hidden.dtype if self.routes else compute_dtype(hidden)
         if self.again:
-            return gather_dropped(hidden, dtype, SEQUENCE_DIM, self.group), *rest
-        hidden = cast_dropped(hidden, dtype)
+            return gather_dropped(module, hidden, dtype, SEQUENCE_DIM, self.group), *rest
+        hidden = cast_dropped(module, hidden, dtype)
         if self.sequence_parallel:
             return gather_along(hidden, SEQUENCE_DIM, self.group), *rest
         return copy_to_group(hidden, self.group), *rest
@@ -196,6 +196,7 @@ class RowLinear(nn.Module):
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' products."""
+        gathers_ahead(self, product)
         return sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
 
 
@@ -271,7 +272,6 @@ def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, se
     """End a tensor block: the sum of the ranks' ``partial`` [batch, seq, hidden], whole or, under sequence
     parallelism, this rank's part of it along the sequence."""
     if sequence_parallel:
-        gathers_ahead(partial)
         return scatter_sum_along(partial, SEQUENCE_DIM, group)
     return reduce_from_group(partial, group)
 

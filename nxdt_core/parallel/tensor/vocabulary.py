@@ -14,23 +14,25 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.nn.loss.cross_entropy import row_weights, whole_vocabulary_cross_entropies
-from nxdt_core.nn.loss.logit_rows import row_cross_entropies
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels, row_cross_entropies
+from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.parallel.tensor.vocabulary_layers import rows_here
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.torch_versions import all_gather_single
 
 __all__ = ["objective_output", "over_ranks", "vocabulary_parallel_cross_entropies"]
 
 
-def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
     """Return what ``objective`` makes of a micro-batch.
 
     Raises:
         LogitsAreSharded: it computes with logits of which each rank holds a part.
     """
     try:
-        output = objective(logits, batch)
+        output: ObjectiveOutput = called_with_step(objective, step, logits, batch)
     except RuntimeError as error:
         if isinstance(logits, DTensor) and ("DTensor" in str(error) or "sharding strategy" in str(error)):
             reason = str(error).partition(",")[0].partition("\n")[0]
@@ -43,7 +45,9 @@ def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch) -
     return output
 
 
-def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+def vocabulary_parallel_cross_entropies(
+    logits: torch.Tensor, labels: torch.Tensor | None, kernels: RowKernels = IN_CHUNKS
+) -> torch.Tensor:
     """Return :func:`nxdt_core.nn.loss.cross_entropy.cross_entropies`, equal on all ranks; without ``labels``
     :func:`nxdt_core.nn.loss.cross_entropy.log_partition`.
 
@@ -51,9 +55,10 @@ def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tens
         logits: [..., vocab], a DTensor with ``Shard(-1)`` on a one-dimensional mesh, cut evenly; whole logits (a plain
             tensor) take the loss for those.
         labels: int64 [...], whole; −100 takes no part.
+        kernels: the passes over rows of logits.
     """
     if not isinstance(logits, DTensor):
-        return whole_vocabulary_cross_entropies(logits, labels)
+        return whole_vocabulary_cross_entropies(logits, labels, kernels)
     mesh, placements = logits.device_mesh, logits.placements
     if len(placements) != 1 or not placements[0].is_shard(logits.ndim - 1):
         raise ValueError(f"logits must be sharded by vocabulary on one mesh dimension, not {placements}")
@@ -67,7 +72,7 @@ def vocabulary_parallel_cross_entropies(logits: torch.Tensor, labels: torch.Tens
         columns, elsewhere = rows_here(row_weights(rows, labels, None)[1], rows.shape[1], group)
     hits = torch.where(elsewhere, 0.0, -1.0).to(torch.promote_types(rows.dtype, torch.float32))
     whole_rows = functools.partial(over_ranks, elsewhere=elsewhere, group=group)
-    return row_cross_entropies(rows, columns, hits=hits, combine=whole_rows).view(logits.shape[:-1])
+    return row_cross_entropies(rows, columns, kernels, hits=hits, combine=whole_rows).view(logits.shape[:-1])
 
 
 def over_ranks(

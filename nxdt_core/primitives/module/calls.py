@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from nxdt_core.errors.primitives import BatchDoesNotDivide, LossNotFound, OutputNotTensors
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["Call", "CallBatch", "ModelLoss", "loss_in", "scaled_gradients", "split"]
 
@@ -93,7 +94,7 @@ class ModelLoss:
         """Return 1: micro-batches count equally."""
         return torch.ones(())
 
-    def __call__(self, logits: Any, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: Any, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """Return the loss in what the model returned."""
         loss = loss_in(logits, self._where)
         return ObjectiveOutput(loss_sum=loss, weight=torch.ones_like(loss.detach()))

@@ -14,6 +14,7 @@ from torch import nn
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.nn.loss.token_losses import head_output
 from nxdt_core.nn.mlp import SwiGLU
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.moe.layer import MixtureOfExperts
@@ -22,6 +23,7 @@ from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.rotary import RotaryEmbedding
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.models.moe_config import MoEModelConfig
 
 __all__ = ["MoEBuilder", "MoEDecoder"]
@@ -46,6 +48,7 @@ class MoEDecoder(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq]."""
         if position_ids is None:
@@ -53,9 +56,8 @@ class MoEDecoder(nn.Module):
         rotary = self.rotary(position_ids)
         hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
         for layer in self.layers.values():
-            hidden = layer(hidden, rotary, document_ids)
-        logits: torch.Tensor = self.lm_head(self.norm(hidden))
-        return logits
+            hidden = layer(hidden, rotary, document_ids, step=step)
+        return head_output(self.lm_head, self.norm(hidden), step)
 
 
 class MoELayer(nn.Module):
@@ -79,10 +81,11 @@ class MoELayer(nn.Module):
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids)
-        mixed: torch.Tensor = self.moe(self.moe_norm(hidden))
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids, step)
+        mixed: torch.Tensor = self.moe(self.moe_norm(hidden), step)
         return hidden + mixed
 
 

@@ -117,7 +117,7 @@ def check_base_frozen(model: ParallelModel, objective: str) -> None:
 def with_base(micro_batches: Sequence[Batch], model: ParallelModel) -> list[Batch]:
     """Return the batches with the log-probabilities of their labels under the model without its adapters.
     Collective."""
-    with updates_off():
+    with updates_off(model.local_modules()):
         found = model.log_probs(micro_batches)
     return [
         replace(batch, reference_log_probs=values.to(batch.labels.device))

@@ -1,6 +1,7 @@
 """The compiled passes over logits: torch's cross-entropy and its gradient, without a copy in full precision."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, row_kernels, with_row_kernels
+from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum, whole_vocabulary_cross_entropies
+from nxdt_core.nn.loss.logit_rows import IN_CHUNKS
 from nxdt_core.parallel.loss.chunked import linear_cross_entropies
 from nxdt_core.parallel.loss.compiled_rows import _sums, compiled_rows
+from nxdt_core.protocols.step_context import StepContext
 from tests.integer_widths import IntegerWidths
 
 ROWS, VOCAB = 24, 96
@@ -43,11 +45,16 @@ def labels_of():
     return labels
 
 
+def loss_by(kernels, logits):
+    """Sum and weight of the losses, as an engine computes them with ``kernels``."""
+    step = StepContext(vocabulary_loss=partial(whole_vocabulary_cross_entropies, kernels=kernels))
+    return cross_entropy_sum(logits, labels_of(), step=step)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_sum_and_gradient_are_those_of_torch(dtype):
     logits, labels = logits_of(dtype), labels_of()
-    with with_row_kernels(compiled_rows("aot_eager")):
-        total, weight = cross_entropy_sum(logits, labels)
+    total, weight = loss_by(compiled_rows("aot_eager"), logits)
     (gradient,) = torch.autograd.grad(total / 3, logits)
     reference = logits.detach().to(total.dtype).requires_grad_()
     expected = functional.cross_entropy(reference, labels, reduction="sum")
@@ -59,8 +66,8 @@ def test_sum_and_gradient_are_those_of_torch(dtype):
 
 def test_a_dispatch_mode_sees_the_operations_of_sum_and_gradient():
     logits, labels = logits_of(torch.float32), labels_of()
-    with with_row_kernels(compiled_rows("aot_eager")), Operations() as seen:
-        total, _ = cross_entropy_sum(logits, labels)
+    with Operations() as seen:
+        total, _ = loss_by(compiled_rows("aot_eager"), logits)
         total.backward()
     assert {"aten.amax.default", "aten.exp.default"} <= seen.names
     expected = functional.cross_entropy(logits, labels, reduction="sum")
@@ -68,7 +75,7 @@ def test_a_dispatch_mode_sees_the_operations_of_sum_and_gradient():
     torch.testing.assert_close(logits.grad, torch.autograd.grad(expected, logits)[0])
 
 
-def test_a_backward_takes_the_kernels_of_its_forward():
+def test_the_kernels_of_a_context_compute_its_gradients():
     logits = logits_of(torch.float32)
     used = []
 
@@ -76,9 +83,7 @@ def test_a_backward_takes_the_kernels_of_its_forward():
         used.append(args)
         return IN_CHUNKS.gradients(*args)
 
-    with with_row_kernels(type(IN_CHUNKS)(IN_CHUNKS.sums, gradients)):
-        total, _ = cross_entropy_sum(logits, labels_of())
-    assert row_kernels() is IN_CHUNKS
+    total, _ = loss_by(type(IN_CHUNKS)(IN_CHUNKS.sums, gradients), logits)
     total.backward()
     assert len(used) == 1
 
@@ -88,8 +93,8 @@ def test_a_head_that_computes_its_losses_uses_them(tokens):
     hidden = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
     weight = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
     labels = labels_of()
-    with with_row_kernels(compiled_rows("aot_eager")):
-        losses = linear_cross_entropies(hidden, weight, None, labels, tokens=tokens)
+    kernels = compiled_rows("aot_eager")
+    losses = linear_cross_entropies(hidden, weight, None, labels, tokens=tokens, kernels=kernels)
     found = torch.autograd.grad(losses[labels >= 0].sum(), (hidden, weight))
     expected = functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
     torch.testing.assert_close(losses[labels >= 0].sum(), expected)
@@ -99,8 +104,8 @@ def test_a_head_that_computes_its_losses_uses_them(tokens):
 def test_compiled_passes_have_integers_of_one_width():
     found = IntegerWidths()
     torch._dynamo.reset()
-    with with_row_kernels(compiled_rows(found)), torch._dynamo.config.patch(assume_static_by_default=False):
-        cross_entropy_sum(logits_of(torch.bfloat16), labels_of())[0].backward()
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        loss_by(compiled_rows(found), logits_of(torch.bfloat16))[0].backward()
     assert (found.dynamic, found.found) == (2, [])
 
 

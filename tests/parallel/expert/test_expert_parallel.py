@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.moe.layer import MixtureOfExperts
 from nxdt_core.nn.moe.router import TopKRouter
 from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.step_border import at_border
 from nxdt_core.parallel.context.zigzag import in_order, shard_of
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_parameters
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -24,6 +24,7 @@ from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_param
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow_except
 
@@ -110,7 +111,7 @@ def micro_batches(count=MICRO_BATCHES):
 
 def step(model, inputs, targets):
     """Gradients of one micro-batch's share of the step's loss; returns that share without auxiliary losses."""
-    with aux_loss_scale(1 / WEIGHT):
+    with at_border(StepContext(aux_loss_scale=1 / WEIGHT)):
         output = model(inputs)
     loss = 0.5 * (output - targets).square().sum() / WEIGHT
     loss.backward()

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.moe.layer import MixtureOfExperts
 from nxdt_core.nn.moe.router import TopKRouter
 from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.step_border import at_border
 from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_parameters
 from nxdt_core.parallel.expert.shuffle import apply_token_shuffle, dealt
 from nxdt_core.parallel.mesh import ParallelMesh
@@ -20,6 +20,7 @@ from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_param
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow_except
 
@@ -102,7 +103,7 @@ def on_a_rank(sizes, group, sequence_parallel):
         cut = mesh.rank("tp") if sequence_parallel else 0
         parts = sizes.tp if sequence_parallel else 1
         part = hidden.chunk(parts, 1)[cut].clone().requires_grad_()
-        with aux_loss_scale(0.1):
+        with at_border(StepContext(aux_loss_scale=0.1)):
             output = model(part)
         weights = torch.cos(torch.arange(hidden.numel()).view(hidden.shape) + mesh.rank("dp_shard"))
         (output * weights.chunk(parts, 1)[cut]).sum().backward()
@@ -134,7 +135,7 @@ LAYOUTS = {
 )
 def test_ranks_compute_what_one_process_does_that_mixes_by_hand(ranks, sizes, group, sequence_parallel):
     model, batches = layer(), inputs(sizes.dp_shard).requires_grad_()
-    with aux_loss_scale(0.1):
+    with at_border(StepContext(aux_loss_scale=0.1)):
         outputs, dropped = mixed_by_hand(model, batches, group)
     sum(loss_of(output, index) for index, output in enumerate(outputs)).backward()
     assert dropped > 0

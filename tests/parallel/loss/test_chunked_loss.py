@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.errors.models import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.loss.token_losses import TokenLosses, losses_wanted, token_labels
+from nxdt_core.nn.loss.token_losses import TokenLosses, head_output
+from nxdt_core.nn.step_border import at_border
 from nxdt_core.parallel.loss.chunked import chunk_loss, linear_cross_entropies
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, configuration, train
@@ -71,8 +73,7 @@ def head_and_hidden(dtype: torch.dtype, *, bias: bool) -> tuple[nn.Module, torch
 
 def loss_and_gradients(module: nn.Module, hidden: torch.Tensor, weights: torch.Tensor | None) -> list[torch.Tensor]:
     labels = labels_of()
-    with losses_wanted(), token_labels(labels):
-        outputs = module["head"](hidden)
+    outputs = head_output(module["head"], hidden, StepContext(labels=labels))
     loss, weight = cross_entropy_sum(outputs, labels, weights)
     return [loss.detach(), weight, *torch.autograd.grad(loss / 3, [hidden, *module.parameters()])]
 
@@ -138,10 +139,15 @@ def test_without_a_loss_to_follow_the_head_gives_logits():
     module, hidden = head_and_hidden(torch.float32, bias=True)
     expected = module["head"](hidden)
     chunk_loss(module, PLAN, tokens=4)
-    with token_labels(labels_of()):
-        assert torch.equal(module["head"](hidden), expected)
-    with losses_wanted():
-        assert torch.equal(module["head"](hidden), expected)
+    assert torch.equal(module["head"](hidden), expected)
+    assert torch.equal(head_output(module["head"], hidden, StepContext()), expected)
+
+
+def test_a_head_whose_caller_passes_no_context_takes_the_labels_of_the_border():
+    module, hidden = head_and_hidden(torch.float32, bias=True)
+    chunk_loss(module, PLAN, tokens=4)
+    with at_border(StepContext(labels=labels_of())):
+        assert isinstance(module["head"](hidden), TokenLosses)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +165,7 @@ def test_losses_are_not_taken_for_logits(use):
     module, hidden = head_and_hidden(torch.float32, bias=False)
     chunk_loss(module, PLAN, tokens=4)
     labels = labels_of()
-    with losses_wanted(), token_labels(labels):
-        losses = module["head"](hidden)
+    losses = head_output(module["head"], hidden, StepContext(labels=labels))
     assert isinstance(losses, TokenLosses)
     with pytest.raises(LossesAreNotLogits, match="loss_chunk_tokens"):
         use(losses, labels)

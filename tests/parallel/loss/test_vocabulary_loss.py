@@ -7,14 +7,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.nn.loss import cross_entropy_sum, log_partition, log_probs, logit_rows
-from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
 from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.ranks import process_group
 
 VOCAB, ROWS = 12, (3, 5)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+SHARDED = StepContext(vocabulary_loss=vocabulary_parallel_cross_entropies)
 
 
 def logits_of(dtype: torch.dtype) -> torch.Tensor:
@@ -47,8 +48,7 @@ def sharded_losses():
                 logit_rows._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
             part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
             logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
-            with vocabulary_loss(vocabulary_parallel_cross_entropies):
-                loss_sum, weight = cross_entropy_sum(logits, labels_of(), weights_of(weighted))
+            loss_sum, weight = cross_entropy_sum(logits, labels_of(), weights_of(weighted), SHARDED)
             (loss_sum / 3).backward()
             found[dtype, weighted, chunk_rows] = loss_sum.detach(), weight, part.grad
         return found
@@ -73,8 +73,8 @@ def test_equals_the_loss_of_whole_logits(by_rank, dtype: torch.dtype, weighted: 
         assert not grad[1].any()
 
 
-def z_terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (log_partition(logits).square() * labels.ne(-100)).sum() + log_probs(logits, labels).sum()
+def z_terms(logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
+    return (log_partition(logits, step).square() * labels.ne(-100)).sum() + log_probs(logits, labels, step).sum()
 
 
 def sharded_z_terms():
@@ -83,8 +83,7 @@ def sharded_z_terms():
         found = {}
         for dtype in DTYPES:
             part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
-            with vocabulary_loss(vocabulary_parallel_cross_entropies):
-                total = z_terms(DTensor.from_local(part, mesh, [Shard(-1)], run_check=False), labels_of())
+            total = z_terms(DTensor.from_local(part, mesh, [Shard(-1)], run_check=False), labels_of(), SHARDED)
             total.backward()
             found[dtype] = total.detach(), part.grad
         return found
@@ -130,7 +129,7 @@ def refusals() -> list[str]:
         found = []
         for alone in (False, True):
             with pytest.raises(LogitsAreSharded) as raised:
-                objective_output(ReadsLogits(alone), logits, Batch(input_ids=labels, labels=labels))
+                objective_output(ReadsLogits(alone), logits, Batch(input_ids=labels, labels=labels), SHARDED)
             found.append(str(raised.value))
         return found
 
@@ -147,8 +146,7 @@ def no_loss_token() -> tuple[float, float, bool]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         part = torch.randn(1, 4, VOCAB // 2, requires_grad=True)
         logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
-        with vocabulary_loss(vocabulary_parallel_cross_entropies):
-            loss_sum, weight = cross_entropy_sum(logits, torch.full((1, 4), -100))
+        loss_sum, weight = cross_entropy_sum(logits, torch.full((1, 4), -100), step=SHARDED)
         loss_sum.backward()
         return loss_sum.item(), weight.item(), bool(part.grad.any())
 
@@ -167,7 +165,7 @@ def complaints(label: int) -> list[str]:
         for loss, logits, targets in (
             (vocabulary_parallel_cross_entropies, cut, labels),
             (vocabulary_parallel_cross_entropies, whole, labels),
-            (cross_entropy_sum, cut, labels.clamp(max=0)),  # the slot is empty
+            (cross_entropy_sum, cut, labels.clamp(max=0)),  # without a context
         ):
             with pytest.raises((RuntimeError, IndexError, ValueError)) as raised:
                 loss(logits, targets)
@@ -182,15 +180,6 @@ def test_wrong_labels_and_layouts_fail_on_all_ranks(ranks) -> None:
         assert "DTensor" in found[2]
 
 
-def test_whole_logits_take_the_usual_loss_inside_the_slot() -> None:
+def test_whole_logits_take_the_usual_loss_under_an_engine() -> None:
     logits, labels = torch.randn(2, 3, VOCAB), torch.tensor([[1, -100, 2], [0, 3, -100]])
-    with vocabulary_loss(vocabulary_parallel_cross_entropies):
-        inside = cross_entropy_sum(logits, labels)
-    assert inside == cross_entropy_sum(logits, labels)
-
-
-def test_slot_is_emptied_after_the_block() -> None:
-    with pytest.raises(KeyError), vocabulary_loss(lambda logits, labels: torch.ones(labels.shape)):
-        raise KeyError
-    loss_sum, _ = cross_entropy_sum(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long))
-    assert loss_sum.item() == pytest.approx(0.6931, abs=1e-4)
+    assert cross_entropy_sum(logits, labels, step=SHARDED) == cross_entropy_sum(logits, labels)

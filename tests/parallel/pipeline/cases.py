@@ -16,8 +16,9 @@ from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.engines.stages import cut_stage, stages_of_rank
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.moe.aux_loss import add_aux_loss, aux_loss_scale
+from nxdt_core.nn.moe.aux_loss import add_aux_loss
 from nxdt_core.nn.random.init import draw, rule_for
+from nxdt_core.nn.step_border import at_border
 from nxdt_core.parallel.data.fsdp import apply_data_parallel
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.pipeline.runner import PipelineRunner
@@ -25,6 +26,7 @@ from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, ti
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.ranks import process_group
 
 VOCAB, HIDDEN, SEQ = 32, 16, 12
@@ -174,7 +176,7 @@ def one_process(case):
         optimizer.zero_grad()
         shares = []
         for batch in batches:
-            with aux_loss_scale(1 / weight):
+            with at_border(StepContext(aux_loss_scale=1 / weight)):
                 logits = module(batch.input_ids, **arguments(batch))
             share = cross_entropy_sum(logits, batch.labels)[0] / weight
             share.backward()
@@ -204,11 +206,12 @@ class Pipeline:
         for stage in self.stages.values():
             stage.zero_grad()
 
-        def loss(logits, batch):
-            return cross_entropy_sum(logits, batch.labels)[0] / self.weight
+        def loss(logits, batch, step):
+            return cross_entropy_sum(logits, batch.labels, step=step)[0] / self.weight
 
-        with aux_loss_scale(1 / self.weight):
-            losses = self.runner.train(self.batches, arguments, loss)
+        step = StepContext(aux_loss_scale=1 / self.weight)
+        with at_border(step):  # SquaredMlp has no parameter for it
+            losses = self.runner.train(self.batches, arguments, lambda batch: step, loss)
         sum_tied_gradients(self.tied, self.group)
         return sum(losses, torch.zeros((), dtype=torch.float64))
 
@@ -265,7 +268,7 @@ def trained(case, run):
         losses.append(loss.item())
         gradients = gradients or {name: whole(p.grad) for name, p in named}
         optimizer.step()
-    logits = run.runner.forward(run.batches, arguments, lambda logits, batch: logits)
+    logits = run.runner.forward(run.batches, arguments, lambda batch: StepContext(), lambda logits, *_: logits)
     return losses, gradients, {name: whole(p) for name, p in named}, (run.mesh.rank("dp"), logits)
 
 

@@ -18,6 +18,7 @@ from nxdt_core.parallel.pipeline.schedules import Operation, schedule_operations
 from nxdt_core.parallel.pipeline.stage import StreamedStage
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.ranks import RanksFailed, process_group
 from nxdt_core.torch_versions import fsdp_parameter_groups
 from tests.at_rest import at_rest
@@ -169,7 +170,9 @@ def forward_everywhere(case, shapes):
     with process_group():
         run = pipeline(case)
         batches = [micro_batch(index, rows, length) for index, (rows, length) in enumerate(shapes)]
-        logits = run.runner.forward(batches, arguments, lambda logits, batch: (logits, batch.labels.shape))
+        logits = run.runner.forward(
+            batches, arguments, lambda batch: StepContext(), lambda logits, batch, _: (logits, batch.labels.shape)
+        )
         assert bool(logits) == run.runner.holds_last
         assert all(shape == batch.labels.shape for (_, shape), batch in zip(logits, batches, strict=False))
         rows = [value for value, _ in logits] or [None] * len(batches)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.distributed.placement import local_of, piece_of
-from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
+from nxdt_core.nn.step_border import at_border
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor import apply
 from nxdt_core.parallel.tensor.padding import PaddedDim, padded_parameters, real_part
@@ -20,6 +20,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.ranks import process_group
 from tests.parallel.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama
 from tests.parallel.tensor.mutants import MUTANTS
@@ -139,7 +140,7 @@ def on_ranks(cases: Sequence[Case]) -> list[Outcome]:
     with process_group():
         outcomes = []
         for case in cases:
-            with MUTANTS[case.mutant](), vocabulary_loss(vocabulary_parallel_cross_entropies):
+            with MUTANTS[case.mutant](), at_border(StepContext(vocabulary_loss=vocabulary_parallel_cross_entropies)):
                 outcomes.append(many_processes(case))
         return outcomes
 

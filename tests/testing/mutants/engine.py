@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from nxdt_core.api import EngineComponent, hookimpl
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
+from nxdt_core.nn.step_border import at_border
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.testing.engine_contract import EngineContract
 
 _SOURCE = str(Path(__file__).parents[3] / "examples/one_process_engine/src")
@@ -49,7 +50,7 @@ class ForgetsAuxiliaryLosses(Wrong):
             module = self.module
 
             def unscaled(*inputs):
-                with aux_loss_scale(0.0):
+                with at_border(StepContext(aux_loss_scale=0.0)):
                     return module(*inputs)
 
             self.module, kept = unscaled, module

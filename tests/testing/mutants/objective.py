@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
-from nxdt_core.nn.moe.sequence_sums import sequence_shards
+from nxdt_core.nn.step_border import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
 from nxdt_core.testing.objective_contract import ObjectiveContract
@@ -50,7 +50,7 @@ class Right:
         return cross_entropies(logits, batch.labels)
 
     def by_document(self, values, batch):
-        documents, ranks = batch.document_ids.clamp(min=0), sequence_shards().ranks
+        documents, ranks = batch.document_ids.clamp(min=0), step_of(None).sequences.ranks
         sums = values.new_zeros(len(values), values.shape[1] * ranks).scatter_add(1, documents, values)
         return self.total(sums)
 
@@ -61,10 +61,10 @@ class Right:
         return mean
 
     def total(self, sums):
-        return sequence_shards().total(sums)
+        return step_of(None).sequences.total(sums)
 
     def share(self):
-        return sequence_shards().share
+        return step_of(None).sequences.share
 
     def metrics(self, loss, means):
         return {"nll": loss.detach()}

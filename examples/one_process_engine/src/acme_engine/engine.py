@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
@@ -18,6 +18,7 @@ from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.parallel.ranks import OneRank
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
 
 
 class SoloModel:
@@ -58,9 +59,10 @@ class SoloModel:
         def mean(sums: torch.Tensor) -> torch.Tensor:  # each term of a loss is divided by its own global weight
             return (sums.reshape(-1) / weights[: sums.numel()].clamp(min=1)).sum()
 
+        step = StepContext(aux_loss_scale=1 / max(float(tokens), 1))
         for batch in (batch.to(self.device) for batch in micro_batches):
-            with aux_loss_scale(1 / max(float(tokens), 1)):
-                output = objective(self.module(batch.input_ids, batch.position_ids, batch.document_ids), batch)
+            logits = called_with_step(self.module, step, batch.input_ids, batch.position_ids, batch.document_ids)
+            output = called_with_step(objective, step, logits, batch)
             part = mean(output.loss_sum)
             if backward:
                 part.backward()

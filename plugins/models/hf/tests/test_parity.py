@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
+from nxdt_core.nn.step_border import at_border
+from nxdt_core.protocols.step_context import StepContext
 
 LENGTH = 40  # more than the windows of 16
 
@@ -45,7 +46,7 @@ def test_the_loss_of_routers_is_the_one_that_transformers_adds(builder, material
     loss = other(input_ids=ids, labels=ids, use_cache=False)
     assert loss.aux_loss > 1
     loss.loss.backward()
-    with aux_loss_scale(1 / ids.numel()):
+    with at_border(StepContext(aux_loss_scale=1 / ids.numel())):
         logits = ours(ids)
     functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     _assert_equal_gradients(fused, ours, other)

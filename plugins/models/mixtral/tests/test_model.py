@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
 from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.step_border import at_border
 from nxdt_core.parallel.dropout import salt_dropouts
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.step_context import StepContext
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_without_router_logits_nothing_balances(builder, tokens, moe, balanced):
     for scale in (0.0, 1.0):
         module = mixtral.build()
         initialize(module.named_parameters(), mixtral.init_rules(), seed=1)
-        with aux_loss_scale(scale):
+        with at_border(StepContext(aux_loss_scale=scale)):
             module(tokens(2, 9)).square().mean().backward()
         gradients.append(module.layers["1"].moe.router.weight.grad)
     assert torch.equal(*gradients) is not balanced

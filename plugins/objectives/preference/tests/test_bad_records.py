@@ -20,6 +20,7 @@ from nxdt_core.data.collate import collate
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.step_context import StepContext
 
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 USER, OTHER, YES, NO = (
@@ -163,7 +164,7 @@ def test_a_preference_loss_refuses_other_data_and_a_reference_that_nobody_is():
         Dpo(DpoConfig()).weight(collate([Sample(input_ids=row, labels=row)]))
     batch = collate([Sample(input_ids=np.stack([row, row]), labels=np.stack([row, row]))])
     with pytest.raises(NxdtError, match="A020"):
-        Dpo(DpoConfig())(torch.zeros(2, 2, 4), batch)
+        Dpo(DpoConfig())(torch.zeros(2, 2, 4), batch, StepContext())
 
 
 def test_one_loss_a_run(tmp_path):

@@ -23,6 +23,7 @@ from nxdt_core.data.collate import blank_like, collate
 from nxdt_core.errors.chats import FieldsUnused
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.step_context import StepContext
 
 TOKENIZER = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Where is my order?"}]
@@ -270,7 +271,7 @@ def test_packed_pairs_have_the_loss_and_metrics_of_separate_ones(objective):
     samples = [pair(1, ((2, 5), (2, 6))), pair(2, ((1, 3), (1, 4)))]
     logits = {id(sample): torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(n))
               for n, sample in enumerate(samples)}  # fmt: skip
-    apart = objective(torch.cat([logits[id(sample)] for sample in samples]), collate(samples))
+    apart = objective(torch.cat([logits[id(sample)] for sample in samples]), collate(samples), StepContext())
     first, second = samples
     fields = ("input_ids", "labels", "loss_weights", "reference_log_probs")
     joined = {name: np.concatenate([getattr(s, name)[:, :6] for s in (first, second)], 1) for name in fields}
@@ -278,7 +279,7 @@ def test_packed_pairs_have_the_loss_and_metrics_of_separate_ones(objective):
     joined["document_ids"][:, -1] = -1  # padding
     joined["labels"][:, -1] = -100
     rows = torch.cat([logits[id(sample)][:, :6] for sample in samples], 1)
-    together = objective(rows, collate([Sample(**joined)]))
+    together = objective(rows, collate([Sample(**joined)]), StepContext())
     assert together.metrics.keys() == apart.metrics.keys()
     if isinstance(objective, Dpo):
         torch.testing.assert_close(together.loss_sum, apart.loss_sum)
@@ -292,7 +293,9 @@ def test_blank_pairs_add_nothing(objective):
     real = pair(1, ((2, 5), (2, 6)))
     logits = torch.randn(4, 12, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
     filled = collate([real, blank_like(real)])
-    with_blank, without = objective(logits, filled), objective(logits[:2], collate([real]))
+    with_blank, without = (
+        objective(*given, StepContext()) for given in ((logits, filled), (logits[:2], collate([real])))
+    )
     assert torch.equal(objective.weight(filled), objective.weight(collate([real])))
     torch.testing.assert_close(with_blank.loss_sum, without.loss_sum)
     with_blank.loss_sum.sum().backward()
@@ -304,7 +307,7 @@ def test_orpo_has_a_finite_gradient_at_certain_answers():
     real = pair(1, ((2, 5), (2, 6)))
     logits = torch.zeros(2, 12, 12).scatter(2, torch.from_numpy(real.labels).clamp(min=0)[..., None], 200.0)
     logits.requires_grad_()
-    Orpo(OrpoConfig())(logits, collate([real])).loss_sum.sum().backward()
+    Orpo(OrpoConfig())(logits, collate([real]), StepContext()).loss_sum.sum().backward()
     assert logits.grad.isfinite().all()
 
 
@@ -314,7 +317,7 @@ def test_orpo_gives_a_certain_answer_the_larger_odds():
     lead = torch.tensor([200.0, 5.0])[:, None, None]
     places = torch.from_numpy(real.labels).clamp(min=0)[..., None]
     logits = torch.zeros(2, 12, 12).scatter(2, places, lead.expand(places.shape))
-    odds = Orpo(OrpoConfig())(logits, collate([real])).metrics["log_odds_chosen"]
+    odds = Orpo(OrpoConfig())(logits, collate([real]), StepContext()).metrics["log_odds_chosen"]
     assert 20 < float(odds) < 1000
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nxdt_core.nn.rotary import rotate
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import GPTConfig
 
 __all__ = ["GPTAttention"]
@@ -38,12 +39,13 @@ class GPTAttention(nn.Module):
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as ``RotaryEmbedding`` gives it."""
         query, key, value = self._heads(hidden)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
-        attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids)
+        attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids, step)
         output: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import GPTConfig
 
 __all__ = ["GPTEmbedding"]
@@ -21,10 +22,12 @@ class GPTEmbedding(nn.Module):
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepContext | None = None
+    ) -> torch.Tensor:
         """[batch, seq, hidden] of ``input_ids`` int64 [batch, seq] and ``position_ids`` int64 [batch, seq] or [seq]."""
         hidden = self.tokens(input_ids)
         if self.positions is not None:
             hidden = hidden + self.positions(position_ids)
-        embedded: torch.Tensor = self.dropout(hidden)
+        embedded: torch.Tensor = self.dropout(hidden, step)
         return embedded

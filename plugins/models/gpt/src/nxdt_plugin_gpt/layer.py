@@ -7,6 +7,7 @@ from torch import nn
 
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.random.dropout import Dropout, causal_attention
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.attention import GPTAttention
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.mlp import FeedForward
@@ -39,27 +40,29 @@ class GPTLayer(nn.Module):
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape."""
         if self.block_type == "post_ln":
-            hidden = self.attention_norm(hidden + self._attend(hidden, rotary, document_ids))
-            normalised: torch.Tensor = self.mlp_norm(hidden + self._transform(hidden))
+            hidden = self.attention_norm(hidden + self._attend(hidden, rotary, document_ids, step))
+            normalised: torch.Tensor = self.mlp_norm(hidden + self._transform(hidden, step))
             return normalised
-        attended = hidden + self._attend(self.attention_norm(hidden), rotary, document_ids)
-        return attended + self._transform(self.mlp_norm(hidden if self.block_type == "gpt_j" else attended))
+        attended = hidden + self._attend(self.attention_norm(hidden), rotary, document_ids, step)
+        return attended + self._transform(self.mlp_norm(hidden if self.block_type == "gpt_j" else attended), step)
 
     def _attend(
         self,
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         document_ids: torch.Tensor | None,
+        step: StepContext | None,
     ) -> torch.Tensor:
-        attended = self.attention(hidden, rotary, document_ids)
+        attended = self.attention(hidden, rotary, document_ids, step)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        added: torch.Tensor = self.attention_dropout(attended)
+        added: torch.Tensor = self.attention_dropout(attended, step)
         return added
 
-    def _transform(self, hidden: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.mlp_dropout(self.mlp(hidden))
+    def _transform(self, hidden: torch.Tensor, step: StepContext | None) -> torch.Tensor:
+        added: torch.Tensor = self.mlp_dropout(self.mlp(hidden, step), step)
         return added

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.architecture import Activation
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.norms import norm_of
@@ -53,10 +54,10 @@ class FeedForward(nn.Module):
         self.norm = norm_of(config, inner) if config.transformer_block_type == "normformer" else None
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape."""
         inputs = (self.up_proj(hidden), self.gate_proj(hidden)) if self.gated else (self.up_proj(hidden),)
-        inner = self.dropout(self.activation(*inputs))
+        inner = self.dropout(self.activation(*inputs), step)
         if self.norm is not None:
             inner = self.norm(inner)
         down: torch.Tensor = self.down_proj(inner)

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from nxdt_core.nn.attention.documents import DocumentMasks
+from nxdt_core.nn.loss.token_losses import head_output
 from nxdt_core.nn.rotary import LinearScaling, RotaryEmbedding
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.embedding import GPTEmbedding
 from nxdt_plugin_gpt.layer import GPTLayer
@@ -40,6 +42,7 @@ class GPT(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
 
@@ -47,15 +50,15 @@ class GPT(nn.Module):
             input_ids: tokens, or the hidden states [batch, seq, hidden] of the stage before.
             position_ids: int64 [batch, seq]; None for 0, 1, 2, …
             document_ids: int64 [batch, seq]; tokens attend within their own document only. None: one document a row.
+            step: of the micro-batch.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         rotary = None if self.rotary is None else self.rotary(position_ids)
-        hidden = input_ids if input_ids.is_floating_point() else self.embedding(input_ids, position_ids)
+        hidden = input_ids if input_ids.is_floating_point() else self.embedding(input_ids, position_ids, step)
         for layer in self.layers.values():
-            hidden = layer(hidden, rotary, document_ids)
-        logits: torch.Tensor = self.lm_head(hidden if self.norm is None else self.norm(hidden))
-        return logits
+            hidden = layer(hidden, rotary, document_ids, step=step)
+        return head_output(self.lm_head, hidden if self.norm is None else self.norm(hidden), step)
 
 
 def _rotary(config: GPTConfig) -> RotaryEmbedding | None:

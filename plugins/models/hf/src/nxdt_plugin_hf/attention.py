@@ -17,14 +17,16 @@ from torch.nn import functional
 from nxdt_core.nn.attention.documents import DocumentMasks
 from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.nn.random.dropout import CausalAttentionWithDropout
-from nxdt_core.nn.scoped import Scoped
+from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "register", "tracing"]
+__all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "note_calls", "register"]
 
 IMPLEMENTATION = "nxdt"
 """Name of the attention function in transformers."""
 CORE = "attention_core"
 """Attribute of an attention module that holds its core."""
+_NOTED = "noted_calls"
+"""Attribute of the modules of a model without cores, whose calls of attention are noted and not computed."""
 
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal"}
@@ -53,15 +55,19 @@ class AttentionCall:
     """Arguments that no core of ours honours."""
 
 
-tracing: Scoped[dict[nn.Module, AttentionCall] | None] = Scoped(None)
-"""Where set, calls are noted here instead of being computed."""
-
-
 def register() -> None:
     """Register :data:`IMPLEMENTATION` with transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+def note_calls(model: nn.Module) -> dict[nn.Module, AttentionCall]:
+    """Return the mapping in which attention modules of ``model``, which have no cores, note what they ask for."""
+    noted: dict[nn.Module, AttentionCall] = {}
+    for module in model.modules():
+        setattr(module, _NOTED, noted)
+    return noted
 
 
 def _attend(
@@ -78,12 +84,12 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[batch, heads, seq, width] each to [batch, seq, heads, width]."""
-    noted = tracing.value
-    if noted is None:
-        attended: torch.Tensor = getattr(module, CORE)(query, key, value, document_ids)
+    core = getattr(module, CORE, None)
+    if core is not None:
+        attended: torch.Tensor = core(query, key, value, document_ids)
         return attended.transpose(1, 2), None
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
-    noted[module] = AttentionCall(
+    getattr(module, _NOTED)[module] = AttentionCall(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         key_width=query.shape[-1],
@@ -132,10 +138,11 @@ class ScaledAttention(CausalAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return :meth:`CausalAttention.forward` with the model's scale."""
         query = query * (self.scale * query.shape[-1] ** 0.5)
-        return super().forward(query, key, value, document_ids)
+        return super().forward(query, key, value, document_ids, step)
 
 
 class CappedAttention(nn.Module):
@@ -155,12 +162,13 @@ class CappedAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
     ) -> torch.Tensor:
         """Return what :meth:`CausalAttention.forward` defines, with the additions of this class."""
         batch, heads, seq, width = query.shape
         grouped = query.view(batch, key.shape[1], -1, seq, width)  # [batch, kv_heads, group, seq, head_dim]
         scores = torch.tanh(grouped @ key.unsqueeze(2).transpose(-1, -2) * (self.scale / self.cap)) * self.cap
-        scores = scores + self._mask(query, document_ids).unsqueeze(2)
+        scores = scores + self._mask(query, document_ids, step).unsqueeze(2)
         weights = functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         attended: torch.Tensor = weights.to(query.dtype) @ value.unsqueeze(2)
         return attended.view(batch, heads, seq, -1)
@@ -169,12 +177,12 @@ class CappedAttention(nn.Module):
         """Return what :meth:`forward` will ask of the masks."""
         return self.masks.MASK, self.masks(document_ids, dtype)
 
-    def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+    def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None, step: StepContext | None) -> torch.Tensor:
         """Additive [batch or 1, 1, seq, seq]."""
         seq = query.shape[2]
         every = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
         if document_ids is not None:
-            mask = self.masks(document_ids, query.dtype)
+            mask = self.masks(document_ids, query.dtype, step)
         else:
             mask = torch.zeros(1, 1, seq, seq, dtype=query.dtype, device=query.device)
             mask = mask.masked_fill_(every.triu(1), float("-inf"))

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
-from nxdt_core.nn.moe.sequence_sums import sequence_shards
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import DpoConfig
 from nxdt_plugin_preference.errors import ReferenceMissing
 from nxdt_plugin_preference.pairs import PAIR, Pairs, answer_mask, check_paired, sums_by_answer
@@ -38,10 +38,10 @@ class Dpo:
             RowsNotPaired: the samples are not pairs.
         """
         check_paired("dpo", batch)
-        (counts,) = sums_by_answer(answer_mask(batch)[None], batch)
+        (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
         return Pairs.of(counts, counts).real.sum()
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` [rows, seq, vocab].
 
         Raises:
@@ -50,17 +50,17 @@ class Dpo:
         if batch.reference_log_probs is None:
             raise ReferenceMissing()
         mask = answer_mask(batch)
-        log_probs = -cross_entropies(logits, batch.labels)
+        log_probs = -cross_entropies(logits, batch.labels, step)
         # Ratios are taken a token: the difference of two long sums would lose digits.
         figures = torch.stack([log_probs * mask, (log_probs - batch.reference_log_probs) * mask, mask.to(log_probs)])
-        log_probs, ratios, counts = sums_by_answer(figures, batch)
+        log_probs, ratios, counts = sums_by_answer(figures, batch, step.sequences)
         rewards = Pairs.of(self._beta * ratios, counts)
         losses = -functional.logsigmoid(rewards.chosen - rewards.rejected) * rewards.real
         return ObjectiveOutput(
-            loss_sum=losses.sum() * sequence_shards().share,
+            loss_sum=losses.sum() * step.sequences.share,
             weight=rewards.real.sum(),
             metrics={
-                **rewards.metrics("rewards", margins=True),
-                **Pairs.of(log_probs, counts).metrics("logps"),
+                **rewards.metrics("rewards", step.sequences, margins=True),
+                **Pairs.of(log_probs, counts).metrics("logps", step.sequences),
             },
         )

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
-from nxdt_core.nn.moe.sequence_sums import sequence_shards
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import OrpoConfig
 from nxdt_plugin_preference.pairs import PAIR, Pairs, answer_mask, check_paired, sums_by_answer
 
@@ -37,27 +37,27 @@ class Orpo:
             RowsNotPaired: the samples are not pairs.
         """
         check_paired("orpo", batch)
-        (counts,) = sums_by_answer(answer_mask(batch)[None], batch)
+        (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
         return torch.stack([Pairs.of(counts, counts).real.sum(), self._nll_mask(batch).sum()])
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` [rows, seq, vocab]."""
         mask, nll_mask = answer_mask(batch), self._nll_mask(batch)
-        losses = cross_entropies(logits, batch.labels)
-        sums, counts = sums_by_answer(torch.stack([-losses * mask, mask.to(losses)]), batch)
+        losses = cross_entropies(logits, batch.labels, step)
+        sums, counts = sums_by_answer(torch.stack([-losses * mask, mask.to(losses)]), batch, step.sequences)
         log_probs = Pairs.of(sums / counts.clamp(min=1), counts)
         log_odds = _log_odds(log_probs.chosen) - _log_odds(log_probs.rejected)
         log_ratio = functional.logsigmoid(log_odds)
         nll = (losses * nll_mask).sum()
-        share = sequence_shards().share
+        share = step.sequences.share
         odds_sum = -self._beta * (log_ratio * log_probs.real).sum() * share
         rewards = log_probs.scaled(self._beta)
         return ObjectiveOutput(
             loss_sum=torch.stack([odds_sum, nll]),
             weight=torch.stack([log_probs.real.sum(), nll_mask.sum()]),
             metrics={
-                **rewards.metrics("rewards", margins=True),
-                **log_probs.metrics("logps"),
+                **rewards.metrics("rewards", step.sequences, margins=True),
+                **log_probs.metrics("logps", step.sequences),
                 "nll_loss": torch.stack([torch.zeros_like(nll), nll]).detach(),
                 "log_odds_chosen": (log_odds.detach() * log_probs.real).sum() * share,
                 "log_odds_ratio": (log_ratio.detach() * log_probs.real).sum() * share,

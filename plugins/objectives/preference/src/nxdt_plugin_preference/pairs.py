@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.nn.moe.sequence_sums import sequence_shards
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.step_context import SequenceShards
 from nxdt_plugin_preference.errors import RowsNotPaired
 
 __all__ = ["PAIR", "Pairs", "answer_mask", "check_paired", "sums_by_answer"]
@@ -41,14 +41,13 @@ class Pairs:
         """``factor`` times the figures."""
         return Pairs(chosen=factor * self.chosen, rejected=factor * self.rejected, real=self.real)
 
-    def metrics(self, kind: str, *, margins: bool = False) -> Mapping[str, torch.Tensor]:
+    def metrics(self, kind: str, shards: SequenceShards, *, margins: bool = False) -> Mapping[str, torch.Tensor]:
         """Return the sums over pairs, on ranks that share sequences this rank's share of them."""
         found = {f"{kind}/chosen": self.chosen, f"{kind}/rejected": self.rejected}
         if margins:
             found[f"{kind}/accuracies"] = (self.chosen > self.rejected).to(self.chosen.dtype)
             found[f"{kind}/margins"] = self.chosen - self.rejected
-        share = sequence_shards().share
-        return {name: (values.detach() * self.real).sum() * share for name, values in found.items()}
+        return {name: (values.detach() * self.real).sum() * shards.share for name, values in found.items()}
 
 
 def check_paired(objective: str, batch: Batch) -> None:
@@ -67,7 +66,7 @@ def answer_mask(batch: Batch) -> torch.Tensor:
     return labelled.float() if batch.loss_weights is None else batch.loss_weights * labelled
 
 
-def sums_by_answer(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+def sums_by_answer(values: torch.Tensor, batch: Batch, shards: SequenceShards) -> torch.Tensor:
     """Return the sums of ``values`` [figures, rows, seq] over the tokens of each answer: [figures, samples, 2,
     documents].
 
@@ -77,7 +76,6 @@ def sums_by_answer(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     if batch.document_ids is None:
         partial = values.sum(dim=2, keepdim=True)
     else:
-        shards = sequence_shards().ranks
         documents = batch.document_ids.clamp(min=0).expand(figures, rows, seq)  # padding, −1, has no values
-        partial = values.new_zeros(figures, rows, seq * shards).scatter_add(2, documents, values)
-    return sequence_shards().total(partial).view(figures, rows // PAIR, PAIR, -1)
+        partial = values.new_zeros(figures, rows, seq * shards.ranks).scatter_add(2, documents, values)
+    return shards.total(partial).view(figures, rows // PAIR, PAIR, -1)

@@ -20,6 +20,7 @@ from nxdt_core.engines.stages import cut_stage, stages_of_rank
 from nxdt_core.engines.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
@@ -126,6 +127,7 @@ def lay_out(
     partial: set[str] = set()
     sequence_parallel = run.distributed_strategy.sequence_parallel and sizes.tp > 1
     for module in modules:
+        let_take_step(module)
         if sizes.tp > 1 or sizes.ep > 1:
             translation = translate(module, plan, tp=sizes.tp, ep=sizes.ep, sequence_parallel=sequence_parallel)
             apply_translation(module, translation, sequence_parallel=sequence_parallel)

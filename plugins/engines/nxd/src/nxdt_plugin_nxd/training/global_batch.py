@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from nxdt_core.nn.loss.cross_entropy import vocabulary_loss
-from nxdt_core.nn.moe.aux_loss import aux_loss_scale
-from nxdt_core.nn.random.dropout_masks import draws_of_step
+from nxdt_core.nn.random.dropout_masks import step_numbers
+from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective, check_weight
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.sharded_logits import sharded_cross_entropies
 
 __all__ = ["GlobalBatch", "Surroundings"]
@@ -77,25 +77,25 @@ class GlobalBatch:
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Surround everything that runs forward."""
-        with ExitStack() as stack:
+    def step_context(self, batch: Batch) -> StepContext:
+        """Return what the passes of a micro-batch on the device depend on in addition to it."""
+        return StepContext(
+            numbers=step_numbers(self._around.seed, self._step, batch),
+            ids=batch.input_ids,
             # The library divides summed gradients by the data parallel ranks: those of auxiliary losses, too.
-            stack.enter_context(aux_loss_scale(self._around.data_ranks / self._tokens))
-            stack.enter_context(vocabulary_loss(sharded_cross_entropies))
-            stack.enter_context(draws_of_step(self._around.seed, self._step))
-            yield
+            aux_loss_scale=self._around.data_ranks / self._tokens,
+            vocabulary_loss=sharded_cross_entropies,
+        )
 
     def on_device(self) -> Iterator[Batch]:
         """Yield the micro-batches, each moved when it is asked for."""
         for batch in self.micro_batches:
             yield batch.to(self._around.device)
 
-    def loss(self, logits: object, batch: Batch) -> torch.Tensor:
+    def loss(self, logits: object, batch: Batch, step: StepContext) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._around.computing():
-            output = self._objective(logits, batch)  # type: ignore[arg-type]  # sharded logits, for cross_entropies
+            output: ObjectiveOutput = called_with_step(self._objective, step, logits, batch)
         if type(self._objective) not in self._metric_names:  # once: it waits for the device
             check_weight(self._objective, output, batch)
         loss = self._mean(output.loss_sum)

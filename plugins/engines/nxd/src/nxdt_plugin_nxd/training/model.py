@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
-from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.nn.random.rounding import rounding_key
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
@@ -27,6 +26,7 @@ from nxdt_core.protocols.parallel.model import Replicas, StepLoss
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.placement import Place
 from nxdt_plugin_nxd.layout.sharded_logits import whole_logits
 from nxdt_plugin_nxd.layout.stages import HeldParameter, Stage, parameters_of, round_to
@@ -137,12 +137,13 @@ class NxdModel:
         self._set_training(True)
         batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
         scale = self.data_ranks  # the library divides the sums of gradients by it
-        with batch.running():
-            if self._pipeline is not None:
-                self._pipeline.train(batch.micro_batches, batch.loss, scale=scale)
-            else:
-                for moved in batch.on_device():
-                    (batch.loss(self._logits(moved), moved) * scale).backward()  # type: ignore[no-untyped-call]
+        if self._pipeline is not None:
+            self._pipeline.train(batch.micro_batches, batch.step_context, batch.loss, scale=scale)
+        else:
+            for moved in batch.on_device():
+                step = batch.step_context(moved)
+                # One expression: a name would hold the graph until the next micro-batch has its own.
+                (batch.loss(self._logits(moved, step), moved, step) * scale).backward()  # type: ignore[no-untyped-call]
         return batch.result()
 
     @torch.no_grad()
@@ -150,12 +151,12 @@ class NxdModel:
         """Return the loss in evaluation mode, without gradients."""
         self._set_training(False)
         batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
-        with batch.running():
-            if self._pipeline is not None:
-                self._pipeline.forward(batch.micro_batches, batch.loss)
-            else:
-                for moved in batch.on_device():
-                    batch.loss(self._logits(moved), moved)
+        if self._pipeline is not None:
+            self._pipeline.forward(batch.micro_batches, batch.step_context, batch.loss)
+        else:
+            for moved in batch.on_device():
+                step = batch.step_context(moved)
+                batch.loss(self._logits(moved, step), moved, step)
         return batch.result()
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -173,14 +174,14 @@ class NxdModel:
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
         batch = Batch(input_ids=padded, labels=padded)
         if self._pipeline is None:
-            return whole_logits(self._logits(batch.to(self._around.device)))[:, :length]
+            return whole_logits(self._logits(batch.to(self._around.device), StepContext()))[:, :length]
         kept: list[torch.Tensor] = []
 
-        def keep(logits: Any, batch: Batch) -> torch.Tensor:
+        def keep(logits: Any, *_: object) -> torch.Tensor:
             kept.append(whole_logits(logits))
             return kept[0].sum()
 
-        self._pipeline.forward([batch], keep)
+        self._pipeline.forward([batch], lambda _: StepContext(), keep)
         shape = max(self._around.ranks.all_gather_object(tuple(kept[0].shape) if kept else ()), key=len)
         return self._from_last_stage(kept[0] if kept else None, shape)[:, :length]
 
@@ -197,9 +198,9 @@ class NxdModel:
         for module in self._stage.modules:
             module.train(mode)
 
-    def _logits(self, batch: Batch) -> Any:
-        with rows_of_batch(batch.first_row, batch.input_ids), self._around.computing():
-            return self._stage.modules[0](batch.input_ids, batch.position_ids, batch.document_ids)
+    def _logits(self, batch: Batch, step: StepContext) -> Any:
+        with self._around.computing():
+            return self._stage.modules[0](batch.input_ids, batch.position_ids, batch.document_ids, step=step)
 
     # Weights
 
@@ -316,9 +317,9 @@ class _LabelLogProbs:
     def weight(self, batch: Batch) -> torch.Tensor:
         return batch.weight()
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         counts = batch.labels != IGNORE_INDEX
-        found = -cross_entropies(logits, batch.labels) * counts
+        found = -cross_entropies(logits, batch.labels, step) * counts
         self.kept.append(found)
         return ObjectiveOutput(loss_sum=found.sum() * 0, weight=self.weight(batch))
 

@@ -13,17 +13,19 @@ import torch
 from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 
-from nxdt_core.nn.random.dropout_masks import rows_of_batch
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.placement import Place
 from nxdt_plugin_nxd.training.global_batch import Surroundings
 from nxdt_plugin_nxd.training.interleaved import InterleavedModel
 
 __all__ = ["Pipeline"]
 
-Consume = Callable[[Any, Batch], torch.Tensor]
+Consume = Callable[[Any, Batch, StepContext], torch.Tensor]
 """From the logits of a micro-batch to its loss, on the last stage."""
+Contexts = Callable[[Batch], StepContext]
+"""From a micro-batch on the device to what its passes depend on in addition."""
 
 
 class Pipeline:
@@ -39,18 +41,18 @@ class Pipeline:
         }
         self._models: dict[tuple[object, ...], NxDPPModel] = {}
 
-    def train(self, batches: Sequence[Batch], loss: Consume, *, scale: float) -> None:
+    def train(self, batches: Sequence[Batch], contexts: Contexts, loss: Consume, *, scale: float) -> None:
         """Run forward and backward of one step; ``scale`` multiplies each loss before backward."""
         count = len(batches)
-        self._run(batches, lambda logits, batch: loss(logits, batch) * (count * scale), training=True)
+        self._run(batches, contexts, lambda *of: loss(*of) * (count * scale), training=True)
 
-    def forward(self, batches: Sequence[Batch], consume: Consume) -> None:
+    def forward(self, batches: Sequence[Batch], contexts: Contexts, consume: Consume) -> None:
         """Run forward alone and hand each micro-batch's logits to ``consume`` on the last stage."""
-        self._run(batches, consume, training=False)
+        self._run(batches, contexts, consume, training=False)
 
-    def _run(self, batches: Sequence[Batch], consume: Consume, *, training: bool) -> None:
+    def _run(self, batches: Sequence[Batch], contexts: Contexts, consume: Consume, *, training: bool) -> None:
         for stage in self._stages.values():
-            stage.begin(batches, consume)
+            stage.begin(batches, contexts, consume)
         model = self._model(len(batches), batches[0].input_ids.shape, training=training)
         ids = torch.cat([batch.input_ids for batch in batches])
         run = model.run_train if training else model.run_eval
@@ -80,27 +82,28 @@ class _Stage(nn.Module):
     def __init__(self, module: nn.Module, around: Surroundings, *, last: bool) -> None:
         super().__init__()
         self.module, self._around, self._device, self._last = module, around, around.device, last
-        self._forward: Iterator[Batch] = iter(())
-        self._losses: Iterator[Batch] = iter(())
+        self._forward: Iterator[tuple[Batch, StepContext]] = iter(())
+        self._losses: Iterator[tuple[Batch, StepContext]] = iter(())
         self._consume: Consume | None = None
 
-    def begin(self, batches: Sequence[Batch], consume: Consume) -> None:
+    def begin(self, batches: Sequence[Batch], contexts: Contexts, consume: Consume) -> None:
         """Take the micro-batches of a pass, which the library runs in order."""
-        moved = [batch.to(self._device) for batch in batches]
+        on_device = (batch.to(self._device) for batch in batches)
+        moved = [(batch, contexts(batch)) for batch in on_device]
         self._forward, self._losses, self._consume = iter(moved), iter(moved), consume
 
     def forward(self, received: Any) -> Any:
         """Return hidden states, or on the last stage the logits, as the only element of a tuple."""
-        batch = next(self._forward)
+        batch, step = next(self._forward)
         hidden = batch.input_ids if isinstance(received, list) else received
         positions = batch.position_ids  # those of a part of the sequence could not be counted
         if positions is None:
             positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(batch.input_ids)
-        with rows_of_batch(batch.first_row, batch.input_ids), self._around.computing():
-            output = self.module(hidden, positions, batch.document_ids)
+        with self._around.computing():
+            output = self.module(hidden, positions, batch.document_ids, step=step)
         return (output,) if self._last else output
 
     def loss(self, logits: Any, _: torch.Tensor) -> torch.Tensor:
         """Return the loss of the next micro-batch."""
         assert self._consume is not None
-        return self._consume(logits, next(self._losses))
+        return self._consume(logits, *next(self._losses))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nxdt_plugin_hf.attention import IMPLEMENTATION, AttentionCall, tracing
+from nxdt_plugin_hf.attention import IMPLEMENTATION, AttentionCall, note_calls
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
 from nxdt_plugin_hf.moe.experts import replace_experts, routed_experts
 
@@ -50,9 +50,9 @@ def trace_model(architecture: Architecture) -> Trace:
     for _, experts in routed_experts(model):
         experts.register_forward_pre_hook(note, with_kwargs=True)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    calls: dict[nn.Module, AttentionCall] = {}
+    calls = note_calls(model)
     try:
-        with torch.no_grad(), tracing.set(calls):
+        with torch.no_grad():
             model(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
     except Exception as error:  # a model's own code may raise anything
         reason = f"its forward cannot be followed: {_words(error)}"

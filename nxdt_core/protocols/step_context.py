@@ -1,0 +1,66 @@
+"""What a forward pass and its loss depend on in addition to the batch: ``StepContext``, an argument of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SequenceShards", "StepContext", "VocabularyLoss"]
+
+
+VocabularyLoss = Callable[[Any, "torch.Tensor | None"], "torch.Tensor"]
+"""From the logits of an engine and labels to what :func:`nxdt_core.nn.loss.cross_entropies` returns; without labels to
+what :func:`nxdt_core.nn.loss.log_partition` does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceShards:
+    """How the tokens of each sequence are distributed over ranks; by default one rank has them all.
+
+    A loss ``f(Σ over tokens)`` is computed on every rank from :attr:`total`, and each reports ``f × share``: the step
+    adds the ranks up.
+    """
+
+    ranks: int = 1
+    """Number of ranks that share each sequence."""
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda partial: partial
+    """Returns the sum of all ranks' tensors, equal on all of them; differentiable. Collective."""
+
+    @property
+    def share(self) -> float:
+        """The part that each rank reports of a figure that all ranks have."""
+        return 1 / self.ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """Made by an engine for each micro-batch, and passed to the model, its layers, and the objective.
+
+    Compiled layers get it as an input. What changes from step to step is therefore a tensor: ``torch.compile`` would
+    compile a layer again for each value of a Python number.
+    """
+
+    numbers: torch.Tensor | None = None
+    """int64 [3] on the host: the run's seed, the number of the step, and the first row of the micro-batch in the global
+    batch. Dropout masks follow from it; None: from the generator of random numbers."""
+    ids: torch.Tensor | None = None
+    """[rows, tokens]: the micro-batch's token ids in this process; dropout masks need their shape."""
+    expert_rows: torch.Tensor | None = None
+    """int64, within experts that have dropout: the number of each of their rows."""
+    labels: torch.Tensor | None = None
+    """int64 [rows, tokens] in a pass for a loss: a head may return the losses of these labels instead of logits. None:
+    logits are wanted."""
+    masks: Mapping[str, Any] = field(default_factory=dict)
+    """What attention needs of packed documents, made before a compiled layer runs; by the names of
+    :class:`nxdt_core.nn.attention.documents.DocumentMasks`."""
+    aux_loss_scale: float | torch.Tensor = 1.0
+    """Factor of auxiliary losses, which are sums over the micro-batch's tokens: 1 over the weight of the global batch,
+    a scalar on the device."""
+    vocabulary_loss: VocabularyLoss | None = None
+    """Computes cross-entropies; None: for logits of the whole vocabulary, in stock operations."""
+    sequences: SequenceShards = SequenceShards()
+    """The distribution of the micro-batch's sequences over ranks."""
