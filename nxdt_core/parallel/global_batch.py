@@ -122,7 +122,9 @@ class GlobalBatch:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._numerics.autocast():
             output = objective_output(self._objective, logits, batch, step)
-        if type(self._objective) not in self._metric_names:  # once: it waits for the device
+        # Once, since it waits for the device; of a part of each sequence, weights may be of the part or of the whole.
+        first = not self._losses and type(self._objective) not in self._metric_names
+        if first and step.sequences.ranks == 1:
             check_weight(self._objective, output, batch)
         loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())

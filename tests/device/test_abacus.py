@@ -57,7 +57,8 @@ def session(recipe: str, *overrides: str, accelerator: str = "abacus") -> TrainS
 
 
 def steps(run: TrainSession) -> tuple[list[float], list[int]]:
-    """Losses, and how often each step read a value of the device."""
+    """Losses, and how often each step read a value of the device. The first one compares the weight that the objective
+    reports."""
     from tests.device.abacus import waits
 
     losses, waited = [], []
@@ -103,10 +104,10 @@ def returned(
 
 
 @pytest.mark.parametrize("model", slow_except(MODELS, ("llama", "compiled", "rounded")))
-def test_it_trains_as_on_the_host_and_no_step_waits(returned: dict[str, Any], model: str) -> None:
+def test_it_trains_as_on_the_host_and_no_step_but_the_first_waits(returned: dict[str, Any], model: str) -> None:
     found = returned[model]
     assert found["types"] == {"abacus"}
-    assert found["waited"] == [0] * 4
+    assert found["waited"] == [1, 0, 0, 0]
     if model != "gpt with dropout":  # the host draws the masks of its attention in its kernel
         host = found["host"] or returned["llama"]["host"]
         assert found["losses"] == pytest.approx(host, rel=1e-5 if model != "rounded" else 2e-3)
@@ -124,7 +125,7 @@ def wait_where_shapes_may_change() -> list[int]:
 
 
 def test_waits_are_seen(abacus_cache: str) -> None:
-    assert RankPool(1).run(wait_where_shapes_may_change, environment={CACHE: abacus_cache}) == [[1] * 4]
+    assert RankPool(1).run(wait_where_shapes_may_change, environment={CACHE: abacus_cache}) == [[2, 1, 1, 1]]
 
 
 def resume_with(root: str) -> tuple[list[float], list[int]]:
@@ -142,7 +143,7 @@ def test_a_run_that_is_resumed_does_not_wait_either(returned: dict[str, Any]) ->
     """Step counters of the optimizer are loaded to the host, where its kernels read them."""
     resumed, waited = returned["resumed"]
     assert resumed == returned["llama"]["losses"][2:]
-    assert waited == [0, 0]
+    assert waited == [1, 0]
 
 
 def fit_with_lightning() -> set[str]:

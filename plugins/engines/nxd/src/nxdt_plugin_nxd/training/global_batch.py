@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nxdt_core.nn.random.dropout_masks import step_numbers
 from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
@@ -96,8 +96,6 @@ class GlobalBatch:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._around.computing():
             output: ObjectiveOutput = called_with_step(self._objective, step, logits, batch)
-        if type(self._objective) not in self._metric_names:  # once: it waits for the device
-            check_weight(self._objective, output, batch)
         loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())
         for name, value in output.metrics.items():
