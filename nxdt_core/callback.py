@@ -174,6 +174,8 @@ class Run:
     def call(self, moment: Moment, *arguments: Any) -> None:
         """Call a method of each callback; those that observe, and fail, are named and not called again."""
         for name, callback in list(self.callbacks.items()):
+            if name not in self.callbacks:  # it has failed in a call within this one
+                continue
             try:
                 getattr(callback, moment)(self, *arguments)
             except NxdtError:
