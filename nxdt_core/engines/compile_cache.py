@@ -50,7 +50,7 @@ def check_folder_writable(folder: Path, *, setting: str) -> None:
 
 
 def check_torch_folder() -> None:
-    """Check that torch can create its folder for compiled graphs. Lightning imports code that creates it, in any run.
+    """Check that torch can create its folder for compiled graphs. Modules of torch create it when they are imported.
 
     Raises:
         CompileCacheNotWritable: the folder cannot be created or written.

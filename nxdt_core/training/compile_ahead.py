@@ -6,24 +6,20 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.limits import first_batches
-from nxdt_core.devices import HOST, profile_of
 from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataloader import MapDataset
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.training.data import Dataset, StepInput
 from nxdt_core.training.primitives import mean_loss
-from nxdt_core.training.session import TrainSession, start_engine
+from nxdt_core.training.session import TrainSession, start_engine, without_gradients
 
 __all__ = ["ahead_of", "run_trial"]
 
@@ -112,16 +108,9 @@ def _validate(session: TrainSession) -> None:
     if trainer.val_check_interval is None:
         return
     limit = trainer.limit_val_batches if isinstance(trainer.limit_val_batches, int) else None
-    with _without_gradients(inference=trainer.inference_mode), session.validated_weights():
+    with without_gradients(inference=trainer.inference_mode), session.validated_weights():
         for loader in session.validation_loaders():
             mean_loss(session.evaluate_batch(batch) for batch in _first_and_last(islice(loader, limit)))
-
-
-def _without_gradients(*, inference: bool) -> AbstractContextManager[None]:
-    """Return the mode in which Lightning validates: over the host's process groups never that of inference."""
-    hosts = profile_of(HOST).process_group_backend
-    over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
-    return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
 
 
 def _first_and_last(batches: Iterable[StepInput]) -> Iterator[StepInput]:

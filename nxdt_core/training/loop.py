@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-import torch
-
 from nxdt_core.callback import Run
-from nxdt_core.devices import profile_of
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures
+from nxdt_core.training.session import without_gradients
 
-__all__ = ["fit"]
+__all__ = ["fit", "validate", "validates_after"]
 
 
 def fit(run: Run) -> None:
@@ -66,7 +63,7 @@ def _evaluate(run: Run, limit: int | None, *, seen: bool = True) -> dict[str, An
     session, number = run.session, None if limit is None or limit < 0 else limit
     figures = ValidationFigures(traits_of(session.objective).unit)
     PROGRESS.advance("validation")
-    with session.validated_weights(), _without_gradients(run):
+    with session.validated_weights(), without_gradients(inference=run.config.run.trainer.inference_mode):
         for index, loader in enumerate(session.validation_loaders()):
             for batch in islice(loader, number):
                 figures.add(index, session.evaluate_batch(batch))
@@ -76,9 +73,3 @@ def _evaluate(run: Run, limit: int | None, *, seen: bool = True) -> dict[str, An
                 if run.stopping:
                     return {}
     return figures.row(session.data.validation_sets)
-
-
-def _without_gradients(run: Run) -> AbstractContextManager[object]:
-    """Inference mode where the run wants it; collectives on a host take no tensor that was made in it."""
-    alone = run.session.engine.ranks.world_size == 1 or not profile_of(run.session.engine.device).host
-    return torch.inference_mode() if run.config.run.trainer.inference_mode and alone else torch.no_grad()

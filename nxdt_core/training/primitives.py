@@ -1,4 +1,4 @@
-"""The optimizer step, and the model and the optimizer that it works on. Needs no Lightning.
+"""The optimizer step, and the model and the optimizer that it works on.
 
 :class:`nxdt_core.training.session.TrainSession` is made of these.
 """

@@ -1,4 +1,4 @@
-"""One object for a run: what a training loop of any kind needs, and what it does at each step. Needs no Lightning.
+"""One object for a run: what a training loop of any kind needs, and what it does at each step.
 
 A whole training loop, right on any number of ranks::
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 import torch
+import torch.distributed as dist
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
@@ -36,6 +37,7 @@ from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.data.digest import digest
+from nxdt_core.devices import HOST, profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.launch.agreement import check_agreement, check_world_size
@@ -68,7 +70,7 @@ from nxdt_core.training.weights.saved_optimizer import check_shared_state, conti
 from nxdt_core.training.weights.saved_precision import round_to_bfloat16, take_masters
 from nxdt_core.training.weights.shape_mismatch import misfit_explained
 
-__all__ = ["SaveFacts", "TrainSession", "start_engine"]
+__all__ = ["SaveFacts", "TrainSession", "start_engine", "without_gradients"]
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +106,14 @@ def start_engine(config: ResolvedConfig, engine: ParallelEngine) -> None:
     """
     engine.start()
     check_agreement(config, engine.ranks)
+
+
+def without_gradients(*, inference: bool) -> AbstractContextManager[None]:
+    """Return the mode of a validation: that of inference where it is asked for, but not over the host's process groups,
+    whose collectives take no tensor that was made in it."""
+    hosts = profile_of(HOST).process_group_backend
+    over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
+    return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
 
 
 class TrainSession:

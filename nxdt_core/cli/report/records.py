@@ -19,9 +19,7 @@ Series = dict[int, float]
 """Value by step."""
 
 _EVENT = re.compile(r"(?P<time>[\d-]+ [\d:]+),\d+ (?P<level>[A-Z]+) rank (?P<rank>\d+) [\w.]+: (?P<text>.*)")
-_TOLD = re.compile(
-    r"resum|starting from|stop|skipped|not finite|plugins |Lightning adds|learning rate|average|damaged|fall"
-)
+_TOLD = re.compile(r"resum|starting from|stop|skipped|not finite|plugins |learning rate|average|damaged|fall")
 """Information that is an event; warnings and errors always are."""
 _MOST_EVENTS = 200
 _COUNTERS = frozenset({"step", "consumed_samples", "consumed_tokens", "tokens", "pairs"})
