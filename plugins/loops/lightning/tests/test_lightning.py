@@ -1,7 +1,6 @@
 """The Lightning classes in a user's own Trainer, and the processes that it starts or finds."""
 
 import json
-import os
 import sys
 import time
 
@@ -185,9 +184,7 @@ def test_a_script_starts_the_ranks_that_its_trainer_asks_for(tmp_path, small_run
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ranks_that_torchrun_started_are_taken(tmp_path, devices):
-    port = str(29500 + os.getpid() % 1000 + devices)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", port)
-    done, found = run_script(tmp_path, devices, *launcher)
+    done, found = run_script(tmp_path, devices, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert done.returncode == 0, done.stderr
     assert {rank: size for rank, (size, _) in found.items()} == {0: 2, 1: 2}
 
