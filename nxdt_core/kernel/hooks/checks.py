@@ -68,7 +68,7 @@ _known_signature = lru_cache(maxsize=4096)(inspect.signature)
 
 
 def hook_signature(name: str, function: Callable[..., Any]) -> str:
-    """``nxdt_step_end(context)``, for messages."""
+    """``nxdt_validate_config(context)``, for messages."""
     return f"{name}{signature_of(function)}"
 
 
