@@ -92,7 +92,8 @@ class DeviceProfile:
     static_shapes: bool = False
     """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
     compile_backend: str = "inductor"
-    """Backend of ``torch.compile``."""
+    """Backend of ``torch.compile``, which differentiates graphs by AOTAutograd: torch 2.11's ``eager``, which does not,
+    loses gradients of collectives."""
     context_parallel_method: Literal["ring", "gather"] = "ring"
     """How context parallelism moves keys and values where the configuration does not say."""
     attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"

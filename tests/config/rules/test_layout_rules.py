@@ -326,13 +326,27 @@ def test_what_the_installed_torch_lacks_is_refused(installed, version):
         "2 key and value heads over tensor_model_parallel_size 4 are copied, which needs torch>=2.10, and torch"
         f" {version} is installed."
     ]
+    experts = {"model.moe.num_experts": 4}
+    assert found(layout(4, **{TP: 2, EP: 2}) | experts) == [
+        f"expert_model_parallel_size 2 with tensor_model_parallel_size 2 needs torch>=2.10, and torch {version} is"
+        " installed."
+    ]
+    chunks = experts | {"model.moe.exchange_chunks": 2}
+    assert found(layout(2, **{EP: 2}) | chunks | {"model.compile": True}) == [
+        f"2 exchange_chunks in compiled layers need torch>=2.11, and torch {version} is installed."
+    ]
+    assert found(layout(2, **{EP: 2}) | chunks | {"model.compile": False}) == []
     assert found(layout(2, **{TP: 2}) | {"model.num_kv_heads": 2}) == []
     assert found(layout(2, **{PP: 2, VPP: 2})) == []
     assert found(layout(2, **{SCHEDULE: "zbv"})) == []
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.11.0+cu130", "2.14.1"])
-def test_newer_versions_of_torch_lack_nothing(installed, version):
+def test_newer_versions_of_torch_lack_less(installed, version):
     installed(version)
     assert found(layout(2, **{PP: 2, SCHEDULE: "zbv"})) == []
     assert found(layout(4, **{TP: 4}) | {"model.num_kv_heads": 2}) == []
+    experts = {"model.moe.num_experts": 4}
+    assert found(layout(4, **{TP: 2, EP: 2}) | experts) == []
+    chunks = experts | {"model.moe.exchange_chunks": 2, "model.compile": True}
+    assert bool(found(layout(2, **{EP: 2}) | chunks)) == version.startswith("2.10")
