@@ -40,6 +40,7 @@ _IMPORTED = (
     "transformers.modeling_utils",  # with the next two, 1.3 CPU-seconds of many tests and of each worker
     "peft",
     "torchao.float8",
+    "pytorch_lightning",  # 4 CPU-seconds of each rank and worker of the plugin's tests
 )
 """In addition to what ``nxdt train`` imports."""
 _STARTS_RANKS = ("train", "torch.distributed.run")
