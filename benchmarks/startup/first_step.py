@@ -1,4 +1,4 @@
-"""Time from the command to the first optimizer step: ``nxdt train`` against a bare script of torch without Lightning.
+"""Time from the command to the first optimizer step: ``nxdt train`` against a bare script of torch.
 
 Claim: before its first step, ``nxdt train`` takes at most 1.3 times what the script takes. Both train a Llama of one
 shape, 110M weights by default, on the text of ``llama-tiny``. The script reads a TOML file, builds the model on the
@@ -6,8 +6,7 @@ meta device, gives it memory, draws weights with ``normal_``, and has AdamW and 
 
 Whole processes in turn; CPU and wall seconds before and until the end of the first step, as medians, and the ratio of
 each pair as median and range. Then what nxdt says of its start, and what it imports that the script does not. The claim
-is about wall seconds on quiet cores, in an environment of what nxdt requires: Lightning's torchmetrics imports scipy,
-matplotlib and transformers wherever they are installed.
+is about wall seconds on quiet cores.
 """
 
 from __future__ import annotations
