@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nxdt_core.errors import NxdtError
 
-__all__ = ["Callback", "Run", "tag"]
+__all__ = ["MOMENTS", "Callback", "Run", "tag", "uncalled_methods"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +84,15 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned before the checkpoint; called before :meth:`on_fit_start`."""
+
+
+MOMENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+"""Methods that a run calls, in addition to ``close`` and those of the state."""
+
+
+def uncalled_methods(callback: Callback) -> list[str]:
+    """Return the methods of a callback that look like moments of a run, and that no run calls."""
+    return [name for name in dir(callback) if name.startswith("on_") and name not in MOMENTS]
 
 
 class Run:

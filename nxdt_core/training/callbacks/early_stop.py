@@ -65,17 +65,17 @@ class EarlyStop(Callback):
     def _judge(self, value: float) -> str | None:
         """Return why the run ends with this value; None where it continues."""
         params, sign = self._params, self._sign
-        better = self._best is None or sign * value < sign * self._best - abs(params.min_delta)
+        best = math.inf * sign if self._best is None else self._best
         if params.check_finite and not math.isfinite(value):
             return f"{params.monitor} is {value}"
         if params.stopping_threshold is not None and sign * value < sign * params.stopping_threshold:
             return f"{params.monitor} is {value:.6g}, better than stopping_threshold {params.stopping_threshold}"
         if params.divergence_threshold is not None and sign * value > sign * params.divergence_threshold:
             return f"{params.monitor} is {value:.6g}, worse than divergence_threshold {params.divergence_threshold}"
-        if better:
+        if sign * value < sign * best - params.min_delta:  # never so for NaN
             self._best, self._waited = value, 0
             return None
         self._waited += 1
         if self._waited < params.patience:
             return None
-        return f"{params.monitor} has not improved in {self._waited} validations (best: {self._best:.6g})"
+        return f"{params.monitor} has not improved in {self._waited} validations (best: {best:.6g})"

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.callback import Callback, Run
+from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
@@ -153,7 +153,7 @@ class _Training:
         PROGRESS.spent("data")
         session = TrainSession(config, engine=self.engine, data=data)
         files = FigureFiles(config.run_dir if self.engine.ranks.rank == 0 else None, self.signals.fail)
-        metrics, run = self._composed(session, files, start)
+        metrics, run = self._composed(session, files)
         try:
             collect_as_usual()
             with memory_errors_explained(session):
@@ -196,9 +196,7 @@ class _Training:
             self.console.say(f"note: {note}")
         _log.info("plugins %s", config.kernel.fingerprint())
 
-    def _composed(
-        self, session: TrainSession, files: FigureFiles, start: Start | ForeignStart | None
-    ) -> tuple[MetricsWriter, Run]:
+    def _composed(self, session: TrainSession, files: FigureFiles) -> tuple[MetricsWriter, Run]:
         """Return the run with its callbacks: the figures first, then what acts on them, then saving; what stops the run
         on request comes after all of them."""
         config, trainer, manager = session.config, session.config.run.trainer, session.config.run.exp_manager
@@ -339,10 +337,8 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
         name, built = selected.component.qualified_name, selected.component.load_target()(selected.config, run_dir)
         if not isinstance(built, Callback):
             raise NotOurCallback(name=name, found=built)
-        known = [method for method in vars(Callback) if method.startswith("on_")]
-        for method in dir(built):
-            if method.startswith("on_") and method not in known:
-                raise CallbackMethodUnknown(name=name, method=method, known=known)
+        for method in uncalled_methods(built):
+            raise CallbackMethodUnknown(name=name, method=method, known=MOMENTS)
         number = 1 + sum(other.partition(" #")[0] == name for other in found)
         found[name if number == 1 else f"{name} #{number}"] = built
     return found

@@ -1,12 +1,17 @@
 """Early stopping: the validation that ends a run, the same on all ranks, and what a later start makes of it."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 
 from nxdt_core import checkpoint
+from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MetricNotLogged
 from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, train
+from nxdt_core.training.callbacks.early_stop import EarlyStop
 from tests.training.ema_run import averaged_run
 
 PARAMS = "exp_manager.early_stopping_callback_params"
@@ -47,6 +52,19 @@ def test_min_steps_holds_it(small_run):
 def test_it_judges_a_metric_of_the_training(small_run):
     better = ("model.optim.lr=0", "model.optim.sched.min_lr=0", f"{PARAMS}.monitor=grad_norm", f"{PARAMS}.mode=max")
     assert train(small_run("trainer.max_steps=20", *HOPELESS, *better)).step == 3
+
+
+def test_a_first_figure_that_is_no_number_is_not_taken_for_the_best():
+    judge = EarlyStop(EarlyStoppingParams(check_finite=False, patience=3))
+    ranks = SimpleNamespace(any_rank=lambda flag: flag)
+    run = SimpleNamespace(
+        step=1, stopping=False, say=print, session=SimpleNamespace(engine=SimpleNamespace(ranks=ranks))
+    )
+    for value in (math.nan, math.nan, 2.0, 1.0):
+        run.metrics = {"val_loss": value}
+        judge.on_validation_end(run)
+        assert not run.stopping
+    assert (judge.state_dict()["best"], judge.state_dict()["waited"]) == (1.0, 0)
 
 
 def test_a_threshold_stops_at_once(small_run):
