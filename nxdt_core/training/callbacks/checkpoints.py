@@ -24,7 +24,10 @@ __all__ = ["CheckpointSaver"]
 _log = logging.getLogger(__name__)
 
 _TIME_TOPIC = "checkpoint time"
-_NOT_OF_THE_RUN = ("step", "consumed_", "checkpoint_", "start_", "data_wait_s", "tokens_per_s", "max_memory_bytes")
+_NOT_OF_THE_RUN = (
+    *("step", "consumed_", "checkpoint_", "start_", "data_wait_s", "tokens_per_s", "max_memory_bytes"),
+    *("run_resumed", "compile_time_s"),
+)
 """Prefixes of logged metrics that a manifest has anyway, or that describe the machine."""
 _BREAKING_S = 60.0
 """How long a failing run waits for a save in flight."""

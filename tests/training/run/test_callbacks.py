@@ -144,6 +144,15 @@ def test_what_is_logged_reaches_callbacks_by_tag_and_the_checkpoint_by_name(run_
     assert checkpoint.latest(build.storage(config), warn=print).facts.metrics["mine"] == 2.0
 
 
+def test_a_checkpoint_of_a_resumed_run_has_the_metrics_of_one_that_was_not_stopped(run_with):
+    names = []
+    for steps in (2, 3):
+        config = run_with("Saves", f"trainer.max_steps={steps}")
+        train(config)
+        names.append(checkpoint.latest(build.storage(config), warn=print).facts.metrics.keys())
+    assert names[0] == names[1]
+
+
 def test_entries_of_one_component_have_their_own_state(run_with):
     train(run_with("Seen, Seen", "trainer.max_steps=2"))
     config = run_with("Seen, Seen", "trainer.max_steps=3")
