@@ -140,7 +140,8 @@ def _check_fetched(path: Path, content: bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file, which takes the place of ``path`` when the block ends; where it fails, ``path`` is unchanged.
 
-    A link or a pipe of that name is replaced, and not opened. A file keeps its permissions.
+    A link or a pipe of that name is replaced, and not opened. A file keeps its permissions. A process that is killed in
+    the block leaves a hidden ``.nxdt-….part``.
 
     Raises:
         OSError: the file cannot be written, or ``path`` is a directory.
