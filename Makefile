@@ -17,9 +17,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-# The core, and every folder of plugins/ with a pyproject.toml.
+# The core, its conformance kits, and every folder of plugins/ with a pyproject.toml.
 # `nxdt` in meta/ has no code: it is built, and not installed for development.
-DISTS := . $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
+DISTS := . testing $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
 # Processes that share the files of tests: one more than cores, since tests also wait, and at most 4, each with one
 # thread (conftest.py). 0 runs all tests in one process, as a debugger needs it.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))

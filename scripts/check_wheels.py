@@ -3,9 +3,9 @@
     python scripts/check_wheels.py              every distribution; ``make check-wheels`` calls it
     python scripts/check_wheels.py llama s3     these plugins only, and not all together
 
-An environment has the wheel, what its metadata requires, and pytest with what that requires. There every target of a
-component is imported, so that an import that a plugin does not declare fails. Then what else the plugin's README
-installs is added, which its recipes may need, and the kits run. Exit status 1 where something fails.
+An environment has the wheel and what its metadata requires. There every target of a
+component is imported, so that an import that a plugin does not declare fails. Then the kits are added, and what
+else the plugin's README installs, which its recipes may need, and the kits run. Exit status 1 where something fails.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import time
 import tomllib
 from pathlib import Path
 
-from distributions import META, ROOT, folders
+from distributions import META, ROOT, folders, plugins
 from wheel_environment import Environment, Third, build_wheels, copy_sources
 
-_TOOLS = ("pytest",)
-"""Required by the kits and by no plugin."""
+_KITS = "nxdt-testing"
 _CHECK_TIMEOUT_S = 900
 _TARGETS = """
 from nxdt_core.kernel import Kernel
@@ -36,14 +35,14 @@ for kind in registry.kinds():
 
 def main(*chosen: str) -> int:
     """Check the named plugins, or all of them, then ``nxdt[all]``; return the number of environments that fail."""
-    names = {folder: _name(folder) for folder in folders()[1:]}
+    names = {folder: _name(folder) for folder in plugins()}
     unknown = set(chosen) - {name.removeprefix("nxdt-plugin-") for name in names.values()}
     if unknown:
         sys.exit(f"no plugin of this repository is called {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="nxdt-wheels-") as scratch:
         place = Path(scratch)
         source, wheels = copy_sources(ROOT, place / "source"), place / "wheels"
-        build_wheels([source, *(source / folder for folder in names), source / META.parent.name], wheels)
+        build_wheels([*(source / folder for folder in folders()), source / META.parent.name], wheels)
         alone = [each for each in names.items() if not chosen or each[1].removeprefix("nxdt-plugin-") in chosen]
         failed = sum(not _check(place / name, wheels, name, _companions(folder, name)) for folder, name in alone)
         if not chosen:
@@ -62,7 +61,7 @@ def _check(place: Path, wheels: Path, requirement: str, companions: list[str] | 
         companions: what is installed as well before the kits run; None runs none.
     """
     begun = time.monotonic()
-    third, failures = Third.of([requirement, *_TOOLS], wheels=wheels), []
+    third, failures = Third.of([requirement], wheels=wheels), []
     environment = Environment(place / "env", third.link(place / "third_party"))
     environment.install(wheels, requirement)
     work = place / "work"
@@ -89,9 +88,8 @@ def _kits(
     environment: Environment, wheels: Path, name: str, companions: list[str], place: Path
 ) -> list[dict[str, str]]:
     """Install what the README installs as well, and return the results of ``nxdt plugins check``."""
-    if companions:
-        Third.of([name, *companions, *_TOOLS], wheels=wheels).link(place / "third_party")
-        environment.install(wheels, *companions)
+    Third.of([name, *companions, _KITS], wheels=wheels).link(place / "third_party")
+    environment.install(wheels, *companions, _KITS)
     command = ("nxdt", "plugins", "check", name, "--json")
     done = environment.run(*command, cwd=place / "work", timeout_s=_CHECK_TIMEOUT_S)
     if not done.stdout.startswith("["):

@@ -1,4 +1,4 @@
-"""The distributions of this repository: the core, and each folder of ``plugins/*/*`` with a ``pyproject.toml``.
+"""The distributions of this repository: the core, its kits in ``testing``, and the plugins, ``plugins/*/*``.
 
     python scripts/distributions.py editable    print a requirements file with all of them and what their extras need
     python scripts/distributions.py offers      write what the plugins offer into the core, for its install advice,
@@ -18,7 +18,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["META", "OFFERS", "ROOT", "editable", "extras", "folders", "offers", "with_extras"]
+__all__ = ["META", "OFFERS", "ROOT", "editable", "extras", "folders", "offers", "plugins", "with_extras"]
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFERS = ROOT / "nxdt_core" / "kernel" / "components" / "first_party.json"
@@ -30,7 +30,12 @@ _PLUGIN = "nxdt-plugin-"
 
 def folders() -> list[str]:
     """Return the folders of all distributions, relative to the repository; the core's, ``.``, first."""
-    return [".", *sorted(f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
+    return [".", "./testing", *plugins()]
+
+
+def plugins() -> list[str]:
+    """Return the folders of the plugins: each folder of ``plugins/*/*`` with a ``pyproject.toml``."""
+    return sorted(f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 
 
 def editable() -> list[str]:
@@ -53,7 +58,7 @@ def offers() -> str:
     from nxdt_core.api import ENTRY_POINT_GROUP, KINDS
 
     rows = []
-    for folder in folders()[1:]:
+    for folder in plugins():
         project = _project(folder)
         sys.path.insert(0, str(ROOT / folder / "src"))
         modules = [importlib.import_module(entry) for entry in project["entry-points"][ENTRY_POINT_GROUP].values()]
@@ -74,7 +79,7 @@ def with_extras(text: str) -> str:
     (bounds,) = (line.removeprefix(core["name"]) for line in tomllib.loads(text)["project"]["dependencies"])
     extras = {name: f"{core['name']}[{name}]{bounds}" for name in core["optional-dependencies"]}
     names = [_project(folder)["name"] for folder in folders()[1:]]
-    extras |= {name.removeprefix(_PLUGIN): f"{name}{bounds}" for name in names}
+    extras |= {name.removeprefix(_PLUGIN).removeprefix("nxdt-"): f"{name}{bounds}" for name in names}
     rows = [*sorted(extras.items()), ("all", f"nxdt[{','.join(sorted(extras))}]")]
     table = "".join(f'{name} = ["{requirement}"]\n' for name, requirement in rows)
     before, after = r"(\[project\.optional-dependencies\]\n)", r"(# end\n)"

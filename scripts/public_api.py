@@ -57,7 +57,7 @@ def rooms(heading: str = "") -> list[str]:
     """
     text = PAGE.read_text()
     text = text.partition(f"## {heading}\n")[2].partition("\n## ")[0] if heading else text
-    return re.findall(r"^\| `(nxdt_core[\w.]*(?:\.\*)?)`", text, flags=re.MULTILINE)
+    return re.findall(r"^\| `(nxdt_(?:core|testing)[\w.]*(?:\.\*)?)`", text, flags=re.MULTILINE)
 
 
 def is_public(module: str, listed: Sequence[str]) -> bool:
@@ -70,11 +70,12 @@ def is_public(module: str, listed: Sequence[str]) -> bool:
 def modules() -> dict[str, Path]:
     """Return the source file of every public module."""
     listed, found = rooms(), {}
-    for path in sorted((ROOT / "nxdt_core").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if is_public(name, listed):
-            found[name] = path
+    for package in (ROOT / "nxdt_core", ROOT / "testing" / "src" / "nxdt_testing"):
+        for path in sorted(package.rglob("*.py")):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if is_public(name, listed):
+                found[name] = path
     return found
 
 

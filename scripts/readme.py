@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from distributions import ROOT, folders
+from distributions import ROOT, folders, plugins
 
 README = ROOT / "README.md"
 SITE = "https://github.com/nxdt/nxdt/blob/main"
@@ -62,7 +62,7 @@ def models() -> Iterator[str]:
 
 
 def _model_records() -> Iterator[Any]:
-    for folder in folders()[1:]:
+    for folder in plugins():
         for module in _project(folder)["entry-points"]["nxdt.plugins"].values():
             sys.path.insert(0, str(ROOT / folder / "src"))
             yield from getattr(importlib.import_module(module), "nxdt_model_builders", list)()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
 
-from nxdt_core.testing.ranks import RankPool
+from nxdt_testing.ranks import RankPool
 
 __all__ = ["Call", "in_turn", "run_in_turn"]
 

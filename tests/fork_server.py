@@ -65,7 +65,7 @@ def main() -> None:
     subprocess.Popen = processes.Popen  # type: ignore[misc]  # before torch takes it from there
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000)  # the imports make no garbage
-    importlib.import_module("nxdt_core.testing.processes.preload")
+    importlib.import_module("nxdt_testing.processes.preload")
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # of what is not installed
             importlib.import_module(name)

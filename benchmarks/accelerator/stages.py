@@ -38,7 +38,7 @@ def _stage(name: str, group: str, work: str, minutes: float, *, default: bool = 
     )
 
 
-_OWN = ("nxdt_core.testing.processes.preload", "torch._dynamo")
+_OWN = ("nxdt_testing.processes.preload", "torch._dynamo")
 _PEERS = ("torchtitan.models.llama3", "litgpt.model", "transformers.models.llama.modeling_llama")
 _FLOAT8 = {"type": "float8", "scaling": "tensorwise"}
 _HALF_8B = {"shape": "8b", "layers": 16}

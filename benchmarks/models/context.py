@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 
 from nxdt_core.devices import HOST, profile_of
@@ -27,7 +28,6 @@ from nxdt_core.parallel.context.zigzag import shard_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import RankPool, process_group
 
 METHODS = ("ring", "gather")
 Times = dict[str, list[tuple[float, float]]]

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nxdt_testing.distributions import write_distribution
+
 from nxdt_core.config.sources.recipes import find_recipe
 from nxdt_core.kernel import Kernel
-from nxdt_core.testing.distributions import write_distribution
 
 PLUGINS = 40
 UNRELATED = 300

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from nxdt_testing.ranks import RankPool
 from torch.profiler import ProfilerActivity, profile
 
 from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.config import load
 from nxdt_core.devices import PROFILES, profile_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 

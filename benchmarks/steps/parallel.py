@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import RankPool
 from torch.profiler import ProfilerActivity, profile
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.parallel.pipeline.schedules import bubble_fraction
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 

@@ -11,7 +11,7 @@ __all__ = [
     "AmbiguousComponent",
     "BadComponentRecord",
     "ComponentUnusable",
-    "KitsNeedPytest",
+    "KitsMissing",
     "LocalPluginMissing",
     "PipMissing",
     "PluginHookFailed",
@@ -217,12 +217,12 @@ class LocalPluginMissing(NxdtError):
     path: str
 
 
-class KitsNeedPytest(NxdtError):
-    """The conformance kits are asked for where pytest is not installed."""
+class KitsMissing(NxdtError):
+    """The conformance kits are asked for where they are not installed."""
 
     code = "NXDT-K030"
-    happened = "The kits that check {name!r} need pytest, which is not installed."
-    remedy = "Install it: pip install 'nxdt-core[kits]'."
+    happened = "The kits that check {name!r} are not installed."
+    remedy = "Install it: pip install nxdt-testing."
     name: str
 
 

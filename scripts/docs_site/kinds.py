@@ -76,7 +76,7 @@ def repository(page: str) -> dict[str, str]:
 
 def requirements(kind: str) -> list[str]:
     """Return what the kit of a kind tests, a line for each test; nothing where the kind has no kit."""
-    path = ROOT / "nxdt_core" / "testing" / f"{_CONTRACTS.get(kind, kind)}_contract.py"
+    path = ROOT / "testing" / "src" / "nxdt_testing" / f"{_CONTRACTS.get(kind, kind)}_contract.py"
     if not path.exists():
         return []
     tree = ast.parse(path.read_text())

@@ -126,7 +126,7 @@ def _own(kernel: Kernel, kind: str) -> list[Any]:
 
 def _layouts() -> Iterator[tuple[str, Any]]:
     """Yield the layouts of the conformance kit of models, with a title such as ``TP, ZERO-3``."""
-    from nxdt_core.testing.runs.layouts import LAYOUTS
+    from nxdt_testing.runs.layouts import LAYOUTS
 
     words = {"documents": "packed documents", "lora": "LoRA", "zero3": "ZeRO-3", "gather": "gathered keys"}
     for name, layout in LAYOUTS.items():

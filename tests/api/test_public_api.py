@@ -86,7 +86,7 @@ def test_the_file_has_records_protocols_hooks_keys_commands_and_errors(lines):
         "command nxdt plugins list",
         "option nxdt plugins list --json",
         "error NXDT-C001",
-        "class nxdt_core.testing.model_contract.ModelContract",
+        "class nxdt_testing.model_contract.ModelContract",
     ):
         assert any(line.startswith(expected) for line in lines), expected
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nxdt_core.testing.callback_contract import CallbackContract
+from nxdt_testing.callback_contract import CallbackContract
 
 
 class TestGenerations(CallbackContract):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from nxdt_testing.device_profile_contract import DeviceProfileContract
 
 from nxdt_core.builtins.device_profiles import DEVICE_PROFILES
 from nxdt_core.kernel.discovery.loading import import_reference
-from nxdt_core.testing.device_profile_contract import DeviceProfileContract
 
 for _record in DEVICE_PROFILES:
 

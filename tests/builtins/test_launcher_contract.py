@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
+from nxdt_testing.launcher_contract import LauncherContract
 
 from nxdt_core.builtins.launchers.records import LAUNCHERS
 from nxdt_core.kernel.discovery.loading import import_reference
-from nxdt_core.testing.launcher_contract import LauncherContract
 
 RECORDS = {record.name: record for record in LAUNCHERS}
 

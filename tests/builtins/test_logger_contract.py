@@ -6,8 +6,8 @@ from collections import defaultdict
 from typing import ClassVar
 
 import pytest
+from nxdt_testing.logger_contract import LoggerContract
 
-from nxdt_core.testing.logger_contract import LoggerContract
 from tests.training.run.test_loggers import scanned_file
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from nxdt_testing.optimizer_contract import OptimizerContract
 
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.kernel.discovery.loading import import_reference
-from nxdt_core.testing.optimizer_contract import OptimizerContract
 from tests.sampling import takes_all
 
 BY_NAME = {record.name: record for record in OPTIMIZERS}

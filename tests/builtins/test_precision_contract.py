@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from nxdt_testing.precision_contract import PrecisionContract
 
 from nxdt_core.builtins.precision.config import BF16SRConfig, ManualConfig
 from nxdt_core.builtins.precision.records import POLICIES
 from nxdt_core.kernel.discovery.loading import import_reference
-from nxdt_core.testing.precision_contract import PrecisionContract
 
 RECORDS = {record.name: record for record in POLICIES}
 

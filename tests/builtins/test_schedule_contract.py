@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 
 import pytest
+from nxdt_testing.lr_scheduler_contract import LRSchedulerContract
 
 from nxdt_core.builtins.schedules.records import SCHEDULES
 from nxdt_core.kernel.discovery.loading import import_reference
-from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
 
 
 class TestBuiltin(LRSchedulerContract):

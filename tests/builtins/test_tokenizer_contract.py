@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from nxdt_testing.tokenizer_contract import TokenizerContract
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import (
@@ -20,7 +21,6 @@ from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.builtins.tokenizers.megatron import MegatronTokenizer
 from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.builtins.tokenizers.tiktoken import TiktokenTokenizer
-from nxdt_core.testing.tokenizer_contract import TokenizerContract
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 LINES = (PLUGINS / "datasets/text/src/nxdt_plugin_text/data/kjv.txt").read_text().splitlines()[:300]

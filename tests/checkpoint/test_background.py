@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import (
@@ -24,8 +26,6 @@ from nxdt_core.checkpoint import (
 from nxdt_core.checkpoint.pieces import storable_piece
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
-from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, read_manifest, save_checkpoint
@@ -15,8 +17,6 @@ from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.checkpoint.read import difference
 from nxdt_core.checkpoint.read.difference import Difference, Side, compare_checkpoints
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint.layouts.sharded import STEP, Layout, save_in
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
 from nxdt_core.builtins.storage.local import LocalStorage
@@ -22,7 +23,6 @@ from nxdt_core.checkpoint.read.load import read_tensors
 from nxdt_core.checkpoint.write.commit import commit
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
 from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.testing.stores.memory import MemoryStorage
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -17,6 +17,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, PublicFormat
+from nxdt_testing.stores.faults import FaultyStorage
+from nxdt_testing.stores.memory import MemoryStorage
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from nxdt_core.builtins.storage.local import LocalStorage
@@ -47,8 +49,6 @@ from nxdt_core.errors.signing import (
     SigningKeyUnusable,
     SigningLibraryMissing,
 )
-from nxdt_core.testing.stores.faults import FaultyStorage
-from nxdt_core.testing.stores.memory import MemoryStorage
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
 from tests.checkpoint.hf.exchange import save_run

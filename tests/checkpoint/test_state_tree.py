@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import CheckpointFacts, load_state, read_manifest
 from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
 from nxdt_core.errors.checkpoints import TensorStateUnsupported, UnsavableState
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.sampling import takes_all
 
 texts = st.text(max_size=8) | st.sampled_from(["$", "~", "/", "a/b", "~1", ""])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model, read_manifest, save_checkpoint, verify
 from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.errors.checkpoints import CheckpointDamaged, SaveLacksElements, TensorStateUnsupported
-from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.stores.memory import MemoryStorage
 from nxdt_core.training import TrainSession
 
 TINY = ("model.num_layers=2", "data.seq_length=16", "trainer.max_steps=2", "exp_manager.exp_dir=null")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from nxdt_testing.distributions import write_distribution
+from nxdt_testing.processes.terminal import on_terminal
 
-from nxdt_core.testing.distributions import write_distribution
-from nxdt_core.testing.processes.terminal import on_terminal
 from tests import processes
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

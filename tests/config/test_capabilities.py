@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from nxdt_testing.engine_contract import LAYOUTS
 
 from nxdt_core import config
 from nxdt_core.api import CAPABILITIES
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
-from nxdt_core.testing.engine_contract import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

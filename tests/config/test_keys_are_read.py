@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from nxdt_testing.unread_keys import names_read, unread_keys
 
 from nxdt_core.api import KINDS
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.kernel import Kernel
-from nxdt_core.testing.unread_keys import names_read, unread_keys
 from tests.config.test_documentation import classes
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from itertools import islice
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing, EmptyDataset
-from nxdt_core.testing.ranks import RankPool, process_group
 from tests import processes
 
 

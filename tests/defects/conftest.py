@@ -4,8 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-
-from nxdt_core.testing.ranks import RankPool
+from nxdt_testing.ranks import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +24,6 @@ from nxdt_core.nn.moe.layer import MixtureOfExperts
 from nxdt_core.nn.moe.router import TopKRouter
 from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import RankPool, process_group
 from tests.device.building import CACHE
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.devices import HOST, current_device, max_memory_bytes, profile_of, register_profile, reset_max_memory
 from nxdt_core.nn.random import init
 from nxdt_core.nn.random.init import draw, fill
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.testing.ranks import RankPool
 from tests.device.building import CACHE
 
 SHAPE = (301, 503)

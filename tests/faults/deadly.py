@@ -6,8 +6,9 @@ import os
 import signal
 from typing import Any
 
+from nxdt_testing.stores.faults import FaultyStorage
+
 from nxdt_core.api import StorageComponent, hookimpl
-from nxdt_core.testing.stores.faults import FaultyStorage
 from tests.faults.place import Place
 
 __all__ = ["DEATH", "ENDPOINT", "PLACE", "DeadlyStorage", "opened"]

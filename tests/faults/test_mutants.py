@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from nxdt_testing.ranks import RankPool, RanksFailed
 
-from nxdt_core.testing.ranks import RankPool, RanksFailed
 from tests.faults import survivals
 from tests.faults.injection import Injection
 from tests.faults.mutants import MUTANTS

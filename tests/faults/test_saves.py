@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+from nxdt_testing.ranks import RankPool, RanksFailed
 
-from nxdt_core.testing.ranks import RankPool, RanksFailed
 from tests.faults import deaths, survivals
 from tests.faults.injection import CALL_DEATHS, CALLS, REQUEST_DEATHS, REQUESTS, Call, Injection, Request
 from tests.faults.place import Place

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core.checkpoint import load_model, load_optimizer, read_manifest, verify
-from nxdt_core.testing.ranks import RankPool, RanksFailed
 from tests.faults import whole_run
 from tests.faults.deadly import DEATH, ENDPOINT, PLACE
 from tests.faults.place import Place

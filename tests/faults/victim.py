@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from nxdt_plugin_s3.testing.http_faults import FaultProxy
+from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.testing.stores.faults import FaultyStorage
 from tests.faults.injection import CALL_DEATHS, CALLS, REQUEST_DEATHS, REQUESTS, Injection, let_go
 from tests.faults.place import Place
 

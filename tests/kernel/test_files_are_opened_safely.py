@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HELPER = "nxdt_core/regular_files.py"
-KITS = ("nxdt_core/testing/", "plugins/checkpoint_backends/s3/src/nxdt_plugin_s3/testing/")
-"""Contracts and servers of tests, which write to directories that the test has made."""
+KITS = "plugins/checkpoint_backends/s3/src/nxdt_plugin_s3/testing/"
+"""Servers of tests, which write to directories that the test has made."""
 
 METHODS = {
     *("open", "open_binary", "open_text", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkfifo"),

@@ -40,8 +40,8 @@ LAYERS = (
 )
 """From the bottom; the parts of one layer do not import each other."""
 
-LIKE_PLUGINS = {"builtins", "parallel", "testing"}
-"""Built-in components, the torch engine and the kits: they import the core, which names them only as text."""
+LIKE_PLUGINS = {"builtins", "parallel"}
+"""Built-in components and the torch engine: they import the core, which names them only as text."""
 
 HEAVY = {"torch", "numpy", "pytorch_lightning", "lightning", "transformers", "tokenizers", "safetensors"}
 NETWORK = {"pytorch_lightning", "lightning", "transformers", "tokenizers", "huggingface_hub", "requests", "httpx"}
@@ -118,7 +118,13 @@ def test_the_layers_of_the_core_import_downwards():
 
 def test_the_core_imports_no_plugin():
     named = [(path, line, name) for path in core_files() for line, name in imports(path)]
-    assert [f"{path}:{line}" for path, line, name in named if name.startswith("nxdt_plugin")] == []
+    assert [f"{path}:{line}" for path, line, name in named if name.startswith(("nxdt_plugin", "nxdt_testing"))] == []
+
+
+def test_the_kits_import_no_command_and_no_plugin():
+    named = [(path, line, name) for path in (ROOT / "testing/src").rglob("*.py") for line, name in imports(path)]
+    assert len(named) > 100
+    assert [f"{path}:{line}" for path, line, name in named if name.startswith(("nxdt_plugin", "nxdt_core.cli"))] == []
 
 
 @pytest.mark.parametrize("part", TORCH_FREE)

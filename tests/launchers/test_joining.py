@@ -6,13 +6,13 @@ import os
 import sys
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.clusters import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.launcher import Launcher
-from nxdt_core.testing.ranks import RankPool
 from tests import processes
 from tests.training.launch.launching import environment
 from tests.training.small import SMALL

@@ -14,7 +14,11 @@ import pytest
 from scripts.wheel_environment import Environment, Third, build_wheels, copy_sources
 
 ROOT = Path(__file__).parents[2]
-DISTS = (".", *sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")))
+DISTS = (
+    ".",
+    "testing",
+    *sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")),
+)
 META = "meta"
 THIRD_PARTY = "examples/third_party"
 ENGINE = "examples/one_process_engine"
@@ -62,4 +66,4 @@ def environment(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Calla
 @pytest.fixture(scope="session")
 def clean(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Environment:
     """A clean environment with two of nxdt's plugins, as extras of the meta package, and the third party's two."""
-    return _environment(tmp_path_factory, wheels, ("nxdt[llama,text]", "acme-nxdt", "acme-engine"))
+    return _environment(tmp_path_factory, wheels, ("nxdt[llama,text,testing]", "acme-nxdt", "acme-engine"))

@@ -20,7 +20,7 @@ NAMES = [tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"][
 def test_install_advice_is_what_the_plugins_of_this_repository_declare():
     written = distributions.OFFERS.read_text()
     assert written == distributions.offers(), "run `make offers`"
-    assert {row["dist"] for row in json.loads(written)} == set(NAMES) - {"nxdt-core"}
+    assert {row["dist"] for row in json.loads(written)} == set(NAMES) - {"nxdt-core", "nxdt-testing"}
 
 
 def test_the_extras_of_the_meta_package_are_the_plugins_and_the_extras_of_the_core():
@@ -28,7 +28,7 @@ def test_the_extras_of_the_meta_package_are_the_plugins_and_the_extras_of_the_co
     assert written == distributions.with_extras(written), "run `make offers`"
     extras = tomllib.loads(written)["project"]["optional-dependencies"]
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    plugins = {name.removeprefix("nxdt-plugin-") for name in NAMES} - {"nxdt-core"}
+    plugins = {name.removeprefix("nxdt-plugin-").removeprefix("nxdt-") for name in NAMES} - {"core"}
     assert set(extras) == plugins | set(core) | {"all"}
 
 

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from nxdt_core.testing.ranks import RankPool
+from nxdt_testing.ranks import RankPool
 
 PAGE = (Path(__file__).parents[2] / "docs/training-loop.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

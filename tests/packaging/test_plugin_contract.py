@@ -8,9 +8,10 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+from nxdt_testing.plugin_check import contracts
+from nxdt_testing.plugin_contract import PluginContract
+
 from nxdt_core.kernel import Kernel
-from nxdt_core.testing.plugin_check import contracts
-from nxdt_core.testing.plugin_contract import PluginContract
 
 FILES = sorted((Path(__file__).parents[2] / "plugins").glob("*/*/pyproject.toml"))
 MODELS = {each.plugin for each in Kernel.start().registry.all("model_builder")}

@@ -153,4 +153,7 @@ def test_links_between_files_lead_somewhere(page):
 
 
 def _projects():
-    return [ROOT / "pyproject.toml", ROOT / "meta/pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]
+    return [
+        *(ROOT / each / "pyproject.toml" for each in (".", "meta", "testing")),
+        *ROOT.glob("plugins/*/*/pyproject.toml"),
+    ]

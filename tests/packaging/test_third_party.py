@@ -23,7 +23,7 @@ PUBLIC = (
     "nxdt_core.models",
     "nxdt_core.nn",
     "nxdt_core.protocols",
-    "nxdt_core.testing",
+    "nxdt_testing",
 )
 
 

@@ -5,8 +5,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
-from nxdt_core.testing.ranks import RankPool
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.training import Report, train
 from tests.sampling import shortened, takes_all

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 from torch import nn
 
 from nxdt_core.config.schema.model import ParamGroupConfig
@@ -23,7 +24,6 @@ from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import OneRank
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import RankPool
 
 DOCS = Path(__file__).parents[2] / "docs" / "kinds" / "engine.md"
 RULES = [InitRule(pattern="*", distribution="normal", std=0.02)]

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.devices import HOST, PROFILES
@@ -18,7 +19,6 @@ from nxdt_core.distributed.collectives import (
     scatter_sum_along,
     sum_scattered,
 )
-from nxdt_core.testing.ranks import process_group
 
 SHAPE = (2, 4, 3)
 FROM = [[1, 2], [0, 3]]

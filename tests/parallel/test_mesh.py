@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
+from nxdt_testing.ranks import process_group
 
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.testing.ranks import process_group
 
 GROUPS = [
     (MeshSizes(tp=2), ("world", "tp", "tp_kv")),

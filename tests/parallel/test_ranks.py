@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-
-from nxdt_core.testing.ranks import RankPool, RanksFailed, process_group
+from nxdt_testing.ranks import RankPool, RanksFailed, process_group
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def test_a_hung_collective_ends_with_the_stacks_of_every_rank(ranks):
 
 
 def test_a_dead_rank_is_noticed(ranks, monkeypatch):
-    monkeypatch.setattr("nxdt_core.testing.ranks._GRACE_S", 1.0)
+    monkeypatch.setattr("nxdt_testing.ranks._GRACE_S", 1.0)
     with pytest.raises(RanksFailed, match="rank 1 died with exit code -9") as caught:
         ranks(2).run(one_dies)
     assert "in wait_for_nothing" in caught.value.accounts[0]
@@ -162,7 +161,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
         textwrap.dedent(
             """
             import os, pathlib, signal, time
-            from nxdt_core.testing.ranks import RankPool
+            from nxdt_testing.ranks import RankPool
 
             def stay(where):
                 pathlib.Path(where, str(os.getpid())).touch()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +25,6 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow
 
 PLAN = ParallelPlan(

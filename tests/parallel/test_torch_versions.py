@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core import torch_versions
 from nxdt_core.nn.moe import experts
 from nxdt_core.nn.moe.groups import RowGroups
-from nxdt_core.testing.ranks import process_group
 
 
 def gathered_and_scattered():

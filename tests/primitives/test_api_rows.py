@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from nxdt_plugin_lightning import nxd as lightning
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import primitives as nxd
-from nxdt_core.testing.ranks import RankPool
 from tests.primitives.loops import Decoder
 
 ROOT = Path(__file__).parents[2]

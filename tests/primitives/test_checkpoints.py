@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
-from nxdt_core.testing.ranks import RankPool
 from tests.calls import Call, run_in_turn
 from tests.primitives.loops import Decoder, batch, groups_of
 from tests.sampling import slow

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from nxdt_plugin_lightning import nxd as names
+from nxdt_testing.ranks import RankPool
 from pytorch_lightning import Trainer
 from pytorch_lightning.demos.boring_classes import BoringModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
-from nxdt_core.testing.ranks import RankPool
 from tests.calls import Call, run_in_turn
 from tests.primitives.lightning_programs import PIPELINE, fit, in_plain_torch, with_lightning
 from tests.primitives.loops import Decoder

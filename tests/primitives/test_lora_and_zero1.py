@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives.parallel_layers import parallel_state
-from nxdt_core.testing.ranks import RankPool
 from tests.primitives.loops import Decoder, batch
 
 LORA = {"enable_lora": True, "lora_rank": 2, "target_modules": ["q", "v", "down", "embed"]}

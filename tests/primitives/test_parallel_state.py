@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_state
-from nxdt_core.testing.ranks import RankPool
 from tests.calls import Call, run_in_turn
 
 DIMENSIONS = ("tensor_model", "data", "pipeline_model")

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_layers
-from nxdt_core.testing.ranks import RankPool
 from tests.calls import Call, run_in_turn
 from tests.primitives.loops import Decoder, batch, groups_of, whole
 from tests.sampling import slow_except

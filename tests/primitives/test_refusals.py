@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 from torch import nn
 
 from nxdt_core import primitives as nxd
 from nxdt_core.errors import NxdtError
 from nxdt_core.primitives import parallel_layers as layers
-from nxdt_core.testing.ranks import RankPool
 from tests.primitives.loops import Decoder, batch
 
 

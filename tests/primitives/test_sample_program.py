@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 from torch import nn
 from torch.optim import AdamW
 
 from nxdt_core import primitives as nxd
 from nxdt_core.primitives.parallel_layers import parallel_cross_entropy
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build
 from tests.primitives.loops import whole
 from tests.sampling import slow

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
-from nxdt_core.testing.ranks import RankPool
 from tests import processes
 from tests.primitives.lightning_programs import in_plain_torch
 from tests.primitives.test_lora_and_zero1 import with_zero1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.config_migration_contract import ConfigMigrationContract
 
-from nxdt_core.testing.config_migration_contract import ConfigMigrationContract
 from tests.testing.mutants.config_migration import MUTANTS
 from tests.testing.outcomes import Outcomes, every_third, requirements, run_mutants
 

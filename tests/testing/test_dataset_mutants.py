@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.dataset_contract import DatasetContract
 
-from nxdt_core.testing.dataset_contract import DatasetContract
 from tests.testing.mutants.dataset import MUTANTS, ByIndex, InOrder, PadsOnTheRight
 from tests.testing.outcomes import Outcomes, run_contract
 

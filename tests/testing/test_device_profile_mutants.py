@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.device_profile_contract import DeviceProfileContract
 
-from nxdt_core.testing.device_profile_contract import DeviceProfileContract
 from tests.testing.mutants.device_profile import MUTANTS
 from tests.testing.outcomes import Outcomes, every_third, requirements, run_mutants
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.engine_contract import LAYOUTS, POLICIES, EngineContract, Settings
 
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.engine_contract import LAYOUTS, POLICIES, EngineContract, Settings
 from tests.sampling import slow_except, takes_all
 from tests.testing.outcomes import Outcomes, asked, every_third, run_contract
 

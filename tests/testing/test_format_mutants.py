@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
 
-from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
 from tests.testing.mutants.format import MUTANTS, Acme
 from tests.testing.outcomes import Outcomes, run_contract
 

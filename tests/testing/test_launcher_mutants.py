@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from nxdt_testing.launcher_contract import LauncherContract
 
-from nxdt_core.testing.launcher_contract import LauncherContract
 from tests.sampling import takes_all
 from tests.testing.mutants.launcher import MUTANTS
 from tests.testing.outcomes import Outcomes, run_contract

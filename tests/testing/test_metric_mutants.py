@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.metric_contract import MetricContract
 
-from nxdt_core.testing.metric_contract import MetricContract
 from tests.testing.mutants.metric import MUTANTS
 from tests.testing.outcomes import Outcomes, every_third, requirements, run_mutants
 

@@ -9,9 +9,9 @@ import sys
 import tempfile
 
 import pytest
+from nxdt_testing.distributions import write_distribution
+from nxdt_testing.ranks import RankPool
 
-from nxdt_core.testing.distributions import write_distribution
-from nxdt_core.testing.ranks import RankPool
 from tests import processes
 
 PLUGIN = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.task_suite_contract import TaskSuiteContract
 
-from nxdt_core.testing.task_suite_contract import TaskSuiteContract
 from tests.testing.mutants.task_suite import MUTANTS
 from tests.testing.outcomes import Outcomes, every_third, requirements, run_mutants
 

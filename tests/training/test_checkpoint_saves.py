@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
-from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.training import build, train
 from nxdt_core.training.callbacks import checkpoints, console
 from nxdt_core.training.step_times import STEPS, StepTimes

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, save_checkpoint
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.state import capture_rng, restore_rng, seed_all
 from tests import processes

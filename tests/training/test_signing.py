@@ -9,6 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, TrustedKeys
@@ -20,7 +21,6 @@ from nxdt_core.errors.signing import (
     SigningKeyNotTrusted,
     SigningKeyUnusable,
 )
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.run.start import decide_start
 from tests.checkpoint.signed import load_trusted, write_key

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 from safetensors.torch import load_file
 
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, train
 from nxdt_core.training.plan import plan
 from tests.sampling import slow, slow_except

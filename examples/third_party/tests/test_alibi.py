@@ -3,8 +3,7 @@
 import pytest
 from acme_nxdt.alibi import AlibiBuilder
 from acme_nxdt.alibi_config import AlibiConfig
-
-from nxdt_core.testing.model_contract import ModelContract
+from nxdt_testing.model_contract import ModelContract
 
 
 class TestAlibi(ModelContract):

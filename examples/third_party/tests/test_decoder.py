@@ -3,8 +3,7 @@
 import pytest
 from acme_nxdt.decoder import DecoderBuilder
 from acme_nxdt.decoder_config import DecoderConfig
-
-from nxdt_core.testing.model_contract import ModelContract
+from nxdt_testing.model_contract import ModelContract
 
 
 class TestDecoder(ModelContract):

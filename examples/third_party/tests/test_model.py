@@ -3,8 +3,7 @@
 import pytest
 from acme_nxdt.config import BigramConfig
 from acme_nxdt.model import BigramBuilder
-
-from nxdt_core.testing.model_contract import ModelContract
+from nxdt_testing.model_contract import ModelContract
 
 
 class TestBigram(ModelContract):

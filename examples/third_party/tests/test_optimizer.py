@@ -3,9 +3,9 @@
 import pytest
 from acme_nxdt.config import LionConfig
 from acme_nxdt.optimizer import Lion
+from nxdt_testing.optimizer_contract import OptimizerContract
 
 from nxdt_core.protocols.optimizer import OptimizerFactory
-from nxdt_core.testing.optimizer_contract import OptimizerContract
 
 
 class TestLion(OptimizerContract):

@@ -1,6 +1,6 @@
 """The plugin keeps what nxdt asks of every plugin."""
 
-from nxdt_core.testing.plugin_contract import PluginContract
+from nxdt_testing.plugin_contract import PluginContract
 
 
 class TestAcme(PluginContract):

@@ -2,9 +2,9 @@
 
 import pytest
 from acme_nxdt.precision import fp64
+from nxdt_testing.precision_contract import PrecisionContract
 
 from nxdt_core.protocols.precision import PrecisionFactory
-from nxdt_core.testing.precision_contract import PrecisionContract
 
 
 class TestFP64(PrecisionContract):

@@ -3,9 +3,9 @@
 import pytest
 from acme_nxdt.config import InverseSqrtConfig
 from acme_nxdt.schedule import inverse_sqrt
+from nxdt_testing.lr_scheduler_contract import LRSchedulerContract
 
 from nxdt_core.protocols.lr_scheduler import LRScheduleFactory
-from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
 
 
 class TestInverseSqrt(LRSchedulerContract):

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from acme_nxdt.store import SQLiteStore
-
-from nxdt_core.testing.storage_contract import CheckpointStorageContract
+from nxdt_testing.storage_contract import CheckpointStorageContract
 
 
 class TestSQLiteStore(CheckpointStorageContract):

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 from acme_nxdt.tokenizer import DigitTokenizer
+from nxdt_testing.tokenizer_contract import TokenizerContract
 
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_core.testing.tokenizer_contract import TokenizerContract
 
 
 class TestDigits(TokenizerContract):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,8 @@ __all__ = ["plugins"]
 _LOCK = "nxdt-plugins.lock"
 _NAMES_SHOWN = 4
 """Components of a plugin that a listing names; it counts more by kind."""
-_KITS = "nxdt_core.testing.plugin_check"
-"""By name: kits import the core, and not the other way round."""
+_KITS = "nxdt_testing.plugin_check"
+"""Of the distribution nxdt-testing, which the core does not require."""
 
 
 @click.group(
@@ -114,14 +115,13 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
     """Run the conformance kits on a plugin; exit status 1 where it breaks a requirement.
 
     NAME is the name of an installed plugin or distribution, or the directory of a plugin's repository, whose own tests
-    are run. A plugin of which no component can be tested without its repository is not accepted. It needs pytest.
+    are run. A plugin of which no component can be tested without its repository is not accepted. It needs
+    `nxdt-testing`.
     """
-    from nxdt_core.errors.plugins import KitsNeedPytest
+    from nxdt_core.errors.plugins import KitsMissing
 
-    try:
-        import pytest  # noqa: F401
-    except ImportError as error:
-        raise KitsNeedPytest(name=name) from error
+    if find_spec(_KITS.partition(".")[0]) is None:
+        raise KitsMissing(name=name)
     kits = import_module(_KITS)
     results = kits.check_directory(Path(name)) if Path(name).is_dir() else kits.check_plugin(name)
     components = set() if Path(name).is_dir() else {each.of for each in results} - {"plugin"}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool, RanksFailed
+from nxdt_testing.stores.faults import FaultyStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
@@ -17,8 +19,6 @@ from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, StorageFull
 from nxdt_core.errors.models import HFNotWritable, WeightsDoNotFit
 from nxdt_core.inference.generate import generate
-from nxdt_core.testing.ranks import RankPool, RanksFailed
-from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.training import build
 from nxdt_core.training.weights.export import export_hf, plan_export
 from nxdt_core.training.weights.saved_config import own_run, saved_run

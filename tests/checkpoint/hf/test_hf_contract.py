@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
 
 from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.checkpoint.hf.format import HFFormat
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
 
 
 class TestHFFormat(CheckpointFormatContract):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
+from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointManager, list_checkpoints, read_manifest, verify
@@ -14,8 +16,6 @@ from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.protocols.launcher import Place
-from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from nxdt_core.training.weights import hf_form

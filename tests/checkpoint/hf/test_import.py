@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
+from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.storage.local import LocalStorage
@@ -31,8 +33,6 @@ from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
 from nxdt_core.errors.plugins import UnknownComponent
 from nxdt_core.inference.generate import generate
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.stores.faults import FaultyStorage
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.run.start import ForeignStart, decide_start
 from nxdt_core.training.weights import importing

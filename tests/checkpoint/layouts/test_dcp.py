@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
+from nxdt_testing.stores.faults import FaultyStorage
+from nxdt_testing.stores.memory import MemoryStorage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -17,9 +20,6 @@ from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, ve
 from nxdt_core.checkpoint.dcp.read import NxdtReader
 from nxdt_core.checkpoint.dcp.write import NxdtWriter
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.testing.ranks import RankPool
-from nxdt_core.testing.stores.faults import FaultyStorage
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.calls import Call, in_turn
 from tests.checkpoint.layouts.dcp_ranks import error_in, read_in, refused_in, write_in
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, save_in, whole

@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import devices
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState
 from tests.calls import Call, in_turn

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 from safetensors import safe_open
 
 from nxdt_core.builtins.storage.local import LocalStorage
@@ -25,7 +26,6 @@ from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.assignment import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Box, Held
-from nxdt_core.testing.ranks import RankPool
 from tests.calls import Call, run_in_turn
 from tests.checkpoint.layouts import sharded
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from nxdt_testing.storage_contract import CheckpointStorageContract
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.protocols.checkpoint_storage import ObjectInfo
-from nxdt_core.testing.storage_contract import CheckpointStorageContract
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint.stores.storage_of_one_process import LocksInOneProcess
 
 PART_BYTES = 4096

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from nxdt_testing.stores.faults import FaultyStorage
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
@@ -30,8 +32,6 @@ from nxdt_core.errors.checkpoints import (
     StorageFull,
 )
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.testing.stores.faults import FaultyStorage
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests import processes
 from tests.sampling import slow
 

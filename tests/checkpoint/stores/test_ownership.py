@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nxdt_testing.stores.faults import FaultyStorage, When
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.builtins.storage.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
@@ -28,8 +30,6 @@ from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner, this_proce
 from nxdt_core.checkpoint.ownership.store_owner import Ownership, is_owned, own
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LocksUnsupported
-from nxdt_core.testing.stores.faults import FaultyStorage, When
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests import processes
 
 EXPIRY_S = 1.0

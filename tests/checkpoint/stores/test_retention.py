@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Retention, list_checkpoints, prune
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.read.status import CheckpointStatus
-from nxdt_core.testing.stores.memory import MemoryStorage
 from tests.checkpoint.background import begin
 
 

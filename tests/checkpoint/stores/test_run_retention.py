@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.stores.faults import FaultyStorage
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import (
     CheckpointFacts,
@@ -23,8 +25,6 @@ from nxdt_core.checkpoint import (
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_of, step_prefix
 from nxdt_core.checkpoint.write.run_retention import RunRetention
 from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.testing.stores.faults import FaultyStorage
-from nxdt_core.testing.stores.memory import MemoryStorage
 
 OLD = range(1, 41)
 

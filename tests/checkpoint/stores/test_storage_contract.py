@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nxdt_testing.storage_contract import CheckpointStorageContract
+from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.builtins.storage.config import LocalStorageConfig
 from nxdt_core.builtins.storage.local import LocalStorage
-from nxdt_core.testing.storage_contract import CheckpointStorageContract
-from nxdt_core.testing.stores.memory import MemoryStorage
 
 
 class TestLocalStorage(CheckpointStorageContract):

@@ -6,9 +6,9 @@ import json
 import sys
 
 import pytest
+from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core.cli import main
-from nxdt_core.testing.ranks import RankPool, RanksFailed
 from tests.sampling import slow
 
 COHERE = {

@@ -6,8 +6,7 @@ import shutil
 import zipfile
 
 import pytest
-
-from nxdt_core.testing.distributions import write_distribution
+from nxdt_testing.distributions import write_distribution
 
 OFFER = """
 from nxdt_core.api import OptimizerComponent, hookimpl

@@ -94,5 +94,5 @@ def test_the_tests_of_a_repository_are_run(nxdt, work):
 def test_what_cannot_be_checked_is_told(nxdt):
     done = nxdt("plugins", "check", "nobody")
     assert (done.returncode, done.stderr[:12]) == (2, "[NXDT-K020] ")
-    done = nxdt("plugins", "check", "llama", without=("pytest",))
+    done = nxdt("plugins", "check", "llama", without=("nxdt_testing",))
     assert (done.returncode, done.stderr[:12]) == (2, "[NXDT-K030] ")

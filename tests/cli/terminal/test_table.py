@@ -6,9 +6,9 @@ import sys
 
 import click
 import pytest
+from nxdt_testing.processes.terminal import on_terminal
 
 from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, shade, wrap
-from nxdt_core.testing.processes.terminal import on_terminal
 from tests.sampling import slow
 
 

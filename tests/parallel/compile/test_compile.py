@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,6 @@ from nxdt_core.compile_counts import CompileClock, GraphCounts
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow
 
 PLAN = ParallelPlan(recompute={"Layer": ("layers.*",), "First": ("layers.*.first",)})

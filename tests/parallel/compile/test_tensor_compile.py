@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from nxdt_testing.ranks import process_group
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.tensor.cases import Case, built, materialised
 from tests.parallel.tensor.models import HIDDEN, SEQ
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from nxdt_plugin_llama.builder import LlamaBuilder
 from nxdt_plugin_llama.config import LlamaConfig
+from nxdt_testing.ranks import process_group
 from torch import nn
 
 from nxdt_core.devices import HOST, profile_of
@@ -28,7 +29,6 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
-from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow, takes_all
 
 VOCAB, SEQ = 32, 16

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,6 @@ from nxdt_core.parallel.context.zigzag import shard_of
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import process_group
 from tests.at_rest import at_rest
 from tests.sampling import slow, slow_except
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 
 from nxdt_core.parallel.context.blocks import local_blocks, prefix_blocks, ring_blocks
 from nxdt_core.parallel.context.documents import DocumentChunks, DocumentsOfBatches, _relations
 from nxdt_core.parallel.context.zigzag import in_order, shard_of
-from nxdt_core.testing.ranks import process_group
 
 CHUNK = 3
 PACKED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -12,7 +13,6 @@ from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.updates import Update, UpdatedLinear
 from nxdt_core.parallel.data.gathers import GatherForms, gather_as, product_weights
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.test_traffic import STRATEGY, configured, trained
 
 PLAN = ParallelPlan(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,6 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.parallel.data import overlapped_sums
 from nxdt_core.parallel.data.overlapped_sums import OverlappedSums
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.data.test_gather_order import LAYER, TABLE
 from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
 from tests.sampling import slow

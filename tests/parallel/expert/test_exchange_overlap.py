@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +15,6 @@ from nxdt_core.nn.moe.dispatch import LocalDispatcher
 from nxdt_core.nn.moe.experts import SwiGLUExperts
 from nxdt_core.nn.moe.router import Routing, TopKRouter
 from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.layouts.test_mixtral_layouts import mixtral
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout

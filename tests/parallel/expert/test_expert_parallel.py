@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +26,6 @@ from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.testing.ranks import process_group
 from tests.sampling import slow_except
 
 HIDDEN, FFN, EXPERTS, BATCH, SEQ = 8, 12, 4, 2, 16

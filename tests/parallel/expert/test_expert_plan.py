@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from nxdt_testing.models.moe import MoEBuilder
+from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.nn.moe.dispatch import LocalDispatcher
@@ -14,8 +16,6 @@ from nxdt_core.parallel.estimate.workload import Workload
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.testing.models.moe import MoEBuilder
-from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig
 
 
 class InChunks(MoEBuilder):

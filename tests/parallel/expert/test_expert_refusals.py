@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nxdt_testing.models.moe import MoEBuilder
+from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
@@ -13,8 +15,6 @@ from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_module
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.models.moe import MoEBuilder
-from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig
 
 
 def apply(config, *, plan=None, **sizes):

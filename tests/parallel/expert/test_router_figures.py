@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from nxdt_testing.models.moe import MoEBuilder
+from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 from torch import nn
 
 from nxdt_core.engines.recompute import apply_recompute
@@ -13,8 +15,6 @@ from nxdt_core.nn.moe.router import TopKRouter
 from nxdt_core.nn.random.init import initialize
 from nxdt_core.parallel.expert.figures import RouterFigures, routers_of
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.models.moe import MoEBuilder
-from nxdt_core.testing.models.moe_config import MoEConfig, MoEModelConfig
 
 NAMES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropped_tokens", "router_entropy"}
 

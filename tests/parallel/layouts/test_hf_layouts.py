@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from functools import cache
 
 import pytest
+from nxdt_testing.ranks import process_group
 
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import Report, train

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nxdt_testing.ranks import process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -11,7 +12,6 @@ from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_pa
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.testing.ranks import process_group
 
 VOCAB, ROWS = 12, (3, 5)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

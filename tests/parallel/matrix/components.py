@@ -15,8 +15,8 @@ def nxdt_model_builders() -> list[ModelComponent]:
     return [
         ModelComponent(
             name="moe-test",
-            target="nxdt_core.testing.models.moe:MoEBuilder",
-            config="nxdt_core.testing.models.moe_config:MoEModelConfig",
+            target="nxdt_testing.models.moe:MoEBuilder",
+            config="nxdt_testing.models.moe_config:MoEModelConfig",
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep"}),
         )
     ]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from nxdt_plugin_llama.builder import LlamaBuilder
 from nxdt_plugin_llama.config import LlamaConfig
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,6 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.testing.ranks import process_group
 
 VOCAB, HIDDEN, SEQ = 32, 16, 12
 LR = 0.1

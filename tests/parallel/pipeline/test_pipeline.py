@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from nxdt_testing.ranks import process_group
 
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.pipeline import mutants
 from tests.parallel.pipeline.cases import Case, compare, pipeline, train, trained
 from tests.sampling import slow, slow_except, takes_all

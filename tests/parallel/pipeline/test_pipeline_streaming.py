@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from nxdt_testing.ranks import RanksFailed, process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,7 +20,6 @@ from nxdt_core.parallel.pipeline.stage import StreamedStage
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.testing.ranks import RanksFailed, process_group
 from nxdt_core.torch_versions import fsdp_parameter_groups
 from tests.at_rest import at_rest
 from tests.parallel.pipeline.cases import (

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_testing.ranks import process_group
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.ranks import process_group
 from nxdt_core.training import build, primitives
 from nxdt_core.training.plan import plan
 from tests.parallel.precision.precision_run import SEQ, SMALL

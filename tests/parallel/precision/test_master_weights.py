@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
 from nxdt_core import checkpoint
@@ -17,7 +18,6 @@ from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import SameWeightsSaved
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.optimizers import NoMasterWeights
-from nxdt_core.testing.stores.memory import MemoryStorage
 from nxdt_core.training import build
 from nxdt_core.training.weights.export import export_hf
 from tests.parallel.precision.precision_run import SMALL, place, train

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_testing.ranks import process_group
 
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.precision.precision_run import place, train
 from tests.sampling import sampled, slow, slow_except
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,6 @@ from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.testing.ranks import process_group
 from tests.parallel.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama
 from tests.parallel.tensor.mutants import MUTANTS
 

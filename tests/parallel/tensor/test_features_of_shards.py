@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
@@ -11,7 +12,6 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.testing.ranks import RankPool, process_group
 
 WIDTH, CHANNELS = 4, 6
 PLAN = ParallelPlan(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.ranks import process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.parallel.estimate.live import LiveBytes
-from nxdt_core.testing.ranks import process_group
 from nxdt_core.training.plan import plan
 from tests.parallel.compile.partition import Kept, Partition
 from tests.parallel.test_traffic import (

@@ -3,8 +3,8 @@
 from functools import cache
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
-from nxdt_core.testing.ranks import RankPool
 from tests.parallel.tensor.cases import Case, Outcome, built, differences, on_ranks
 from tests.parallel.tensor.models import HEAD, HIDDEN
 from tests.sampling import slow_except

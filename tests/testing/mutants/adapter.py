@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+from nxdt_testing.adapter_contract import AdapterContract
 from torch import nn
 from torch.nn import functional
 
 from nxdt_core.nn.updates import Update, UpdatedLinear
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.testing.adapter_contract import AdapterContract
 
 RANK, SCALE = 2, 2.0
 TARGETS = ("q_proj", "o_proj")

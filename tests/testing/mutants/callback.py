@@ -10,9 +10,9 @@ import threading
 import time
 
 import torch
+from nxdt_testing.callback_contract import CallbackContract
 
 from nxdt_core.api import Callback, CallbackComponent, hookimpl
-from nxdt_core.testing.callback_contract import CallbackContract
 
 MUTANTS = []
 

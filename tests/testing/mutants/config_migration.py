@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from nxdt_testing.config_migration_contract import ConfigMigrationContract
 
 from nxdt_core.errors.configuration import MigrationUnknown
 from nxdt_core.protocols.config_migration import KeyMeaning, MigratedConfig, MigratedKey
-from nxdt_core.testing.config_migration_contract import ConfigMigrationContract
 
 MUTANTS = []
 KEYS = {"steps": "trainer.max_steps", "optimizer.lr": "model.optim.lr"}

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.testing.dataset_contract import DatasetContract
 
 LENGTH, COUNT = 8, 30
 MUTANTS: list[type] = []

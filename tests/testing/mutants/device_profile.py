@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nxdt_testing.device_profile_contract import DeviceProfileContract
 
 from nxdt_core.device_operations import HostOperations, UnknownDeviceOperations
 from nxdt_core.devices import DeviceProfile, Links
-from nxdt_core.testing.device_profile_contract import DeviceProfileContract
 
 
 class Operations(HostOperations):

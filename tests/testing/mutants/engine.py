@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
+from nxdt_testing.engine_contract import EngineContract
 
 from nxdt_core.api import EngineComponent, hookimpl
 from nxdt_core.nn.step_border import at_border
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.testing.engine_contract import EngineContract
 
 _SOURCE = str(Path(__file__).parents[3] / "examples/one_process_engine/src")
 if _SOURCE not in sys.path:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
 
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
-from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
 from tests.testing.mutants.small_model import SmallBuilder
 
 MUTANTS: list[type] = []

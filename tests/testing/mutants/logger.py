@@ -10,8 +10,9 @@ import threading
 import time
 from collections import defaultdict
 
+from nxdt_testing.logger_contract import LoggerContract
+
 from nxdt_core.api import Callback, CallbackComponent, hookimpl
-from nxdt_core.testing.logger_contract import LoggerContract
 
 FILE = "figures.jsonl"
 MUTANTS = []

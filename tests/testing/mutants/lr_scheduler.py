@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from nxdt_core.testing.lr_scheduler_contract import LRSchedulerContract
+from nxdt_testing.lr_scheduler_contract import LRSchedulerContract
 
 MUTANTS = []
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from nxdt_core.testing.metric_contract import MetricContract
+from nxdt_testing.metric_contract import MetricContract
 
 MUTANTS = []
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.model_contract import ModelContract
 from torch import nn
 from torch.nn import functional
 
 from nxdt_core.nn.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.testing.model_contract import ModelContract
 from tests.testing.mutants.small_model import HEADS, ROWS, WIDTH, Attention, Layer, Small, SmallBuilder, SmallConfig
 
 PLAN = SmallBuilder().plan()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_testing.objective_contract import ObjectiveContract
 from torch.nn import functional
 
 from nxdt_core.nn.loss.cross_entropy import cross_entropies
 from nxdt_core.nn.step_border import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
-from nxdt_core.testing.objective_contract import ObjectiveContract
 
 MUTANTS = []
 

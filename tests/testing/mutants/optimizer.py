@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from nxdt_testing.optimizer_contract import OptimizerContract
 
 from nxdt_core.protocols.optimizer import as_torch
-from nxdt_core.testing.optimizer_contract import OptimizerContract
 
 MUTANTS = []
 

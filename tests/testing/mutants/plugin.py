@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-
-from nxdt_core.testing.distributions import write_distribution
-from nxdt_core.testing.plugin_contract import PluginContract
+from nxdt_testing.distributions import write_distribution
+from nxdt_testing.plugin_contract import PluginContract
 
 ENTRY = """
 from nxdt_core.api import OptimizerComponent, hookimpl

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from nxdt_testing.precision_contract import PrecisionContract
 
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.testing.precision_contract import PrecisionContract
 
 NEEDS = frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype"})
 MUTANTS = []

@@ -9,9 +9,9 @@ import itertools
 
 import pytest
 import torch
+from nxdt_testing.task_suite_contract import TaskSuiteContract
 
 from nxdt_core.inference.sampling import Sampling
-from nxdt_core.testing.task_suite_contract import TaskSuiteContract
 
 MUTANTS = []
 TASKS = {"counting": (("1,", "2"), ("3,", "4"), ("5,", "6")), "letters": (("a b", "c"), ("d e", "f"))}

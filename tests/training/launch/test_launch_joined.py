@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core.cli import main
-from nxdt_core.testing.ranks import RankPool, RanksFailed
 from tests.sampling import slow
 from tests.training.small import SMALL
 
@@ -280,7 +280,7 @@ def test_a_bug_of_one_rank_takes_the_other_down_and_is_told_once(pool, tmp_path,
 
 
 def test_a_rank_that_never_comes_is_named(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr("nxdt_core.testing.ranks._GRACE_S", 1.0)  # it sleeps for longer than anybody waits
+    monkeypatch.setattr("nxdt_testing.ranks._GRACE_S", 1.0)  # it sleeps for longer than anybody waits
     with pytest.raises(RanksFailed) as failed:
         pool.run(train_or_stay_away, command(tmp_path), timeout_s=20)
     assert "Of 2 ranks, 1 did not come within 3 s: rank 1." in failed.value.accounts[0]

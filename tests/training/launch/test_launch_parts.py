@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.callback import Run
 from nxdt_core.distributed.environment import place_from_environment
@@ -32,7 +33,6 @@ from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.progress import process_age_s
 from nxdt_core.protocols.launcher import Place
-from nxdt_core.testing.ranks import RankPool, process_group
 from nxdt_core.training.callbacks.console import Console
 from nxdt_core.training.callbacks.signals import StopSignals
 from nxdt_core.training.run.out_of_memory import MemoryUse, compare, memory_errors_explained

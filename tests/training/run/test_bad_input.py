@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from nxdt_testing.distributions import write_distribution
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
-from nxdt_core.testing.distributions import write_distribution
 from nxdt_core.training import build, train
 from tests import private_mounts
 

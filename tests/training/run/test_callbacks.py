@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback, StepNotFinite
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, train
 from tests.training.ema_run import averaged_run
 

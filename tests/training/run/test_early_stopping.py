@@ -4,12 +4,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MetricNotLogged
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, train
 from nxdt_core.training.callbacks.early_stop import EarlyStop
 from tests.training.ema_run import averaged_run

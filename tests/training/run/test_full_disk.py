@@ -8,12 +8,12 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.loggers.clients import TensorBoard
 from nxdt_core.cli import main
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.testing.ranks import RankPool, RanksFailed
 from nxdt_core.training import build, train
 from tests import private_mounts
 from tests.training.small import SMALL

@@ -6,9 +6,9 @@ import sys
 import time
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests.sampling import slow
 from tests.training.ema_run import averaged_run

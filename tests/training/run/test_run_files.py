@@ -5,11 +5,11 @@ import re
 import sys
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import CannotCopyFile, StepNotFinite
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests import processes
 from tests.sampling import slow

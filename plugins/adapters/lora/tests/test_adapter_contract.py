@@ -10,8 +10,7 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merged_weight
 from nxdt_plugin_lora.peft.names import base_of
 from nxdt_plugin_lora.targets import tables_of
-
-from nxdt_core.testing.adapter_contract import AdapterContract
+from nxdt_testing.adapter_contract import AdapterContract
 
 
 class TestLora(AdapterContract):

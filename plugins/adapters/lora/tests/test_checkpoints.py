@@ -16,6 +16,7 @@ from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.peft.files import write_peft
 from nxdt_plugin_lora.run_files import write_options
 from nxdt_plugin_s3.config import S3StorageConfig
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.storage.local import LocalStorage
@@ -26,7 +27,6 @@ from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.inference.generate import generate
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training.run.train import train
 from nxdt_core.training.weights.export import export_hf
 from tests.checkpoint.signed import load_trusted, write_key

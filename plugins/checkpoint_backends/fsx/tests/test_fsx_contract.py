@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from nxdt_plugin_fsx.storage import FsxStorage
-
-from nxdt_core.testing.storage_contract import CheckpointStorageContract
+from nxdt_testing.storage_contract import CheckpointStorageContract
 
 
 class TestOnAnyFileSystem(CheckpointStorageContract):

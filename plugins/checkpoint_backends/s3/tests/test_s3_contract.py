@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
+from nxdt_testing.storage_contract import CheckpointStorageContract
 
-from nxdt_core.testing.storage_contract import CheckpointStorageContract
 from tests.sampling import slow_except, takes_all
 
 PAGE = 20

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from nxdt_core.testing.dataset_contract import DatasetContract
+from nxdt_testing.dataset_contract import DatasetContract
 
 
 class Kept(DatasetContract):

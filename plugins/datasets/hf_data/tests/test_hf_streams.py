@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from nxdt_plugin_hf_data.errors import RowsDiffer, RowTooLong
+from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.errors.data import TooFewTokens
 from nxdt_core.protocols.dataloader import IterableDataset
-from nxdt_core.testing.runs.data_steps import take_steps
 from tests.sampling import takes_all
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.loader import MegatronDataloader
+from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataloader import DataContext
-from nxdt_core.testing.dataset_contract import DatasetContract
 
 
 def opened(prefixes):

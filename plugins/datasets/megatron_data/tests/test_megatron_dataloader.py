@@ -18,12 +18,12 @@ from nxdt_plugin_megatron_data.errors import (
 from nxdt_plugin_megatron_data.loader import MegatronDataloader
 from nxdt_plugin_megatron_data.prefixes import short_names
 from nxdt_plugin_megatron_data.provenance import Note, note_path
+from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core import config
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset
-from nxdt_core.testing.runs.data_steps import take_steps
 
 EOS = ByteTokenizer.eos_id
 CONTEXT = DataContext(seq_length=16, seed=11, tokenizer=None)

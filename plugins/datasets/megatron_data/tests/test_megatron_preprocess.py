@@ -28,12 +28,12 @@ from nxdt_plugin_megatron_data.format import bin_path, idx_path
 from nxdt_plugin_megatron_data.preprocess.errors import WorkerDied
 from nxdt_plugin_megatron_data.provenance import read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
+from nxdt_testing.processes.terminal import on_terminal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.cli import main
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.file_lock import take_file_lock
-from nxdt_core.testing.processes.terminal import on_terminal
 from tests.carried import carried
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.processes import Popen, run

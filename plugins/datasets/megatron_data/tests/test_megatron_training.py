@@ -9,11 +9,11 @@ import sys
 import time
 
 import pytest
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build, train
 from tests import processes
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from nxdt_core.testing.dataset_contract import DatasetContract
+from nxdt_testing.dataset_contract import DatasetContract
 
 
 class Chats(DatasetContract):

@@ -16,6 +16,7 @@ from nxdt_plugin_sft_chat.errors import (
     NothingTrained,
 )
 from nxdt_plugin_sft_chat.loader import ChatDataloader
+from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.chats import (
@@ -28,7 +29,6 @@ from nxdt_core.errors.chats import (
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import Dataloader, MapDataset, ReportingDataset
-from nxdt_core.testing.runs.data_steps import take_steps
 
 BYTES = ByteTokenizer()
 

@@ -11,12 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.cli import main
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.files.records import Place
 from nxdt_core.errors.chats import BadMessage, FieldsUnused
-from nxdt_core.testing.ranks import RankPool
 
 USER, ANSWER = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}
 TALK = {"messages": [USER, ANSWER]}

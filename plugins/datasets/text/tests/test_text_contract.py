@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.loader import TextDataloader
+from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataloader import DataContext
-from nxdt_core.testing.dataset_contract import DatasetContract
 
 
 class TestText(DatasetContract):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.loader import TextDataloader
+from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataloader import DataContext, Dataloader, MapDataset
-from nxdt_core.testing.runs.data_steps import take_steps
 
 EOS, BOS = ByteTokenizer.eos_id, ByteTokenizer.bos_id
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_evaluate.suite import Harness
+from nxdt_testing.task_suite_contract import TaskSuiteContract
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.inference.load import load_model
-from nxdt_core.testing.task_suite_contract import TaskSuiteContract
 from nxdt_core.training.run.train import train
 from nxdt_core.training.weights.export import export_hf
 from tests.sampling import takes_all

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_evaluate.rouge import Rouge
+from nxdt_testing.metric_contract import MetricContract
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.errors import NxdtError
-from nxdt_core.testing.metric_contract import MetricContract
 from nxdt_core.training.run.train import train
 from tests.training.small import SMALL
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from nxdt_plugin_ray.config import RayOptions
 from nxdt_plugin_ray.launcher import RayLauncher
+from nxdt_testing.launcher_contract import LauncherContract
 
 from nxdt_core.protocols.launcher import Launcher
-from nxdt_core.testing.launcher_contract import LauncherContract
 from tests import in_the_way, processes
 from tests.launchers import waits
 from tests.training.small import SMALL

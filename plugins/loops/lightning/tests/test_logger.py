@@ -6,9 +6,9 @@ import csv
 from typing import ClassVar
 
 import pytest
+from nxdt_testing.logger_contract import LoggerContract
 
 from nxdt_core.errors.training import LoggerCannotStart
-from nxdt_core.testing.logger_contract import LoggerContract
 from nxdt_core.training import train
 
 

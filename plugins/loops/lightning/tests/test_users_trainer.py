@@ -10,11 +10,11 @@ import pytorch_lightning as pl
 import torch
 from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
+from nxdt_testing.ranks import RankPool
 from pytorch_lightning import callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
 
 from nxdt_core.errors.training import NotOurCallback
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import train
 from tests.sampling import slow
 from tests.training.small import SMALL

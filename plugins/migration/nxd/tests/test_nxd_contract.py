@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_migrate.checkpoint.format import NeuronxFormat
+from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
 
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.testing.checkpoint_format_contract import CheckpointFormatContract
 from plugins.migration.nxd.tests.nxd_writer import Written
 from tests.checkpoint.poison import weights
 

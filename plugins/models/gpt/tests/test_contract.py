@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 from nxdt_plugin_gpt.builder import GPTBuilder
+from nxdt_testing.model_contract import ModelContract
+from nxdt_testing.runs.layouts import LAYOUTS
 
-from nxdt_core.testing.model_contract import ModelContract
-from nxdt_core.testing.runs.layouts import LAYOUTS
 from tests.sampling import sampled, takes_all
 
 CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "lora"})

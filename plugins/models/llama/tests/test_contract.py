@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from nxdt_plugin_llama.builder import LlamaBuilder, MistralBuilder
 from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, RopeScalingConfig
+from nxdt_testing.model_contract import ModelContract
+from nxdt_testing.runs.layouts import LAYOUTS
 
-from nxdt_core.testing.model_contract import ModelContract
-from nxdt_core.testing.runs.layouts import LAYOUTS
 from tests.sampling import sampled, takes_all
 
 SMALL = {

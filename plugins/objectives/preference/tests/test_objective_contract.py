@@ -6,8 +6,7 @@ import pytest
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig
 from nxdt_plugin_preference.dpo import Dpo
 from nxdt_plugin_preference.orpo import Orpo
-
-from nxdt_core.testing.objective_contract import ObjectiveContract
+from nxdt_testing.objective_contract import ObjectiveContract
 
 
 class TestDpo(ObjectiveContract):

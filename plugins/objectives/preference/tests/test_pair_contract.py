@@ -7,10 +7,10 @@ from importlib.resources import files
 import pytest
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceDataloader
+from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataloader import DataContext
-from nxdt_core.testing.dataset_contract import DatasetContract
 
 SHIPPED = files("nxdt_plugin_preference").joinpath("data", "pairs-train.jsonl")
 

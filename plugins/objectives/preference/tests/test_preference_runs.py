@@ -7,10 +7,10 @@ import math
 import shutil
 
 import pytest
+from nxdt_testing.distributions import write_distribution
 
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
-from nxdt_core.testing.distributions import write_distribution
 from nxdt_core.training.run.train import train
 from tests.sampling import slow
 

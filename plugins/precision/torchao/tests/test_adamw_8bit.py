@@ -10,6 +10,8 @@ import torch
 from nxdt_plugin_torchao.adamw_8bit import AdamW8bit
 from nxdt_plugin_torchao.config import AdamW8bitConfig
 from nxdt_plugin_torchao.errors import No8bitStateHere
+from nxdt_testing.optimizer_contract import OptimizerContract
+from nxdt_testing.ranks import RankPool
 from torch import nn
 
 from nxdt_core import checkpoint
@@ -19,8 +21,6 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.parallel.estimate.weights import optimizer_state
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.optimizer_contract import OptimizerContract
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState

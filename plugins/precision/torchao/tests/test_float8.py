@@ -13,6 +13,7 @@ from nxdt_plugin_torchao.config import Float8Config
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
 from nxdt_plugin_torchao.policy import float8
 from nxdt_plugin_torchao.product import Float8Product
+from nxdt_testing.precision_contract import PrecisionContract
 from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
@@ -21,7 +22,6 @@ from nxdt_core.config import load
 from nxdt_core.devices import PROFILES
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.testing.precision_contract import PrecisionContract
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.calls import Call, run_in_turn

@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 import torch
 from nxdt_plugin_torchao.product import Float8Cast, Float8Product
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.parallel.estimate.live import WireBytes
 from nxdt_core.parallel.estimate.rank import dimensions
-from nxdt_core.testing.ranks import RankPool
 from tests.parallel.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, STRATEGY, SUMS, configured, planned, running
 from tests.sampling import shortened, slow, slow_except
 

@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import test_checkpoints as checkpoints
 import test_parity as parity
-
-from nxdt_core.testing.ranks import RankPool
+from nxdt_testing.ranks import RankPool
 
 ROWS = {
     "TP 2": "llama-tp2",

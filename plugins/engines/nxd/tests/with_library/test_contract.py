@@ -1,6 +1,6 @@
 """The engine keeps what nxdt asks of every engine: each declared layout trains on gloo as one process does."""
 
-from nxdt_core.testing.engine_contract import EngineContract
+from nxdt_testing.engine_contract import EngineContract
 
 
 class TestNxd(EngineContract):

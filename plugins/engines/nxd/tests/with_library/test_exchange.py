@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
-
-from nxdt_core.testing.ranks import RankPool, process_group
 
 EXPERTS, CAPACITY, HIDDEN = 4, 3, 5
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.nn.random.init import draw
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.testing.ranks import RankPool
 from nxdt_core.training import build
 from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState

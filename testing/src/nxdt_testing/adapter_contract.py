@@ -1,0 +1,214 @@
+"""What every adapter must keep; its author subclasses this once for each set of options.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_testing.adapter_contract import AdapterContract
+
+    class TestMyAdapter(AdapterContract):
+        name = "mine"
+
+        @pytest.fixture
+        def factory(self):
+            return MyAdapter
+
+        @pytest.fixture
+        def section(self):
+            return MyAdapterConfig(rank=2)
+
+Options must leave out dropout. An adapter whose weights can be merged into the base's overrides ``merged``, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from nxdt_core.nn.patterns import matches_any
+from nxdt_core.nn.random.init import initialize
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_testing.runs.layouts import LAYOUTS, ComponentParts, compare
+from nxdt_testing.runs.one_process import OneProcess, small_decoder
+
+__all__ = ["AdapterContract", "Merge"]
+
+Merge = Callable[[Adapter, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Parameters of an adapted model by name → those of the plain one that computes the same."""
+
+_EXACT = PrecisionPolicy(name="float64", parameters="float64", gradients="float64", optimizer_state="float64")
+_RATE, _STEPS = 1e-2, 4
+_RTOL, _ATOL = 1e-7, 1e-9
+_LAYOUTS = ("tp", "zero3", "pp", "tp-sp")
+_EXHAUSTIVE = ("pp", "tp-sp")
+
+
+class AdapterContract:
+    """The tests of an adapter: subclass it, set :attr:`name`, and override ``factory`` and ``section``."""
+
+    name: ClassVar[str]
+    """Of its component."""
+    trains_of_base: ClassVar[tuple[str, ...]] = ()
+    """Patterns of parameters of the base that it trains on purpose."""
+
+    def tries(self, layout: str, config: pytest.Config) -> bool:
+        """Return whether this run of pytest trains in ``layout``, one of ``tp``, ``zero3``, ``pp`` and ``tp-sp``.
+
+        By default the last two are left out, unless pytest has an option ``--samples`` and that is ``all``.
+        """
+        return layout not in _EXHAUSTIVE or config.getoption("samples", default=None) == "all"
+
+    @pytest.fixture
+    def factory(self) -> Callable[[Any], Adapter]:
+        """Return the target of the record."""
+        raise NotImplementedError("override the fixture 'factory'")
+
+    @pytest.fixture
+    def section(self) -> Any:
+        """Return the section's dataclass; None for an adapter without options."""
+        return None
+
+    @pytest.fixture
+    def builder(self) -> ModelBuilder:
+        """Return the builder of a small model that can be adapted; the default one has grouped-query attention and
+        experts."""
+        return small_decoder()
+
+    @pytest.fixture
+    def merged(self) -> Merge:
+        """Return how weights are merged; override it where the adapter can do that."""
+        pytest.skip("it is not merged: override the fixture 'merged' where that is wrong")
+
+    @pytest.fixture
+    def adapter(self, factory: Callable[[Any], Adapter], section: Any) -> Adapter:
+        """Return the adapter of one run."""
+        return factory(section)
+
+    @pytest.fixture
+    def run(self, adapter: Adapter, builder: ModelBuilder) -> Iterator[OneProcess]:
+        """Return a run that has not taken a step."""
+        with OneProcess(builder, _EXACT, optimizer="adamw", lr=_RATE, adapters=[adapter]) as run:
+            yield run
+
+    def test_it_has_the_members_of_the_protocol(self, adapter: Adapter) -> None:
+        """Every method, and ``saves_base``."""
+        assert isinstance(adapter, Adapter), "it lacks members of nxdt_core.protocols.adapter.Adapter"
+        assert isinstance(adapter.saves_base, bool), f"its saves_base is {adapter.saves_base!r}; return True or False"
+
+    def test_the_base_keeps_its_names_and_shapes(self, adapter: Adapter, builder: ModelBuilder) -> None:
+        """Pretrained weights are loaded by name; nothing is allocated for what is added."""
+        with torch.device("meta"):
+            plain, module = builder.build(), builder.build()
+            adapter.apply(module, builder.plan())
+        wanted, found = (
+            {name: p.shape for name, p in each.named_parameters(remove_duplicate=False)} for each in (plain, module)
+        )
+        missing = sorted(name for name, shape in wanted.items() if found.get(name) != shape)
+        assert not missing, f"the adapted model has no {missing[0]!r} of the base's shape; keep names and shapes"
+        elsewhere = sorted(name for name, parameter in module.named_parameters() if not parameter.is_meta)
+        assert not elsewhere, f"the parameter {elsewhere[0]!r} is not on the meta device, where apply() is called"
+
+    def test_only_its_own_parameters_train(self, adapter: Adapter, builder: ModelBuilder) -> None:
+        """The base is frozen by ``requires_grad_(False)``, which saves its gradients and optimizer state."""
+        with torch.device("meta"):
+            base = {name for name, _ in builder.build().named_parameters(remove_duplicate=False)}
+            module = builder.build()
+            adapter.apply(module, builder.plan())
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        assert trained, "nothing of the adapted model is trained"
+        thawed = sorted(name for name in trained & base if not matches_any(self.trains_of_base, name))
+        assert not thawed, (
+            f"it trains {thawed[0]!r} of the base; freeze it, or name it in trains_of_base where that is meant"
+        )
+        idle = [
+            pattern for pattern in self.trains_of_base if not any(matches_any((pattern,), each) for each in trained)
+        ]
+        assert not idle, f"it trains nothing that matches {idle[0]!r} of trains_of_base"
+
+    def test_added_parameters_have_rules(self, adapter: Adapter, builder: ModelBuilder) -> None:
+        """A rule for each, so that first weights follow from name and seed in every layout."""
+        module = builder.build()
+        adapter.apply(module, builder.plan())
+        rules = [*adapter.init_rules(), *builder.init_rules()]
+        base = {name for name, _ in builder.build().named_parameters(remove_duplicate=False)}
+        own = [(name, parameter) for name, parameter in module.named_parameters() if name not in base]
+        patterns = [rule.pattern for rule in adapter.init_rules()]
+        unruled = [name for name, _ in own if not matches_any(patterns, name)]
+        assert not unruled, f"no rule of init_rules() is for {unruled[0]!r}"
+        initialize(own, rules, 1)
+        values = {name: parameter.detach().clone() for name, parameter in own}
+        initialize(own, rules, 1)
+        again = [name for name, parameter in own if not torch.equal(parameter, values[name])]
+        assert not again, f"{again[0]!r} starts otherwise with the same seed"
+
+    def test_it_changes_nothing_at_first(self, run: OneProcess, builder: ModelBuilder) -> None:
+        """Training starts from the base: the logits of the adapted model are its own."""
+        with OneProcess(builder, _EXACT) as base:
+            plain = base.logits()
+        difference = float((run.logits() - plain).abs().max())
+        assert torch.allclose(run.logits(), plain, rtol=_RTOL, atol=_ATOL), (
+            f"before the first step logits differ from the base's by up to {difference:.3g}; let updates start at zero"
+        )
+
+    def test_training_moves_its_own_parameters_and_no_others(self, run: OneProcess) -> None:
+        """After some steps the loss is lower, all that trains has moved, and the base is bitwise the same."""
+        moved = {name for name, change in run.steps(_STEPS).moved().items() if change.any()}
+        own = run.model.added | {name for name in moved if matches_any(self.trains_of_base, name)}
+        frozen = sorted(moved - own)
+        assert not frozen, f"training changes {frozen[0]!r}, which is frozen"
+        still = sorted(run.trained - moved)
+        assert not still, f"{_STEPS} steps do not move {still[0]!r}: it takes no part in the loss"
+        assert run.losses[-1] < run.losses[0], f"the losses of {_STEPS} steps are {run.losses} and do not fall"
+
+    def test_weights_that_are_loaded_compute_what_was_saved(
+        self, run: OneProcess, factory: Callable[[Any], Adapter], section: Any, builder: ModelBuilder
+    ) -> None:
+        """Everything that training changed is in the parameters, of which checkpoints are made."""
+        wanted = run.steps(_STEPS).logits()
+        with OneProcess(builder, _EXACT, adapters=[factory(section)]) as again:
+            again.model.load_state_dict(run.model.state_dict())
+            found = again.logits()
+        assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), (
+            "a model that loads the trained weights computes something else; keep what is trained in parameters"
+        )
+
+    def test_it_resumes_from_its_own_section(self, adapter: Adapter, section: Any) -> None:
+        """``check_resume`` accepts what the same configuration wrote."""
+        saved = {"name": self.name, **({} if section is None else asdict(section))}
+        try:
+            adapter.check_resume(saved, "memory://contract/step-00000001")
+        except Exception as error:
+            pytest.fail(f"check_resume refuses the section that it was built with: {error}")
+
+    def test_merged_weights_compute_what_unmerged_ones_do(
+        self, run: OneProcess, adapter: Adapter, builder: ModelBuilder, merged: Merge
+    ) -> None:
+        """In a model without the adapter, once updates are no longer zero."""
+        wanted = run.steps(_STEPS).logits()
+        with OneProcess(builder, _EXACT) as plain:
+            plain.model.load_state_dict(merged(adapter, run.weights()))
+            found = plain.logits()
+        difference = float((found - wanted).abs().max())
+        assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), (
+            f"logits of the merged model differ from those of the adapted one by up to {difference:.3g}"
+        )
+
+    @pytest.mark.parametrize("layout", _LAYOUTS)
+    def test_layouts_agree(
+        self,
+        factory: Callable[[Any], Adapter],
+        section: Any,
+        builder: ModelBuilder,
+        layout: str,
+        pytestconfig: pytest.Config,
+    ) -> None:
+        """On two ranks the adapted model trains as in one process."""
+        if not self.tries(layout, pytestconfig):
+            pytest.skip(f"this run does not try {layout}; run all with --samples=all")
+        parts = ComponentParts(factory=factory, section=section)
+        differing = compare(builder, LAYOUTS[layout], adapter=parts)
+        assert not differing, f"in the layout {layout} {'; '.join(differing)}"

@@ -1,0 +1,90 @@
+"""What every metric must keep; its author subclasses it once.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_testing.metric_contract import MetricContract
+
+    class TestMyMetric(MetricContract):
+        @pytest.fixture
+        def factory(self):
+            return MyMetric
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from nxdt_core.protocols.evaluation import Metric
+
+__all__ = ["MetricContract"]
+
+_ANSWERS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "right": (("Paris", "four", "a b c"), ("Paris", "four", "a b c")),
+    "wrong": (("Paris", "four", "a b c"), ("Rome", "eight", "x y z")),
+    "half": (("Paris", "four"), ("Paris", "it is eight")),
+    "empty": (("Paris", "four"), ("", "")),
+    "nothing wanted": (("",), ("four",)),
+    "one": (("four",), ("it is four",)),
+    "other scripts": (("東京です", "Привет, мир"), ("東京", "привет мир")),
+    "long": (("a " * 500,), ("b " * 700,)),
+}
+"""Wanted and given answers that a run of an evaluation may have."""
+
+
+class MetricContract:
+    """The tests of a metric: subclass it and override the fixture ``factory``."""
+
+    @pytest.fixture
+    def factory(self) -> Callable[[], Metric]:
+        """Return the target of the record."""
+        raise NotImplementedError("override the fixture 'factory'")
+
+    def test_it_is_a_metric(self, factory: Callable[[], Metric]) -> None:
+        """It is made without arguments, and has the method of the protocol."""
+        assert isinstance(factory(), Metric), "the target must return an object with the method compute"
+
+    @pytest.mark.parametrize("answers", _ANSWERS)
+    def test_it_returns_finite_numbers_by_name(self, factory: Callable[[], Metric], answers: str) -> None:
+        """`nxdt evaluate --json` writes them: no tensors, no NaN, names as text."""
+        for name, number in _computed(factory(), answers).items():
+            assert isinstance(name, str), f"names must be text; one is {name!r}"
+            plain = isinstance(number, (int, float)) and not isinstance(number, bool)
+            assert plain, f"{name} must be a Python number; it is {number!r} of type {type(number).__name__}"
+            assert math.isfinite(number), f"{name} is {number!r} for {answers} answers; return a finite number"
+
+    def test_its_names_do_not_depend_on_the_answers(self, factory: Callable[[], Metric]) -> None:
+        """Rows of two evaluations have the same columns."""
+        first = _computed(factory(), "right").keys()
+        for answers in _ANSWERS:
+            found = _computed(factory(), answers).keys()
+            assert found == first, f"{answers} answers have the names {sorted(found)}, right ones {sorted(first)}"
+
+    def test_it_computes_the_same_again(self, factory: Callable[[], Metric]) -> None:
+        """From the answers of one call alone: no state, and no random numbers that are not seeded."""
+        metric = factory()
+        first = _computed(metric, "half")
+        _computed(metric, "wrong")
+        for again in (_computed(metric, "half"), _computed(factory(), "half")):
+            assert again == first, f"the same answers give {again} after {first}"
+
+    def test_it_leaves_the_answers_as_they_are(self, factory: Callable[[], Metric]) -> None:
+        """Other metrics get the same lists."""
+        wanted, given = (list(each) for each in _ANSWERS["half"])
+        factory().compute(wanted, given)
+        assert (wanted, given) == tuple(map(list, _ANSWERS["half"])), (
+            f"compute must not change the answers; it left {wanted} and {given}"
+        )
+
+
+def _computed(metric: Metric, answers: str) -> Mapping[str, float]:
+    wanted, given = _ANSWERS[answers]
+    try:
+        found = metric.compute(list(wanted), list(given))
+    except Exception as error:
+        pytest.fail(f"compute raised {type(error).__name__} for {answers} answers: {error}")
+    assert isinstance(found, Mapping), f"compute must return numbers by name; it returned {found!r}"
+    assert found, f"compute returned no number for {answers} answers"
+    return found

@@ -1,0 +1,236 @@
+"""What every objective must keep; its author subclasses this once for each set of options.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_testing.objective_contract import ObjectiveContract
+
+    class TestMyLoss(ObjectiveContract):
+        @pytest.fixture
+        def factory(self):
+            return MyLoss
+
+        @pytest.fixture
+        def section(self):
+            return MyLossConfig(beta=0.5)
+
+Separate tests must show that its loss is the one of its paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nxdt_core.nn.step_border import called_with_step
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits, traits_of
+from nxdt_core.protocols.step_context import StepContext
+from nxdt_testing.runs.documents import documents, in_rows
+from nxdt_testing.runs.layouts import LAYOUTS, ComponentParts, compare
+from nxdt_testing.runs.one_process import small_decoder
+
+__all__ = ["ObjectiveContract"]
+
+_VOCABULARY, _LENGTH = 32, 20
+_LENGTHS = (9, 7, 11, 8)
+_LAYOUTS = ("tp", "cp", "zero3", "pp")
+_EXHAUSTIVE = ("pp",)
+_CLOSE, _CLOSE_FLOAT32 = 1e-9, 1e-3
+"""Allowed differences, relative and absolute."""
+
+
+class ObjectiveContract:
+    """The tests of an objective: subclass it and override the fixture ``factory``."""
+
+    def tries(self, layout: str, config: pytest.Config) -> bool:
+        """Return whether this run of pytest trains in ``layout``, one of ``tp``, ``cp``, ``zero3`` and ``pp``.
+
+        By default ``pp`` is left out, unless pytest has an option ``--samples`` and that is ``all``.
+        """
+        return layout not in _EXHAUSTIVE or config.getoption("samples", default=None) == "all"
+
+    @pytest.fixture
+    def factory(self) -> Callable[[Any], Objective]:
+        """Return the target of the record."""
+        raise NotImplementedError("override the fixture 'factory'")
+
+    @pytest.fixture
+    def section(self) -> Any:
+        """Return the section's dataclass; None for an objective without options."""
+        return None
+
+    @pytest.fixture
+    def objective(self, factory: Callable[[Any], Objective], section: Any) -> Objective:
+        """Return the objective under test."""
+        return factory(section)
+
+    @pytest.fixture
+    def traits(self, objective: Objective) -> ObjectiveTraits:
+        """Return what it says of itself."""
+        return traits_of(objective)
+
+    def test_it_has_the_members_of_the_protocol(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """Loss and weight have one shape: a scalar, or [terms]."""
+        assert isinstance(objective, Objective), "it lacks members of nxdt_core.protocols.objective.Objective"
+        assert isinstance(traits, ObjectiveTraits), f"its traits are a {type(traits).__name__}; use ObjectiveTraits"
+        batch, logits = _batch(traits)
+        output = _output(objective, logits, batch)
+        assert isinstance(output, ObjectiveOutput), f"it returns a {type(output).__name__}; return an ObjectiveOutput"
+        assert output.loss_sum.dim() < 2, (
+            f"its loss_sum has the shape {tuple(output.loss_sum.shape)}; sum the tokens up"
+        )
+        assert output.loss_sum.shape == output.weight.shape, (
+            f"its loss_sum has the shape {tuple(output.loss_sum.shape)} and its weight {tuple(output.weight.shape)}"
+        )
+
+    def test_the_weight_is_known_before_the_forward_pass(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """Micro-batches are divided by the sum of their weights, packed and blank ones too."""
+        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        for samples in ([[each] for each in own], [own[:2], own[2:], []], [own[:1]]):
+            batch, logits = in_rows(samples, 2 * _LENGTH, traits)
+            before, after = objective.weight(batch), _output(objective, logits, batch).weight
+            assert torch.equal(before.float(), after.detach().float()), (
+                f"weight(batch) is {before.tolist()}, and __call__ reports the weight {after.tolist()} for the same "
+                f"{len(samples)} samples"
+            )
+            assert (before > 0).all(), f"the weight of a batch with tokens to learn is {before.tolist()}"
+
+    def test_micro_batches_add_up_to_the_batch(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """Losses, weights and metrics are sums; the step divides."""
+        batch, logits = _batch(traits)
+        whole = _figures(_output(objective, logits, batch))
+        rows = traits.rows_per_sample
+        parts = [
+            _figures(_output(objective, logits[row : row + rows], _rows(batch, slice(row, row + rows))))
+            for row in range(0, len(logits), rows)
+        ]
+        for name, figure in whole.items():
+            total = torch.stack([part[name] for part in parts]).sum(0)
+            assert torch.allclose(total, figure, rtol=_CLOSE, atol=_CLOSE), (
+                f"{name} of {len(parts)} micro-batches adds up to {total.tolist()}, and is {figure.tolist()} of the "
+                "whole batch; return sums, not means"
+            )
+
+    def test_ignored_labels_do_not_count(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """Change the logits where the label is −100: loss and metrics stay, and no gradient is there."""
+        batch, logits = _batch(traits)
+        ignored = batch.labels == IGNORE_INDEX
+        before = _figures(_output(objective, logits, batch))
+        after = _figures(_output(objective, torch.where(ignored[..., None], logits.flip(-1) * 3 - 1, logits), batch))
+        for name, figure in before.items():
+            assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
+                f"{name} changes from {figure.tolist()} to {after[name].tolist()} where logits of ignored labels change"
+            )
+        leaf = logits.clone().requires_grad_(True)
+        torch.autograd.backward(_output(objective, leaf, batch).loss_sum.sum())
+        assert leaf.grad is not None
+        assert not leaf.grad[ignored].any(), "the loss has a gradient where the label is ignored"
+
+    def test_a_blank_sample_weighs_nothing(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """The last batch of a pass is filled up with samples that have no labels."""
+        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
+        filled, more = in_rows([*([each] for each in own), []], _LENGTH, traits)
+        before, after = _figures(_output(objective, logits, batch)), _figures(_output(objective, more, filled))
+        for name, figure in before.items():
+            assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
+                f"{name} is {figure.tolist()}, and {after[name].tolist()} with a blank sample in addition"
+            )
+        blank, logits = in_rows([[]], _LENGTH, traits)
+        for name, figure in _figures(_output(objective, logits.expand(-1, -1, _VOCABULARY), blank)).items():
+            assert not figure.any(), f"{name} of a blank sample is {figure.tolist()} and not 0"
+
+    def test_packed_documents_count_as_padded_ones(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """A document's loss does not depend on what shares its row; ``document_ids`` say which tokens it has."""
+        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
+        packed, packed_logits = in_rows([own[:2], own[2:]], _LENGTH, traits)
+        padded, found = _figures(_output(objective, logits, batch)), _figures(_output(objective, packed_logits, packed))
+        for name, figure in padded.items():
+            assert torch.allclose(found[name], figure, rtol=_CLOSE, atol=_CLOSE), (
+                f"{name} of {len(own)} documents is {figure.tolist()} padded to a row each, and "
+                f"{found[name].tolist()} packed into two"
+            )
+
+    def test_metrics_are_detached_sums(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """They are kept until the next log line, and must not keep a graph."""
+        batch, logits = _batch(traits)
+        output = _output(objective, logits.requires_grad_(True), batch)
+        for name, figure in output.metrics.items():
+            assert not figure.requires_grad, f"the metric {name!r} has a gradient; detach it"
+            assert figure.dim() == 0 or figure.shape == output.weight.shape, (
+                f"the metric {name!r} has the shape {tuple(figure.shape)}; return a scalar, or one for each weight"
+            )
+
+    def test_a_loss_of_narrow_logits_is_computed_in_float32(
+        self, objective: Objective, traits: ObjectiveTraits
+    ) -> None:
+        """Sums over many tokens in bfloat16 would lose most of their digits."""
+        batch, logits = _batch(traits)
+        narrow = logits.bfloat16()
+        wanted, found = _figures(_output(objective, narrow.float(), batch)), _figures(_output(objective, narrow, batch))
+        for name in ("loss_sum", "weight"):
+            assert found[name].dtype in (torch.float32, torch.float64), (
+                f"{name} of bfloat16 logits is {found[name].dtype}"
+            )
+        loss, expected = found["loss_sum"].double(), wanted["loss_sum"].double()
+        assert torch.allclose(loss, expected, rtol=_CLOSE_FLOAT32, atol=_CLOSE_FLOAT32), (
+            f"the loss of bfloat16 logits is {loss.tolist()}, and {expected.tolist()} of the same numbers in float32; "
+            "use nxdt_core.nn.loss, or compute in float32"
+        )
+
+    def test_its_gradient_is_finite(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """Also where the model is certain, rightly or wrongly, and the batch has a blank sample."""
+        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        batch, logits = in_rows([*([each] for each in own), []], _LENGTH, traits)
+        for scale in (1.0, 1e4):
+            leaf = (scale * logits).float().requires_grad_(True)
+            loss = _output(objective, leaf, batch).loss_sum.sum()
+            torch.autograd.backward(loss)
+            assert leaf.grad is not None
+            assert leaf.grad.isfinite().all(), f"its gradient is not finite at logits of about {scale:g}"
+            assert leaf.grad.any() or scale > 1, "its gradient is 0 everywhere"
+
+    @pytest.mark.parametrize("layout", _LAYOUTS)
+    def test_layouts_agree(
+        self,
+        factory: Callable[[Any], Objective],
+        section: Any,
+        traits: ObjectiveTraits,
+        layout: str,
+        pytestconfig: pytest.Config,
+    ) -> None:
+        """On two ranks that share the vocabulary (TP), the tokens (CP), the samples or the layers of a model."""
+        if not self.tries(layout, pytestconfig):
+            pytest.skip(f"this run does not try {layout}; run all with --samples=all")
+        builder = small_decoder()
+        own = documents(traits, (8, 7, 9, 6, 7, 8, 8, 8), vocabulary=builder.vocab_size)
+        batches = [in_rows([own[number : number + 2]], 16, traits)[0] for number in range(0, 8, 2)]
+        parts = ComponentParts(factory=factory, section=section)
+        differing = compare(builder, LAYOUTS[layout], objective=parts, batches=batches)
+        assert not differing, f"in the layout {layout} {'; '.join(differing)}"
+
+
+def _batch(traits: ObjectiveTraits) -> tuple[Batch, torch.Tensor]:
+    """Return a batch of some documents, each in its own row."""
+    own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+    return in_rows([[each] for each in own], _LENGTH, traits)
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    return replace(batch.map(lambda tensor: tensor[rows]), rows_per_sample=batch.rows_per_sample)
+
+
+def _output(objective: Objective, logits: torch.Tensor, batch: Batch) -> ObjectiveOutput:
+    output: ObjectiveOutput = called_with_step(objective, StepContext(), logits, batch)
+    return output
+
+
+def _figures(output: ObjectiveOutput) -> Mapping[str, torch.Tensor]:
+    """Everything that is summed, by name."""
+    found = {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}
+    return {name: value.detach() for name, value in found.items()}

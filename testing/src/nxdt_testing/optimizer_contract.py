@@ -1,0 +1,280 @@
+"""What every optimizer must keep; its author subclasses it once for each set of options.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_testing.optimizer_contract import OptimizerContract
+
+    class TestMyOptimizer(OptimizerContract):
+        sharded = True  # as its record declares
+
+        @pytest.fixture
+        def factory(self):
+            return MyOptimizer
+
+        @pytest.fixture
+        def section(self):
+            return MyOptimizerConfig(lr=0.01, weight_decay=0.1)
+
+Separate tests must show that its update is the one of its paper.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
+from nxdt_core.training.hidden_state import find_hidden_state
+from nxdt_testing.models.moe import MoEBuilder
+from nxdt_testing.models.moe_config import MoEModelConfig
+from nxdt_testing.runs.layouts import LAYOUTS, OptimizerParts, compare
+
+__all__ = ["OptimizerContract"]
+
+_SHAPES = {"matrix": (6, 4), "tall": (8, 3), "vector": (5,)}
+_UNDECAYED = ("vector",)
+_STEPS = 4
+
+
+class OptimizerContract:
+    """The tests of an optimizer: subclass it, set :attr:`sharded`, and override ``factory`` and ``section``."""
+
+    sharded: ClassVar[bool]
+    """Whether its record declares the capability ``sharded``."""
+    reads_rate: ClassVar[bool] = True
+    """False for one whose step does not follow the learning rate, such as Rprop."""
+    rtol: ClassVar[float] = 1e-3
+    """Allowed difference of an update in float32 to the one in float64, relative to its largest element."""
+
+    def tries(self, layout: str, config: pytest.Config) -> bool:
+        """Return whether this run of pytest compares the layout ``zero3`` or ``tp`` on real ranks."""
+        del layout, config
+        return True
+
+    @pytest.fixture
+    def factory(self) -> OptimizerFactory:
+        """Return the target of the record."""
+        raise NotImplementedError("override the fixture 'factory'")
+
+    @pytest.fixture
+    def section(self) -> Any:
+        """Return the section's dataclass, with ``lr`` above 0."""
+        raise NotImplementedError("override the fixture 'section'")
+
+    def test_it_has_the_groups_that_it_was_given(self, factory: OptimizerFactory, section: Any) -> None:
+        """In their order, each with its parameters and learning rate."""
+        given = _groups(_parameters(), section)
+        optimizer = factory(_copies(given), section)
+        assert isinstance(optimizer, torch.optim.Optimizer), (
+            f"the factory returns a {type(optimizer).__name__}; return a torch.optim.Optimizer"
+        )
+        found = [(list(map(id, group["params"])), group["lr"]) for group in optimizer.param_groups]
+        wanted = [(list(map(id, group["params"])), group["lr"]) for group in given]
+        assert found == wanted, (
+            f"the optimizer has {len(found)} groups that are not the {len(wanted)} given ones; pass them to "
+            "torch.optim.Optimizer.__init__, since rates and decays are those of the groups"
+        )
+
+    def test_a_step_moves_every_parameter_that_has_a_gradient(self, factory: OptimizerFactory, section: Any) -> None:
+        """And leaves one without a gradient as it is."""
+        parameters = _parameters()
+        optimizer = factory(_groups(parameters, section), section)
+        for left_out in (*parameters, None):
+            before = _values(parameters)
+            _set_gradients(parameters, 0)
+            if left_out is not None:
+                parameters[left_out].grad = None
+            optimizer.step()
+            moved = {name for name, value in _values(parameters).items() if not torch.equal(value, before[name])}
+            assert left_out not in moved, f"a step moves {left_out!r}, which has no gradient"
+            still = parameters.keys() - moved - {left_out}
+            assert not still, f"a step leaves {', '.join(sorted(still))} as it was, which has a gradient"
+
+    def test_the_rate_is_that_of_the_group_at_each_step(self, factory: OptimizerFactory, section: Any) -> None:
+        """The schedule sets ``group["lr"]`` before each step; a rate of 0 moves nothing."""
+        if not self.reads_rate:
+            pytest.skip("its step does not follow the learning rate")
+        parameters = _parameters()
+        optimizer = factory(_groups(parameters, section), section)
+        _set_gradients(parameters, 0)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        before = _values(parameters)
+        _set_gradients(parameters, 1)
+        optimizer.step()
+        moved = [name for name, value in _values(parameters).items() if not torch.equal(value, before[name])]
+        assert not moved, f"a step at a rate of 0 moves {', '.join(moved)}; read group['lr'] in each step"
+
+    def test_a_group_without_decay_does_not_decay(self, factory: OptimizerFactory, section: Any) -> None:
+        """A gradient of zeros moves nothing there; norms and biases are in such a group."""
+        parameters = _parameters()
+        optimizer = factory(_groups(parameters, section), section)
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        before = _values(parameters)
+        optimizer.step()
+        for name in _UNDECAYED:
+            assert torch.equal(parameters[name].detach(), before[name]), (
+                f"a step with a gradient of zeros moves {name!r}, whose group has weight_decay 0; "
+                "read group['weight_decay'] and not the section"
+            )
+
+    def test_updates_in_float32_are_near_those_in_float64(self, factory: OptimizerFactory, section: Any) -> None:
+        """Over a few steps, from the same weights and gradients."""
+        narrow, wide = (_trained(factory, section, dtype) for dtype in (torch.float32, torch.float64))
+        for name, expected in wide.items():
+            difference = (narrow[name].double() - expected).abs().max()
+            size = (expected - _parameters(torch.float64)[name].detach()).abs().max()
+            assert difference <= self.rtol * size, (
+                f"the update of {name!r} in float32 differs by {float(difference / size):.1e} of its size from the one "
+                "in float64; avoid differences of large numbers"
+            )
+
+    def test_state_is_kept_by_parameter_alone(self, factory: OptimizerFactory, section: Any) -> None:
+        """Checkpoints save tensors and numbers in ``optimizer.state[parameter]``, and nothing else."""
+        parameters = _parameters()
+        optimizer = factory(_groups(parameters, section), section)
+        hidden: list[str] = []
+        find_hidden_state(optimizer, hidden.extend)
+        for step in range(_STEPS):
+            _set_gradients(parameters, step)
+            optimizer.step()
+        assert not hidden, (
+            f"{', '.join(hidden)} changes from step to step, and no checkpoint keeps it; keep it in "
+            "optimizer.state[parameter]"
+        )
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                assert value is None or type(value) in (torch.Tensor, bool, int, float), (
+                    f"state[{name}][{key!r}] is a {type(value).__name__}; checkpoints keep tensors and numbers"
+                )
+
+    def test_a_resumed_run_steps_as_one_that_was_not_stopped(self, factory: OptimizerFactory, section: Any) -> None:
+        """Bitwise, with the weights and the state that a checkpoint keeps."""
+        whole, begun = _Run(factory, section), _Run(factory, section)
+        whole.steps(0, 2 * _STEPS)
+        begun.steps(0, _STEPS)
+        resumed = _Run(factory, section)
+        with torch.no_grad():
+            for name, parameter in resumed.parameters.items():
+                parameter.copy_(begun.parameters[name])
+        resumed.load_state(begun.saved_state())
+        resumed.steps(_STEPS, 2 * _STEPS)
+        differ = [
+            name
+            for name, value in _values(resumed.parameters).items()
+            if not torch.equal(value, whole.parameters[name])
+        ]
+        assert not differ, (
+            f"after a resume {', '.join(differ)} differs from a run that was not stopped; keep all that a step needs "
+            "in optimizer.state[parameter]"
+        )
+
+    def test_a_rank_may_have_no_element_of_a_parameter(self, factory: OptimizerFactory, section: Any) -> None:
+        """Where there are more ranks than rows."""
+        self._skip_unless_sharded()
+        parameters = {"empty": nn.Parameter(torch.empty(0)), **_parameters()}
+        optimizer = factory(_groups(parameters, section), section)
+        for step in range(2):
+            _set_gradients(parameters, step)
+            try:
+                optimizer.step()
+            except Exception as error:
+                pytest.fail(
+                    f"a step fails where a parameter has no element on this rank: {type(error).__name__}: {error}"
+                )
+
+    @pytest.mark.parametrize("layout", ["zero3", "tp"])
+    def test_shards_are_updated_as_the_whole_is(
+        self, factory: OptimizerFactory, section: Any, layout: str, pytestconfig: pytest.Config
+    ) -> None:
+        """On two real ranks, compared with one process."""
+        self._skip_unless_sharded()
+        if not self.tries(layout, pytestconfig):
+            pytest.skip("this run of pytest leaves the layout out")
+        parts = OptimizerParts(factory=factory, section=section)
+        problems = compare(MoEBuilder(MoEModelConfig()), LAYOUTS[layout], parts)
+        assert not problems, (
+            f"In the layout {' '.join(LAYOUTS[layout].settings)} shards are not updated as the whole is: "
+            f"{'; '.join(problems)}. Update element by element, or by nxdt_core.protocols.optimizer.shards_of(groups)."
+        )
+
+    def _skip_unless_sharded(self) -> None:
+        if not self.sharded:
+            pytest.skip("the optimizer does not declare 'sharded'")
+
+
+class _Run:
+    """Parameters and their optimizer, and what checkpoints keep of it."""
+
+    def __init__(self, factory: OptimizerFactory, section: Any) -> None:
+        self.parameters = _parameters()
+        self.optimizer = factory(_groups(self.parameters, section), section)
+
+    def saved_state(self) -> dict[str, dict[str, Any]]:
+        """Tensors and numbers, by parameter."""
+        return {
+            name: {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+                if isinstance(value, (torch.Tensor, bool, int, float))
+            }
+            for name, parameter in self.parameters.items()
+        }
+
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+        """Put back what :meth:`saved_state` returned."""
+        for name, leaves in state.items():
+            if leaves:
+                self.optimizer.state[self.parameters[name]] = leaves
+
+    def steps(self, first: int, end: int) -> None:
+        for step in range(first, end):
+            _set_gradients(self.parameters, step)
+            self.optimizer.step()
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    draw = torch.Generator().manual_seed(1)
+    return {name: nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for name, shape in _SHAPES.items()}
+
+
+def _set_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
+    """Set gradients by step and name, far from 0."""
+    for number, parameter in enumerate(parameters.values()):
+        draw = torch.Generator().manual_seed(100 * step + number)
+        values = torch.randn(parameter.shape, generator=draw)
+        parameter.grad = (values + values.sign()).to(parameter.dtype)
+
+
+def _groups(parameters: dict[str, nn.Parameter], section: Any) -> list[ParameterGroup]:
+    decay = getattr(section, "weight_decay", 0.0)
+    kept = [name for name in parameters if name not in _UNDECAYED]
+    return [
+        ParameterGroup(params=[parameters[n] for n in kept], names=kept, lr=section.lr, weight_decay=decay),
+        ParameterGroup(
+            params=[parameters[n] for n in _UNDECAYED], names=list(_UNDECAYED), lr=section.lr / 2, weight_decay=0.0
+        ),
+    ]
+
+
+def _copies(groups: list[ParameterGroup]) -> list[ParameterGroup]:
+    """Groups that the factory may change."""
+    return [{**group, "params": [*group["params"]]} for group in groups]
+
+
+def _values(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _trained(factory: OptimizerFactory, section: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    parameters = _parameters(dtype)
+    optimizer = factory(_groups(parameters, section), section)
+    for step in range(2):
+        _set_gradients(parameters, step)
+        optimizer.step()
+    return _values(parameters)

@@ -1,0 +1,245 @@
+"""Runs the contracts that apply to an installed plugin, for ``nxdt plugins check``.
+
+Which ones apply follows from its records: that of plugins always; those of metrics and device profiles; those of
+optimizers, learning-rate schedules, precision policies, objectives, adapters and launchers for each such component
+whose section has defaults; that of models for each model of a recipe ``…-tiny``, in the sizes of the recipe. The others
+run where the plugin's own tests are: give ``nxdt plugins check`` their directory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.plugins import UnknownPlugin
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.policy import names
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.training import build
+from nxdt_testing.adapter_contract import AdapterContract
+from nxdt_testing.device_profile_contract import DeviceProfileContract
+from nxdt_testing.launcher_contract import LauncherContract
+from nxdt_testing.lr_scheduler_contract import LRSchedulerContract
+from nxdt_testing.metric_contract import MetricContract
+from nxdt_testing.model_contract import ModelContract
+from nxdt_testing.objective_contract import ObjectiveContract
+from nxdt_testing.optimizer_contract import OptimizerContract
+from nxdt_testing.plugin_contract import PluginContract
+from nxdt_testing.precision_contract import PrecisionContract
+from nxdt_testing.runs.layouts import planned_capabilities
+
+__all__ = ["Result", "check_directory", "check_plugin", "contracts"]
+
+_FILE = "from nxdt_testing.plugin_check import contracts\n\nglobals().update(contracts({name!r}))\n"
+_QUIET = ("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib")
+_RATE = 0.01
+_TINY = "-tiny"
+"""End of the names of recipes whose models take seconds."""
+_UNWRITTEN = "to be described in a line"
+"""In the summaries of ``nxdt plugins new``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How one requirement ended."""
+
+    of: str
+    """The plugin or component that it is about, or a test file."""
+    requirement: str
+    """As a sentence."""
+    state: str
+    """``pass``, ``skip`` or ``fail``."""
+    text: str = ""
+    """Of a failure or skip: why, in one line."""
+
+
+def check_plugin(name: str) -> list[Result]:
+    """Run the contracts of the plugin or distribution ``name``; a component that none is run for is a skip.
+
+    Raises:
+        UnknownPlugin: nothing of that name is installed.
+    """
+    kernel = Kernel.start()
+    meant = [each for each in kernel.plugins if names(name, name=each.name, dist=each.dist)]
+    if not meant:
+        raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(each.name for each in kernel.plugins)))
+    with tempfile.TemporaryDirectory(prefix="nxdt-check-") as directory:
+        file = Path(directory) / "test_plugin.py"
+        file.write_text(_FILE.format(name=meant[0].name), encoding="utf-8")
+        found = _run(str(file), f"--rootdir={directory}", "-c", _empty(directory))
+    kinds = kernel.registry.kinds()
+    own = [each for kind in kinds for each in kernel.registry.all(kind.name) if each.plugin == meant[0].name]
+    unwritten = [each.record.name for each in own if _UNWRITTEN in each.record.summary]
+    if unwritten:
+        text = f"the summary of {', '.join(unwritten)} is that of the template"
+        found.append(Result(of="plugin", requirement="its summaries are written", state="fail", text=text))
+    tested = {each.of for each in found}
+    rest = [name for name in (f"{each.kind} {each.record.name}" for each in own) if name not in tested]
+    reason = "it needs what its author chooses: run the tests of its repository, nxdt plugins check DIRECTORY"
+    return [*found, *(Result(of=each, requirement="it keeps its contract", state="skip", text=reason) for each in rest)]
+
+
+def check_directory(path: Path) -> list[Result]:
+    """Run the tests of a plugin's repository: those in ``tests``, where there is such a directory."""
+    tests = path / "tests"
+    return _run(str(tests if tests.is_dir() else path))
+
+
+def contracts(plugin: str) -> dict[str, type]:
+    """Return test classes by name, one for each contract that applies to an installed plugin."""
+    found: dict[str, type] = {"Test plugin": type("Contract", (PluginContract,), {"plugin": plugin})}
+    kernel = Kernel.start()
+    for each in kernel.registry.all("optimizer"):
+        if each.plugin == plugin:
+            sharded = "sharded" in each.record.capabilities
+            found[f"Test optimizer {each.record.name}"] = _of(OptimizerContract, each, sharded=sharded)
+    for each in kernel.registry.all("lr_scheduler"):
+        if each.plugin == plugin:
+            found[f"Test lr_scheduler {each.record.name}"] = _of(LRSchedulerContract, each)
+    for each in kernel.registry.all("precision_policy"):
+        if each.plugin == plugin:
+            found[f"Test precision_policy {each.record.name}"] = _of(
+                PrecisionContract, each, requires=each.record.requires
+            )
+    for each in kernel.registry.all("objective"):
+        if each.plugin == plugin:
+            found[f"Test objective {each.record.name}"] = _of(ObjectiveContract, each)
+    for each in kernel.registry.all("adapter"):
+        if each.plugin == plugin:
+            found[f"Test adapter {each.record.name}"] = _of(AdapterContract, each, name=each.record.name)
+    for each in kernel.registry.all("launcher"):
+        if each.plugin == plugin:
+            found[f"Test launcher {each.record.name}"] = _of_launcher(each)
+    for each in kernel.registry.all("metric"):
+        if each.plugin == plugin:
+            found[f"Test metric {each.record.name}"] = _of(MetricContract, each)
+    for each in kernel.registry.all("device_profile"):
+        if each.plugin == plugin:
+            found[f"Test device_profile {each.record.name}"] = _of_profile(each)
+    for recipe in list_recipes(kernel):
+        if recipe.plugin == plugin and recipe.name.endswith(_TINY):
+            try:
+                config = load(f"recipe:{plugin}:{recipe.name}")
+            except NxdtError:  # the contract of the plugin reports it, and the others still run
+                continue
+            model = config.selected("model").component
+            if model.plugin == plugin:
+                found.setdefault(f"Test model_builder {model.record.name}", _of_model(config, model))
+    return found
+
+
+def _of_model(config: ResolvedConfig, component: RegisteredComponent) -> type:
+    @pytest.fixture
+    def builder(self: Any) -> ModelBuilder:
+        return build.model_builder(config)
+
+    declared = component.record.capabilities
+    if getattr(component.record, "tried_before_launch", False):  # its plan, and so what it can do, depends on its keys
+        declared &= planned_capabilities(build.model_builder(config).plan()) | {"lora"}
+    return type("Contract", (ModelContract,), {"builder": builder, "capabilities": declared})
+
+
+def _of_launcher(component: RegisteredComponent) -> type:
+    @pytest.fixture
+    def factory(self: Any) -> Any:
+        return component.load_target()
+
+    @pytest.fixture
+    def options(self: Any) -> Any:
+        return _section(component)
+
+    members = {"name": component.record.name, "capabilities": component.record.capabilities}
+    return type("Contract", (LauncherContract,), {**members, "factory": factory, "options": options})
+
+
+def _of_profile(component: RegisteredComponent) -> type:
+    @pytest.fixture
+    def profile(self: Any) -> Any:
+        return component.load_target()
+
+    return type("Contract", (DeviceProfileContract,), {"name": component.record.name, "profile": profile})
+
+
+def _of(contract: type, component: RegisteredComponent, **members: Any) -> type:
+    @pytest.fixture
+    def factory(self: Any) -> Any:
+        return component.load_target()
+
+    @pytest.fixture
+    def section(self: Any) -> Any:
+        return _section(component)
+
+    return type("Contract", (contract,), {**members, "factory": factory, "section": section})
+
+
+def _section(component: RegisteredComponent) -> Any:
+    """The section with its defaults; a rate and a decay where it has such keys, and no dropout."""
+    cls = component.load_config()
+    if cls is None:
+        return None
+    own = {each.name for each in fields(cls)}
+    given = {name: value for name, value in {"lr": _RATE, "weight_decay": 0.1}.items() if name in own}
+    given |= {name: 0.0 for name in own if name == "dropout" or name.endswith("_dropout")}
+    required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+    missing = [name for name in required if name not in given]
+    if missing:
+        pytest.skip(f"{cls.__name__} has no default for {', '.join(missing)}: subclass the contract in your tests")
+    return cls(**given)
+
+
+def _empty(directory: str) -> str:
+    """A configuration of pytest without settings, so that none is taken from the working directory."""
+    file = Path(directory) / "pytest.ini"
+    file.write_text("[pytest]\n", encoding="utf-8")
+    return str(file)
+
+
+def _run(*arguments: str) -> list[Result]:
+    collected = _Collected()
+    pytest.main([*arguments, *_QUIET], plugins=[collected])
+    return collected.results
+
+
+class _Collected:
+    """Pytest plugin that keeps how each test ended."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the outcome of a test, or of what it needs where that fails."""
+        if report.when == "call" or report.skipped or report.failed:
+            self.results.append(_result(report))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Take a file that cannot be imported."""
+        if report.failed:
+            self.results.append(
+                Result(of=report.nodeid, requirement="it can be imported", state="fail", text=_last(report))
+            )
+
+
+def _result(report: pytest.TestReport) -> Result:
+    file, *path = report.nodeid.split("::")
+    state = {"passed": "pass", "skipped": "skip"}.get(report.outcome, "fail")
+    of = path[0].removeprefix("Test").strip() if len(path) > 1 else Path(file).name
+    words = path[-1].removeprefix("test_").replace("_", " ")
+    return Result(of=of, requirement=words, state=state, text="" if state == "pass" else _last(report))
+
+
+def _last(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The reason of a skip, or what was raised, in one line."""
+    found: Any = report.longrepr
+    if isinstance(found, tuple):
+        return str(found[2]).removeprefix("Skipped: ")
+    crash = getattr(found, "reprcrash", None)
+    text = str(crash.message if crash is not None else found).strip().splitlines() or [""]
+    return text[0].removeprefix("AssertionError: ").removeprefix("Failed: ")

@@ -1,0 +1,307 @@
+"""What every plugin must keep, of any kind; its author subclasses it once.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_testing.plugin_contract import PluginContract
+
+    class TestMyPlugin(PluginContract):
+        plugin = "mine"  # the name of its entry point; the distribution is installed
+
+The components have separate contracts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+from nxdt_core.config import check
+from nxdt_core.config.fields.component_slots import Composition
+from nxdt_core.config.fields.docs import class_doc, field_docs
+from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
+from nxdt_core.config.resolve.bind import read_part
+from nxdt_core.config.resolve.defaults import complete
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.resolve.select import usable_class
+from nxdt_core.config.sources.node import Node, Origin, Place, to_plain
+from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.errors.configuration import BadComponentConfig
+from nxdt_core.kernel import Kernel, PluginInfo
+from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_testing.unread_keys import NamesRead, names_read, unread_keys
+
+__all__ = ["PluginContract"]
+
+_PROBE = """
+import json
+from nxdt_core.kernel import Kernel
+
+def plain(record):
+    values = {name: getattr(record, name) for name in type(record).__dataclass_fields__}
+    return {name: sorted(value) if isinstance(value, frozenset) else repr(value) for name, value in values.items()}
+
+kernel = Kernel.start()
+registry = kernel.registry
+print(json.dumps({
+    "plugins": [
+        {"name": p.name, "state": p.state, "reason": p.reason, "note": p.note, "hints": list(p.hints)}
+        for p in kernel.plugins
+    ],
+    "components": [[c.plugin, k.name, plain(c.record)] for k in registry.kinds() for c in registry.all(k.name)],
+    "fingerprint": kernel.fingerprint(),
+}))
+"""
+_IMPORT = """
+import sys, time
+from importlib import import_module
+import nxdt_core.api
+begun = time.process_time()
+import_module(sys.argv[1])
+print(time.process_time() - begun)
+"""
+_LIGHT_S = 0.015
+"""CPU seconds that an entry module may take: every command of every user pays them."""
+_ATTEMPTS = 3
+"""Of which the quickest counts: the first may compile bytecode, and another process may have used the caches."""
+_DATA = ("device_profile",)
+"""Kinds whose target is not called."""
+_found: dict[tuple[str, ...], dict[str, Any]] = {}
+"""What a process found, by its hash seed and path: the tests of several plugins share it."""
+
+
+class PluginContract:
+    """The tests of a plugin: subclass it and set :attr:`plugin`."""
+
+    plugin: ClassVar[str]
+    """Name of its entry point."""
+
+    @pytest.fixture
+    def info(self) -> PluginInfo:
+        """Return the plugin as this process finds it."""
+        found = [each for each in _started(*sys.path).plugins if each.name == self.plugin]
+        assert found, f"no plugin is called {self.plugin!r}; install its distribution"
+        return found[0]
+
+    @pytest.fixture
+    def components(self) -> Sequence[RegisteredComponent]:
+        """Return what it offers."""
+        registry = _started(*sys.path).registry
+        every = [each for kind in registry.kinds() for each in registry.all(kind.name)]
+        return [each for each in every if each.plugin == self.plugin]
+
+    def test_it_is_usable(self) -> None:
+        """A new process finds the plugin compatible, imports it and registers its components."""
+        found = self._fresh("0")
+        assert found["state"] == "ok", f"the plugin is {found['state']}: {found['reason']}"
+
+    def test_its_entry_module_changes_nothing_else(self) -> None:
+        """No heavy library, no function of torch, no thread, no environment; and it has a hook and a range."""
+        found = self._fresh("0")
+        notes = [line for line in (found["note"], *found["hints"]) if line]
+        assert not notes, f"nxdt reports about the plugin: {'; '.join(notes)}"
+
+    def test_its_entry_module_is_light(self, info: PluginInfo) -> None:
+        """Importing it takes at most 15 ms of CPU time after ``nxdt_core.api``: every command imports it."""
+        module = info.module.partition(":")[0]
+        found, attempts = math.inf, 0
+        while found > _LIGHT_S and attempts < _ATTEMPTS:
+            found, attempts = min(found, _import_s(module)), attempts + 1
+        assert found <= _LIGHT_S, (
+            f"importing {module} takes {1000 * found:.0f} ms of CPU time; at most {1000 * _LIGHT_S:.0f} are allowed: "
+            "move imports and computations into the modules that targets name"
+        )
+
+    def test_every_process_finds_the_same(self) -> None:
+        """Ranks compare records and fingerprints; a set has another order in each process."""
+        one, other = _probe("0"), _probe("1")
+        mine = [[each for each in found["components"] if each[0] == self.plugin] for found in (one, other)]
+        assert mine[0] == mine[1], "two processes register different records; use no set order, clock or random number"
+        assert one["fingerprint"] == other["fingerprint"], "two processes compute different fingerprints"
+
+    def test_every_target_can_be_imported(self, components: Sequence[RegisteredComponent]) -> None:
+        """``package.module:attribute`` names something that can be called; of a device type, its profile."""
+        for each in components:
+            target = each.load_target()
+            if each.kind in _DATA:
+                continue
+            assert callable(target) or isinstance(target, type), (
+                f"the target {each.record.target!r} of the {each.kind} {each.record.name!r} cannot be called"
+            )
+
+    def test_every_section_is_documented(self, components: Sequence[RegisteredComponent]) -> None:
+        """The dataclass and each of its keys, where ``nxdt config show`` and the reference take their text from."""
+        for each in components:
+            cls = each.load_config()
+            if cls is None:
+                continue
+            assert class_doc(cls), f"{cls.__name__} has no docstring"
+            documented = field_docs(cls)
+            missing = [name for name in keys_of(cls) if not documented.get(name)]
+            assert not missing, f"these keys of {cls.__name__} have no docstring below them: {', '.join(missing)}"
+
+    def test_every_key_is_read(self, components: Sequence[RegisteredComponent]) -> None:
+        """Code of the package or of the core reads each key, so that none is accepted and then ignored.
+
+        A key that is deliberately ignored says so: ``Annotated[bool, NoEffect("reason")]``. A package that takes all
+        keys at once, for example with ``dataclasses.asdict``, is not checked.
+        """
+        for each in components:
+            cls = each.load_config()
+            if cls is None:
+                continue
+            package = cls.__module__.partition(".")[0]
+            names = _names_read(package)
+            if names.take_all:
+                continue
+            own = {name for name, key in keys_of(cls).items() if key.owner.__module__.partition(".")[0] == package}
+            unread = [name for name in unread_keys(cls, names) if name in own and not _core_reads(name)]
+            assert not unread, (
+                f"no code reads these keys of {cls.__name__}: {', '.join(unread)}; use them, remove them, or annotate "
+                "them with NoEffect and a reason"
+            )
+
+    def test_every_section_comes_back_from_a_file(self, components: Sequence[RegisteredComponent]) -> None:
+        """Its defaults, written as YAML and read again, are the same; one with required keys has no defaults."""
+        for each in components:
+            cls = each.load_config()
+            if cls is not None and not any(key.default is REQUIRED for key in _keys(each, cls).values()):
+                _assert_comes_back(cls)
+
+    def test_every_section_has_a_json_schema(self, components: Sequence[RegisteredComponent]) -> None:
+        """Editors complete and check keys by it; it leaves a section out that has a type which YAML does not have."""
+        for each in components:
+            cls = each.load_config()
+            if cls is None:
+                continue
+            for name, key in _keys(each, cls).items():
+                if key.section is not None:
+                    continue
+                schema = key.shape.json_schema()
+                try:
+                    json.dumps(schema)
+                except TypeError as error:
+                    pytest.fail(f"the JSON Schema of {cls.__name__}.{name} has a value that JSON has not: {error}")
+
+    def test_every_record_has_a_summary(self, components: Sequence[RegisteredComponent]) -> None:
+        """``nxdt plugins show`` prints it."""
+        missing = [f"{each.kind} {each.record.name!r}" for each in components if not each.record.summary]
+        assert not missing, f"these records have no summary: {', '.join(missing)}"
+
+    def test_its_recipes_are_right(self) -> None:
+        """``nxdt config check`` accepts each, as far as its files are here."""
+        for recipe in list_recipes(_started(*sys.path)):
+            if recipe.plugin == self.plugin:
+                problems = check(f"recipe:{recipe.plugin}:{recipe.name}")
+                assert not problems, f"the recipe {recipe.name!r} is wrong: {problems[0]}"
+                assert recipe.summary, f"the recipe {recipe.name!r} does not begin with a comment that says what it is"
+
+    def test_it_is_typed(self, info: PluginInfo) -> None:
+        """A package has the file ``py.typed``, so that type checkers read its annotations."""
+        package = info.module.partition(":")[0].partition(".")[0]
+        spec = find_spec(package)
+        for place in (spec.submodule_search_locations if spec is not None else None) or ():
+            assert (Path(place) / "py.typed").is_file(), f"the package {package!r} has no file py.typed"
+
+    def test_its_readme_says_how_to_install_it(self, info: PluginInfo) -> None:
+        """Check that the README has a line ``pip install NAME``."""
+        text = distribution(info.dist).metadata.get_payload()  # type: ignore[attr-defined]
+        lines = [line for line in str(text).splitlines() if "pip install" in line]
+        assert any(info.dist in line for line in lines), f"the README has no line 'pip install {info.dist}'"
+
+    def _fresh(self, seed: str) -> dict[str, Any]:
+        found: dict[str, Any] | None = next(
+            (each for each in _probe(seed)["plugins"] if each["name"] == self.plugin), None
+        )
+        assert found is not None, f"no plugin is called {self.plugin!r}; install its distribution"
+        return found
+
+
+@cache
+def _started(*path: str) -> Kernel:
+    """The plugins of ``sys.path``: the tests of several share what this process finds."""
+    del path
+    return Kernel.start()
+
+
+@cache
+def _names_read(package: str) -> NamesRead:
+    """Return what the Python files of a package or module read."""
+    return names_read(_sources(package))
+
+
+@cache
+def _core_reads(name: str) -> bool:
+    """Return whether code of the core reads an attribute of this name, such as ``lr`` of any optimizer."""
+    word = re.compile(rb"\.%s\b|[\"']%s[\"']" % (2 * (re.escape(name.encode()),)))
+    return any(word.search(path.read_bytes()) for path in _sources("nxdt_core"))
+
+
+def _sources(package: str) -> list[Path]:
+    """Return the Python files of a package, or the file of a module."""
+    spec = find_spec(package)
+    assert spec is not None, f"the package {package!r} cannot be found"
+    if spec.submodule_search_locations is None:
+        return [Path(str(spec.origin))]
+    return [path for place in spec.submodule_search_locations for path in sorted(Path(place).rglob("*.py"))]
+
+
+def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
+    """The keys of a section, which must have types that YAML values can be read into."""
+    try:
+        usable_class(component, Place(place=component.dist, line=0, key=""))
+    except BadComponentConfig as error:
+        pytest.fail(f"{cls.__name__} cannot be a section: {error}")
+    return keys_of(cls)
+
+
+def _assert_comes_back(cls: type) -> None:
+    tree = complete(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
+    first, problems = read_part(cls, tree, "", Locator(cls.__name__))
+    assert not problems, f"the defaults of {cls.__name__} do not fit its keys: {problems[0]}"
+    try:
+        text = yaml.safe_dump(to_plain(tree))
+    except yaml.YAMLError as error:
+        pytest.fail(f"the defaults of {cls.__name__} cannot be written as YAML: {error}")
+    found, unread = parse_yaml(text, cls.__name__)
+    again, problems = read_part(cls, found, "", Locator(cls.__name__))
+    wrong = [*unread, *problems]
+    assert not wrong, f"the defaults of {cls.__name__} are not read back from YAML: {wrong[0]}"
+    assert again == first, f"{cls.__name__} is {first} by its defaults, and {again} when they are read from a file"
+
+
+def _import_s(module: str) -> float:
+    """CPU seconds that a new process takes to import a module after ``nxdt_core.api``."""
+    path = os.pathsep.join(each for each in sys.path if each)
+    command = [sys.executable, "-c", _IMPORT, module]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode != 0:
+        pytest.skip(f"{module} cannot be imported")
+    return float(done.stdout)
+
+
+def _probe(seed: str) -> dict[str, Any]:
+    """What a new process finds under ``PYTHONHASHSEED=seed``."""
+    key = (seed, *sys.path)
+    if key not in _found:
+        path = os.pathsep.join(each for each in sys.path if each)
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", _PROBE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, f"a process that starts nxdt fails: {done.stderr.strip()}"
+        _found[key] = json.loads(done.stdout)
+    return _found[key]

@@ -1,0 +1,141 @@
+"""What every precision policy must keep; its author subclasses this once for each set of options.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_testing.precision_contract import PrecisionContract
+
+    class TestMyPrecision(PrecisionContract):
+        requires = frozenset({"dtype:bfloat16"})  # as its record declares
+
+        @pytest.fixture
+        def factory(self):
+            return my_precision
+
+Training is by the built-in engine on the host, whose bfloat16 is that of an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any, ClassVar, get_args
+
+import pytest
+import torch
+
+from nxdt_core.config.fields.component import RequiresCapabilities
+from nxdt_core.protocols.precision import DType, PrecisionFactory, PrecisionPolicy, capabilities_of
+from nxdt_testing.runs.one_process import OneProcess, small_decoder
+
+__all__ = ["PrecisionContract"]
+
+_DTYPES = get_args(DType)
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_RATE, _STEPS = 1e-2, 4
+_EXACT = PrecisionPolicy(name="fp32")
+_CLOSE = 0.02
+"""Allowed difference of a loss to that in float32, relative: bfloat16 has 8 bits."""
+_SMALL_LR, _KEPT = 2e-5, 0.5
+"""A rate whose steps are below half of bfloat16's spacing, and the share of the sum of steps that must arrive."""
+_SMALL_STEPS = 8
+
+
+class PrecisionContract:
+    """The tests of a precision policy: subclass it, set :attr:`requires`, and override the fixture ``factory``."""
+
+    requires: ClassVar[frozenset[str]]
+    """What its record declares in ``requires``."""
+    keeps_small_updates: ClassVar[bool] = True
+    """False for a policy that loses, on purpose, updates below the rounding of its parameters."""
+
+    @pytest.fixture
+    def factory(self) -> PrecisionFactory:
+        """Return the target of the record."""
+        raise NotImplementedError("override the fixture 'factory'")
+
+    @pytest.fixture
+    def section(self) -> Any:
+        """Return the section's dataclass; None for a policy without options."""
+        return None
+
+    @pytest.fixture
+    def policy(self, factory: PrecisionFactory, section: Any) -> PrecisionPolicy:
+        """Return the policy of one run."""
+        return factory(section)
+
+    def test_it_is_a_policy_of_known_dtypes(self, policy: PrecisionPolicy) -> None:
+        """Names, so that a policy is read without torch."""
+        assert isinstance(policy, PrecisionPolicy), (
+            f"the factory returns a {type(policy).__name__}; return a PrecisionPolicy"
+        )
+        assert policy.name, "the policy has no name, which errors and logs print"
+        for name in ("parameters", "gradients", "optimizer_state", "autocast"):
+            dtype = getattr(policy, name)
+            known = dtype in _DTYPES or (name == "autocast" and dtype is None)
+            assert known, f"{name} is {dtype!r}; use one of {', '.join(_DTYPES)} as text"
+
+    def test_the_same_section_gives_the_same_policy(self, factory: PrecisionFactory, section: Any) -> None:
+        """All ranks call the factory, and a resumed run again."""
+        first, again = factory(section), factory(section)
+        differing = [
+            each.name for each in fields(PrecisionPolicy) if getattr(first, each.name) != getattr(again, each.name)
+        ]
+        assert not differing, f"called twice with one section, the factory gives another {', '.join(differing)}"
+
+    def test_the_record_requires_what_the_policy_needs(self, policy: PrecisionPolicy, section: Any) -> None:
+        """Compare what record and section require of the engine with what the policy needs: no less and no more."""
+        needed = capabilities_of(policy)
+        asked = self.requires
+        if isinstance(section, RequiresCapabilities):
+            asked = asked | frozenset(section.requires_capabilities())
+        missing = sorted(needed - asked)
+        assert not missing, f"the policy needs {', '.join(missing)} of the engine, which its record does not require"
+        idle = sorted(asked - needed)
+        assert not idle, f"the record requires {', '.join(idle)}, which the policy does not need: engines are refused"
+
+    def test_its_dtypes_agree(self, policy: PrecisionPolicy) -> None:
+        """Masters and rounding are of narrow parameters; nothing is summed in less than it is computed in."""
+        narrow = policy.parameters in ("bfloat16", "float16")
+        assert narrow or not policy.master_weights, (
+            f"it keeps float32 masters of parameters that are {policy.parameters}: that is a second copy for nothing"
+        )
+        assert narrow or not policy.stochastic_rounding, f"it rounds into {policy.parameters}, which is not rounded to"
+        assert narrow or policy.autocast is None or _BYTES[policy.autocast] < _BYTES[policy.parameters], (
+            f"autocast computes in {policy.autocast}, which is not narrower than the parameters ({policy.parameters})"
+        )
+        assert _BYTES[policy.gradients] >= _BYTES[policy.parameters], (
+            f"gradients are summed in {policy.gradients}, which is narrower than the parameters ({policy.parameters})"
+        )
+
+    def test_it_trains_as_float32_does(self, policy: PrecisionPolicy) -> None:
+        """Losses of some steps agree within the rounding of 8 bits."""
+        wanted, _ = _trained(_EXACT)
+        found, _ = _trained(policy)
+        for step, (loss, expected) in enumerate(zip(found, wanted, strict=True), start=1):
+            assert abs(loss - expected) <= _CLOSE * expected, (
+                f"the loss of step {step} is {loss:.5g}, and {expected:.5g} in float32"
+            )
+
+    def test_small_updates_are_not_lost(self, policy: PrecisionPolicy) -> None:
+        """At a rate whose single steps bfloat16 rounds away, weights move as far as in float32, on average."""
+        if not self.keeps_small_updates:
+            pytest.skip("it loses updates below the rounding of its parameters on purpose")
+        _, wanted = _trained(_EXACT, lr=_SMALL_LR, steps=_SMALL_STEPS)
+        _, found = _trained(policy, lr=_SMALL_LR, steps=_SMALL_STEPS)
+        along = sum(float((found[name] * wanted[name]).sum()) for name in wanted)
+        share = along / sum(float(update.square().sum()) for update in wanted.values())
+        assert share >= _KEPT, (
+            f"after {_SMALL_STEPS} steps at a rate of {_SMALL_LR:g} weights have moved {share:.0%} of the way that "
+            "they move in float32; keep master weights, or round stochastically"
+        )
+
+
+@cache
+def _trained(
+    policy: PrecisionPolicy, *, lr: float = _RATE, steps: int = _STEPS
+) -> tuple[Sequence[float], Mapping[str, torch.Tensor]]:
+    """Losses of some steps, and how far the weights have moved."""
+    with OneProcess(small_decoder(), policy, optimizer="adamw", lr=lr) as run:
+        run.steps(steps)
+        return run.losses, run.moved()
