@@ -5,12 +5,12 @@ component of each kind must implement is in :mod:`nxdt_core.protocols`, one file
 
 A whole plugin's entry module::
 
-    from nxdt_core.api import OptimizerComponent, hookimpl
+    from nxdt_core.api import Component, hookimpl
 
     @hookimpl
     def nxdt_optimizers():
         return [
-            OptimizerComponent(
+            Component(
                 name="lion",
                 target="my_plugin.lion:build_lion",
                 config="my_plugin.config:LionConfig",
@@ -45,27 +45,15 @@ __all__ = [
     "PROJECT",
     "AdapterComponent",
     "Callback",
-    "CallbackComponent",
-    "CheckpointFormatComponent",
     "CliCommand",
     "Component",
     "ConfigFinding",
-    "ConfigMigrationComponent",
-    "DataloaderComponent",
-    "DeviceProfileComponent",
     "EngineComponent",
     "Kind",
-    "LRSchedulerComponent",
-    "LauncherComponent",
-    "MetricComponent",
+    "MigrationComponent",
     "ModelComponent",
-    "ObjectiveComponent",
-    "OptimizerComponent",
-    "PrecisionComponent",
     "Run",
-    "StorageComponent",
-    "TaskSuiteComponent",
-    "TokenizerComponent",
+    "StoreComponent",
     "__version__",
     "hookimpl",
 ]
@@ -149,59 +137,19 @@ class ModelComponent(Component):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataloaderComponent(Component):
-    """A :class:`nxdt_core.protocols.dataloader.Dataloader`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerComponent(Component):
-    """A factory of :class:`nxdt_core.protocols.tokenizer.Tokenizer`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerComponent(Component):
-    """A :class:`nxdt_core.protocols.optimizer.OptimizerFactory`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LRSchedulerComponent(Component):
-    """A :class:`nxdt_core.protocols.lr_scheduler.LRScheduleFactory`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionComponent(Component):
-    """A :class:`nxdt_core.protocols.precision.PrecisionFactory`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageComponent(Component):
-    """A :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+class StoreComponent(Component):
+    """A :class:`nxdt_core.protocols.store.CheckpointStore`."""
 
     uri_schemes: tuple[str, ...] = ()
     """Schemes of ``checkpoint.uri`` that this store serves, without ``://``: ``("s3",)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFormatComponent(Component):
-    """A :class:`nxdt_core.protocols.checkpoint_format.CheckpointFormat`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigMigrationComponent(Component):
-    """A :class:`nxdt_core.protocols.config_migration.ConfigMigration`."""
+class MigrationComponent(Component):
+    """A :class:`nxdt_core.protocols.migration.Migration`."""
 
     program: str = ""
     """Name of the program in messages, such as ``NxD Training``; empty for the component's ``name``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricComponent(Component):
-    """A :class:`nxdt_core.protocols.evaluation.Metric`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSuiteComponent(Component):
-    """A :class:`nxdt_core.protocols.evaluation.TaskSuite`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,11 +162,6 @@ class AdapterComponent(Component):
     def __post_init__(self) -> None:
         Component.__post_init__(self)  # super() without arguments knows the class from before slots were added
         self._check_names("requires_of_model", self.requires_of_model)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveComponent(Component):
-    """A :class:`nxdt_core.protocols.objective.Objective`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,22 +180,6 @@ class EngineComponent(Component):
         Component.__post_init__(self)
         if self.rules is not None:
             self._check_reference("rules", self.rules)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceProfileComponent(Component):
-    """A :class:`nxdt_core.devices.DeviceProfile`: the target is the profile itself, ``name`` its ``device_type``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LauncherComponent(Component):
-    """A :class:`nxdt_core.protocols.launcher.Launcher`. ``config`` is the dataclass of its options: those of ``nxdt
-    launch NAME`` and of a cluster file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallbackComponent(Component):
-    """A :class:`nxdt_core.api.Callback`; one that logs is listed in ``exp_manager.loggers``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,9 +224,9 @@ class Kind:
     prefix: ClassVar[str] = "nxdt_"
 
     name: str
-    """Singular, in snake case: ``model_builder``."""
+    """Singular, in snake case: ``model``."""
     hook: str
-    """Registration hook that yields the records: ``nxdt_model_builders``. Kinds that a plugin adds are
+    """Registration hook that yields the records: ``nxdt_models``. Kinds that a plugin adds are
     filled through ``nxdt_components`` instead."""
     record: type[Component]
     """Record class that the hook's results must be instances of."""
@@ -312,12 +239,12 @@ class Kind:
     """What components of the kind may declare → what one that declares it does."""
 
 
-def _kind(name: str, record: type[Component], protocol: str, section: str, summary: str) -> Kind:
-    hook = "nxdt_precision_policies" if name == "precision_policy" else f"nxdt_{name}s"
+def _kind(protocol: str, section: str, summary: str, record: type[Component] = Component, name: str = "") -> Kind:
+    name = name or protocol.partition(":")[0]
     package = "nxdt_core" if protocol.startswith(("devices:", "callback:")) else "nxdt_core.protocols"
     return Kind(
         name=name,
-        hook=hook,
+        hook=f"nxdt_{name}s",
         record=record,
         protocol=f"{package}.{protocol}",
         section=section,
@@ -327,60 +254,22 @@ def _kind(name: str, record: type[Component], protocol: str, section: str, summa
 
 
 KINDS: tuple[Kind, ...] = (
-    _kind("model_builder", ModelComponent, "model:ModelBuilder", "model.name", "architectures"),
-    _kind("dataloader", DataloaderComponent, "dataloader:Dataloader", "data.name", "sources of training samples"),
-    _kind("tokenizer", TokenizerComponent, "tokenizer:Tokenizer", "data.tokenizer.library", "text to ids and back"),
-    _kind("optimizer", OptimizerComponent, "optimizer:OptimizerFactory", "model.optim.name", "update rules"),
-    _kind(
-        "lr_scheduler",
-        LRSchedulerComponent,
-        "lr_scheduler:LRScheduleFactory",
-        "model.optim.sched.name",
-        "learning-rate schedules",
-    ),
-    _kind("precision_policy", PrecisionComponent, "precision:PrecisionFactory", "precision.type", "dtypes of a run"),
-    _kind(
-        "checkpoint_storage",
-        StorageComponent,
-        "checkpoint_storage:CheckpointStorage",
-        "checkpoint.uri",
-        "stores of checkpoint files",
-    ),
-    _kind(
-        "checkpoint_format",
-        CheckpointFormatComponent,
-        "checkpoint_format:CheckpointFormat",
-        "nxdt checkpoint import --format",
-        "checkpoints of other programs",
-    ),
-    _kind(
-        "config_migration",
-        ConfigMigrationComponent,
-        "config_migration:ConfigMigration",
-        "nxdt config migrate --from",
-        "configurations of other programs",
-    ),
-    _kind("metric", MetricComponent, "evaluation:Metric", "nxdt evaluate FILES", "figures of answers"),
-    _kind(
-        "task_suite", TaskSuiteComponent, "evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model"
-    ),
-    _kind("adapter", AdapterComponent, "adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
-    _kind("objective", ObjectiveComponent, "objective:Objective", "objective.name", "losses"),
-    _kind(
-        "parallel_engine",
-        EngineComponent,
-        "parallel.engine:ParallelEngine",
-        "parallel_engine.name",
-        "runtimes that shard",
-    ),
-    _kind(
-        "device_profile",
-        DeviceProfileComponent,
-        "devices:DeviceProfile",
-        "trainer.accelerator",
-        "facts about device types",
-    ),
-    _kind("launcher", LauncherComponent, "launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
-    _kind("callback", CallbackComponent, "callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
+    _kind("model:ModelBuilder", "model.name", "architectures", ModelComponent),
+    _kind("dataset:DatasetSplits", "data.name", "sources of training samples"),
+    _kind("tokenizer:Tokenizer", "data.tokenizer.library", "text to ids and back"),
+    _kind("optimizer:OptimizerFactory", "model.optim.name", "update rules"),
+    _kind("schedule:ScheduleFactory", "model.optim.sched.name", "learning-rate schedules"),
+    _kind("precision:PrecisionFactory", "precision.type", "dtypes of a run"),
+    _kind("store:CheckpointStore", "checkpoint.uri", "stores of checkpoint files", StoreComponent),
+    _kind("format:CheckpointFormat", "nxdt checkpoint import --format", "checkpoints of other programs"),
+    _kind("migration:Migration", "nxdt config migrate --from", "configurations of other programs", MigrationComponent),
+    _kind("evaluation:Metric", "nxdt evaluate FILES", "figures of answers", name="metric"),
+    _kind("evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model", name="task"),
+    _kind("adapter:Adapter", "adapter.name", "changes to a model, such as LoRA", AdapterComponent),
+    _kind("objective:Objective", "objective.name", "losses"),
+    _kind("parallel.engine:ParallelEngine", "parallel_engine.name", "runtimes that shard", EngineComponent, "engine"),
+    _kind("devices:DeviceProfile", "trainer.accelerator", "facts about device types", name="device"),
+    _kind("launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
+    _kind("callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
 )
 """The kinds that the kernel itself defines, in the order in which they are listed."""

@@ -73,8 +73,8 @@ _LAUNCHER = {
 
 CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
-        "parallel_engine": MappingProxyType(_ENGINE),
-        "model_builder": MappingProxyType(_MODEL),
+        "engine": MappingProxyType(_ENGINE),
+        "model": MappingProxyType(_MODEL),
         "optimizer": MappingProxyType(_OPTIMIZER),
         "launcher": MappingProxyType(_LAUNCHER),
     }

@@ -213,7 +213,7 @@ _UNLISTED = DeviceProfile(
 def register_profile(profile: DeviceProfile) -> None:
     """Let this process know a device type by ``profile``, in place of any that it knew before.
 
-    A run registers the component of kind ``device_profile`` that ``trainer.accelerator`` selects by itself.
+    A run registers the component of kind ``device`` that ``trainer.accelerator`` selects by itself.
     """
     PROFILES[profile.device_type] = profile
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import final
 
 from nxdt_core.mounts import mount_of
-from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+from nxdt_core.protocols.store import LocksUnsupported
 from nxdt_core.regular_files import open_regular
 
 __all__ = ["FileLock", "take_file_lock"]
@@ -24,7 +24,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOL
 
 @final
 class FileLock:
-    """A lock that this process holds; see :class:`nxdt_core.protocols.checkpoint_storage.StorageLock`."""
+    """A lock that this process holds; see :class:`nxdt_core.protocols.store.StorageLock`."""
 
     __slots__ = ("__weakref__", "_descriptor", "_path")
 

@@ -65,7 +65,7 @@ def _model_records() -> Iterator[Any]:
     for folder in plugins():
         for module in _project(folder)["entry-points"]["nxdt.plugins"].values():
             sys.path.insert(0, str(ROOT / folder / "src"))
-            yield from getattr(importlib.import_module(module), "nxdt_model_builders", list)()
+            yield from getattr(importlib.import_module(module), "nxdt_models", list)()
             del sys.path[0]
 
 

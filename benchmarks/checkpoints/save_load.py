@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_into, read_manifest, save_checkpoint
 from nxdt_core.checkpoint.format.safetensors_stream import bytes_of
 from nxdt_core.training.step_times import STEPS, StepTimes

@@ -97,7 +97,7 @@ def training(path: Path, rounds: int, steps: int) -> float:
             engine = build.engine(config)
             engine.start()
         begun = time.process_time()
-        dataset = cast(ChatDataset, build.dataloader(config, build.tokenizer(config)).split("train"))
+        dataset = cast(ChatDataset, build.dataset(config, build.tokenizer(config)).split("train"))
         report = dataset.report()
         if name == "packed":
             rate = report.tokens.tokens / (time.process_time() - begun)

@@ -24,11 +24,11 @@ import datasets
 import numpy as np
 import torch
 from nxdt_plugin_hf_data.config import HfDataConfig
-from nxdt_plugin_hf_data.loader import HfDataloader
+from nxdt_plugin_hf_data.loader import HfData
 from torch.utils.data import DataLoader
 
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 SEQ, BATCH, VOCABULARY = 2048, 16, 128_256
 
@@ -73,7 +73,7 @@ def prepared(directory: Path, rows: int) -> dict[str, Callable[[], Iterator[torc
 
 def ours(**keys: object) -> Iterator[torch.Tensor]:
     context = DataContext(seq_length=SEQ, seed=1, tokenizer=None, vocab_size=VOCABULARY)
-    dataset = HfDataloader(HfDataConfig(**keys), context).split("train")  # type: ignore[arg-type]
+    dataset = HfData(HfDataConfig(**keys), context).split("train")  # type: ignore[arg-type]
     loader = GlobalBatchLoader(dataset, global_batch_size=BATCH, micro_batch_size=BATCH, seed=1, shuffle=True)
     return (batch.input_ids for (batch,) in loader)
 

@@ -27,11 +27,11 @@ import torch
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.indices import build_indices
-from nxdt_plugin_megatron_data.loader import MegatronDataloader
+from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_megatron_data.writer import IndexedWriter, write_index
 
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 LENGTH, BATCH, VOCABULARY = 2048, 16, 50257
 DOCUMENTS = 10**7
@@ -78,7 +78,7 @@ def _corpus(where: Path) -> Path:
 
 def _loader(prefix: Path, seq_length: int = LENGTH, **keys: Any) -> GlobalBatchLoader:
     context = DataContext(seq_length=seq_length, seed=1, tokenizer=None, vocab_size=VOCABULARY)
-    dataset = MegatronDataloader(MegatronDataConfig(data_prefix=prefix, **keys), context).split("train")
+    dataset = MegatronData(MegatronDataConfig(data_prefix=prefix, **keys), context).split("train")
     assert dataset is not None
     return GlobalBatchLoader(dataset, global_batch_size=BATCH, micro_batch_size=BATCH, seed=1, shuffle=True)
 

@@ -32,12 +32,12 @@ NO_TORCH = "import sys\nsys.modules['torch'] = None\n"
 """``sitecustomize`` of every child: importing torch raises, so that a command that does it fails here."""
 
 ENTRY = """\
-from nxdt_core.api import OptimizerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
 def nxdt_optimizers():
-    return [OptimizerComponent(name="{name}", target="{name}.build:build", summary="a fake")]
+    return [Component(name="{name}", target="{name}.build:build", summary="a fake")]
 """
 
 

@@ -39,7 +39,7 @@ REPORT = textwrap.dedent(
 
 PLUGIN = REPORT + textwrap.dedent(
     f"""
-    from nxdt_core.api import Callback, CallbackComponent, hookimpl
+    from nxdt_core.api import Callback, Component, hookimpl
 
     class Moments(Callback):
         def __init__(self, config, run_dir): ...
@@ -52,7 +52,7 @@ PLUGIN = REPORT + textwrap.dedent(
 
     @hookimpl
     def nxdt_callbacks():
-        return [CallbackComponent(name="moments", target=f"{{__name__}}:Moments")]
+        return [Component(name="moments", target=f"{{__name__}}:Moments")]
     """
 )
 

@@ -86,7 +86,7 @@ def bare_step_ms(config: ResolvedConfig, steps: int) -> float:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
     )
-    dataset = build.dataloader(config, build.tokenizer(config)).split("train")
+    dataset = build.dataset(config, build.tokenizer(config)).split("train")
     loader = build.batches(config, engine, dataset)
     model.train()
     ticks = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from nxdt_core.api import Callback, CallbackComponent, Run, hookimpl
+from nxdt_core.api import Callback, Component, Run, hookimpl
 
 ticks: list[float] = []
 """``time.process_time()`` after each step of the newest run."""
@@ -21,5 +21,5 @@ class Clock(Callback):
 
 
 @hookimpl
-def nxdt_callbacks() -> list[CallbackComponent]:
-    return [CallbackComponent(name="clock", target=f"{__name__}:Clock")]
+def nxdt_callbacks() -> list[Component]:
+    return [Component(name="clock", target=f"{__name__}:Clock")]

@@ -5,22 +5,8 @@ Each target is in its own module of this package and is imported when a run asks
 
 from __future__ import annotations
 
-from nxdt_core.api import (
-    CallbackComponent,
-    CheckpointFormatComponent,
-    DataloaderComponent,
-    DeviceProfileComponent,
-    EngineComponent,
-    LauncherComponent,
-    LRSchedulerComponent,
-    ObjectiveComponent,
-    OptimizerComponent,
-    PrecisionComponent,
-    StorageComponent,
-    TokenizerComponent,
-    hookimpl,
-)
-from nxdt_core.builtins.device_profiles import DEVICE_PROFILES
+from nxdt_core.api import Component, EngineComponent, StoreComponent, hookimpl
+from nxdt_core.builtins.devices import DEVICE_PROFILES
 from nxdt_core.builtins.launchers.records import LAUNCHERS
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.builtins.precision.records import POLICIES
@@ -43,47 +29,47 @@ _TORCH_ENGINE = frozenset(
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Declare the loader for models that are not trained."""
     return [
-        DataloaderComponent(
+        Component(
             name="none",
-            target=f"{_HERE}.dataloader_none:NoData",
+            target=f"{_HERE}.dataset_none:NoData",
             summary="no data: describes a model that is not trained, as imported checkpoints do",
         )
     ]
 
 
 @hookimpl
-def nxdt_tokenizers() -> list[TokenizerComponent]:
+def nxdt_tokenizers() -> list[Component]:
     """Declare the tokenizers of published models, and UTF-8 bytes."""
     return [
-        TokenizerComponent(
+        Component(
             name="byte",
             target=f"{_HERE}.tokenizers.byte:ByteTokenizer",
             config=f"{_HERE}.tokenizers.config:ByteTokenizerConfig",
             summary="UTF-8 bytes and three special tokens; needs no files",
         ),
-        TokenizerComponent(
+        Component(
             name="huggingface",
             target=f"{_HERE}.tokenizers.huggingface:HuggingFaceTokenizer",
             config=f"{_HERE}.tokenizers.config:HuggingFaceTokenizerConfig",
             summary="tokenizer.json or a pretrained directory",
             aliases=("hf",),
         ),
-        TokenizerComponent(
+        Component(
             name="megatron",
             target=f"{_HERE}.tokenizers.megatron:MegatronTokenizer",
             config=f"{_HERE}.tokenizers.config:MegatronTokenizerConfig",
             summary="GPT-2's byte-level BPE from vocab.json and merges.txt",
         ),
-        TokenizerComponent(
+        Component(
             name="sentencepiece",
             target=f"{_HERE}.tokenizers.sentencepiece:SentencePieceTokenizer",
             config=f"{_HERE}.tokenizers.config:SentencePieceTokenizerConfig",
             summary="a SentencePiece model file, with tokens appended where they are asked for",
         ),
-        TokenizerComponent(
+        Component(
             name="tiktoken",
             target=f"{_HERE}.tokenizers.tiktoken:TiktokenTokenizer",
             config=f"{_HERE}.tokenizers.config:TiktokenTokenizerConfig",
@@ -93,37 +79,37 @@ def nxdt_tokenizers() -> list[TokenizerComponent]:
 
 
 @hookimpl
-def nxdt_device_profiles() -> list[DeviceProfileComponent]:
+def nxdt_devices() -> list[Component]:
     """Declare the device types of the core's own table."""
     return [*DEVICE_PROFILES]
 
 
 @hookimpl
-def nxdt_optimizers() -> list[OptimizerComponent]:
+def nxdt_optimizers() -> list[Component]:
     """Torch's, and those that look at whole parameters."""
     return [*OPTIMIZERS]
 
 
 @hookimpl
-def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
+def nxdt_schedules() -> list[Component]:
     """Curves under NeMo's and torch's names."""
     return [*SCHEDULES]
 
 
 @hookimpl
-def nxdt_precision_policies() -> list[PrecisionComponent]:
+def nxdt_precisions() -> list[Component]:
     """Declare the precisions under NxD Training's names."""
     return [*POLICIES]
 
 
 @hookimpl
-def nxdt_checkpoint_storages() -> list[StorageComponent]:
+def nxdt_stores() -> list[StoreComponent]:
     """Declare the local file system."""
     return [
-        StorageComponent(
+        StoreComponent(
             name="local",
-            target=f"{_HERE}.storage.local:LocalStorage",
-            config=f"{_HERE}.storage.config:LocalStorageConfig",
+            target=f"{_HERE}.stores.local:LocalStorage",
+            config=f"{_HERE}.stores.config:LocalStorageConfig",
             summary="a directory; atomic rename, files and directories fsynced",
             uri_schemes=("file",),
         )
@@ -131,10 +117,10 @@ def nxdt_checkpoint_storages() -> list[StorageComponent]:
 
 
 @hookimpl
-def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
+def nxdt_formats() -> list[Component]:
     """Declare Hugging Face directories."""
     return [
-        CheckpointFormatComponent(
+        Component(
             name="hf",
             target="nxdt_core.checkpoint.hf.format:HFFormat",
             summary="a Hugging Face directory with config.json and safetensors weights",
@@ -143,10 +129,10 @@ def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
 
 
 @hookimpl
-def nxdt_objectives() -> list[ObjectiveComponent]:
+def nxdt_objectives() -> list[Component]:
     """Declare next-token prediction."""
     return [
-        ObjectiveComponent(
+        Component(
             name="causal_lm",
             target=f"{_HERE}.objective_causal_lm:CausalLM",
             summary="cross-entropy of the next token, over labels that are not -100",
@@ -155,7 +141,7 @@ def nxdt_objectives() -> list[ObjectiveComponent]:
 
 
 @hookimpl
-def nxdt_parallel_engines() -> list[EngineComponent]:
+def nxdt_engines() -> list[EngineComponent]:
     """Declare the engine on stock torch."""
     return [
         EngineComponent(
@@ -169,27 +155,27 @@ def nxdt_parallel_engines() -> list[EngineComponent]:
 
 
 @hookimpl
-def nxdt_callbacks() -> list[CallbackComponent]:
+def nxdt_callbacks() -> list[Component]:
     """Declare the callbacks."""
     return [
-        CallbackComponent(
+        Component(
             name="generations",
             target=f"{_HERE}.callbacks.generations:Generations",
             config=f"{_HERE}.callbacks.config:GenerationsConfig",
             summary="what the model writes behind some prompts, at each validation",
         ),
-        CallbackComponent(
+        Component(
             name="tensorboard",
             target=f"{_HERE}.loggers.clients:TensorBoard",
             summary="TensorBoard event files in the run's directory",
         ),
-        CallbackComponent(
+        Component(
             name="wandb",
             target=f"{_HERE}.loggers.clients:Wandb",
             config=f"{_HERE}.loggers.config:WandbConfig",
             summary="Weights & Biases; needs nxdt-core[wandb]",
         ),
-        CallbackComponent(
+        Component(
             name="mlflow",
             target=f"{_HERE}.loggers.clients:MLflow",
             config=f"{_HERE}.loggers.config:MLFlowConfig",
@@ -199,6 +185,6 @@ def nxdt_callbacks() -> list[CallbackComponent]:
 
 
 @hookimpl
-def nxdt_launchers() -> list[LauncherComponent]:
+def nxdt_launchers() -> list[Component]:
     """Declare the schedulers, and the variables of processes that others have started."""
     return [*LAUNCHERS]

@@ -23,7 +23,7 @@ from nxdt_core.checkpoint.signing import TrustedKeys
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["CopyReport", "copy_checkpoint"]
 
@@ -44,8 +44,8 @@ class CopyReport:
 
 
 def copy_checkpoint(
-    source: CheckpointStorage,
-    destination: CheckpointStorage,
+    source: CheckpointStore,
+    destination: CheckpointStore,
     step: int,
     *,
     threads: int = 1,
@@ -106,7 +106,7 @@ def copy_checkpoint(
     )
 
 
-def _read_source(source: CheckpointStorage, step: int) -> tuple[bytes, Manifest]:
+def _read_source(source: CheckpointStore, step: int) -> tuple[bytes, Manifest]:
     """The manifest, as bytes too: what is written at the destination are these."""
     with explained_os_errors(f"{source.uri}/{step_name(step)}"):
         data = read_object(source, manifest_key(step))
@@ -115,7 +115,7 @@ def _read_source(source: CheckpointStorage, step: int) -> tuple[bytes, Manifest]
     return data, decode_manifest(data, step=step, where=f"{source.uri}/{manifest_key(step)}")
 
 
-def _signature_there(destination: CheckpointStorage, manifest: Manifest) -> Signature | None:
+def _signature_there(destination: CheckpointStore, manifest: Manifest) -> Signature | None:
     """Return the destination's signature; None where there is none, or a damaged one, which may be replaced."""
     try:
         return read_signature(destination, manifest)
@@ -123,11 +123,11 @@ def _signature_there(destination: CheckpointStorage, manifest: Manifest) -> Sign
         return None
 
 
-def _not_found(source: CheckpointStorage, step: int, reason: str) -> CheckpointNotFound:
+def _not_found(source: CheckpointStore, step: int, reason: str) -> CheckpointNotFound:
     return CheckpointNotFound(where=f"{source.uri}/{step_name(step)}", reason=reason)
 
 
-def _is_there(destination: CheckpointStorage, manifest: Manifest) -> bool:
+def _is_there(destination: CheckpointStore, manifest: Manifest) -> bool:
     """Whether this very checkpoint is committed at the destination; a damaged manifest there is taken away."""
     key = manifest_key(manifest.step)
     where = f"{destination.uri}/{key}"
@@ -152,8 +152,8 @@ class _Copy:
 
     def __init__(
         self,
-        source: CheckpointStorage,
-        destination: CheckpointStorage,
+        source: CheckpointStore,
+        destination: CheckpointStore,
         manifest: Manifest,
         sizes: Mapping[str, int],
         deep: bool,

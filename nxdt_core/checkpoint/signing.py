@@ -25,7 +25,7 @@ from nxdt_core.errors.signing import (
     SigningKeyUnusable,
     SigningLibraryMissing,
 )
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -104,7 +104,7 @@ class TrustedKeys:
         """
         return tuple(fingerprint_of(_read_public(path)) for path in self._paths)
 
-    def check(self, storage: CheckpointStorage, manifest: Manifest, data: bytes) -> Signature:
+    def check(self, storage: CheckpointStore, manifest: Manifest, data: bytes) -> Signature:
         """Return the signature of a checkpoint that one of the keys has signed, and refuse any other.
 
         Args:

@@ -9,14 +9,14 @@ from typing import Any
 from nxdt_core.checkpoint.format.file_names import step_of
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["check_writable", "locate", "open_storage", "scheme_of"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> CheckpointStorage:
+def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> CheckpointStore:
     """Return the store that ``uri`` names.
 
     Args:
@@ -32,7 +32,7 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
     config_class = component.load_config()
     if config is None and config_class is not None:
         config = config_class()
-    storage: CheckpointStorage = component.load_target()(uri, config)
+    storage: CheckpointStore = component.load_target()(uri, config)
     return storage
 
 
@@ -42,7 +42,7 @@ def scheme_of(uri: str) -> str:
     return match[1].lower() if match else "file"
 
 
-def locate(uri: str, kernel: Kernel | None = None, config: Any = None) -> tuple[CheckpointStorage, int | None]:
+def locate(uri: str, kernel: Kernel | None = None, config: Any = None) -> tuple[CheckpointStore, int | None]:
     """Return the store and step that an address of a person means: its root, or one of its step directories.
 
     ``runs/a/checkpoints`` gives None as the step, ``runs/a/checkpoints/step-00000100`` gives 100.
@@ -55,7 +55,7 @@ def locate(uri: str, kernel: Kernel | None = None, config: Any = None) -> tuple[
     return open_storage(root or ".", kernel, config), step
 
 
-def check_writable(storage: CheckpointStorage) -> None:
+def check_writable(storage: CheckpointStore) -> None:
     """Write and delete a small object, so that a run learns at its start what would stop its first save.
 
     Raises:

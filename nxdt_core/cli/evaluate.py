@@ -113,11 +113,11 @@ def _records(
 
 def _suite(kernel: Kernel, name: str | None, tasks: tuple[str, ...], path: str | None) -> TaskSuite:
     """Return the suite with the tasks; unknown tasks are refused before a model is loaded."""
-    offers = kernel.registry.all("task_suite")
+    offers = kernel.registry.all("task")
     if name is None and offers:
-        component = kernel.registry.choose("task_suite", " ".join(tasks), offers)
+        component = kernel.registry.choose("task", " ".join(tasks), offers)
     else:
-        component = kernel.registry.get("task_suite", name or "lm-eval")
+        component = kernel.registry.get("task", name or "lm-eval")
     suite: TaskSuite = component.load_target()(tasks, path)
     return suite
 

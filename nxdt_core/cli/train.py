@@ -103,7 +103,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
     config = load(source, overrides)
     require_set(config)
     if prints:
-        engine = config.selected("parallel_engine").component.record
+        engine = config.selected("engine").component.record
         # The variables of NxD Training's job scripts are those of its runtime, which such an engine reads.
         others = () if "xla" in engine.capabilities else environment_notes(os.environ, config.kernel)
         for note in (*config.notes, *vocabulary_notes(config), *others):

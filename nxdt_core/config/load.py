@@ -277,9 +277,9 @@ def _assemble(
     """The result."""
     components: dict[str, Selected | None] = {}
     for slot in SLOTS:
-        component = composition.components[slot.name]
+        component = composition.components[slot.kind]
         config = reading.instances.get(slot.section)
-        components[slot.name] = Selected(component=component, config=config) if component is not None else None
+        components[slot.kind] = Selected(component=component, config=config) if component is not None else None
     run_dir = _run_directory(run)
     return ResolvedConfig(
         run=run,

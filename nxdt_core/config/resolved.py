@@ -35,8 +35,8 @@ class ResolvedConfig:
     """The core's own keys."""
     kernel: Kernel = field(compare=False)
     components: Mapping[str, Selected | None]
-    """By slot: ``model``, ``data``, ``tokenizer``, ``optimizer``, ``lr_scheduler``, ``precision``,
-    ``checkpoint_storage``, ``objective``, ``adapter``, ``parallel_engine``. None: the run uses none."""
+    """By kind: ``model``, ``dataset``, ``tokenizer``, ``optimizer``, ``schedule``, ``precision``,
+    ``store``, ``objective``, ``adapter``, ``engine``. None: the run uses none."""
     loggers: tuple[Selected, ...]
     callbacks: tuple[Selected, ...]
     origins: Mapping[str, Origin] = field(compare=False)

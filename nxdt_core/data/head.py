@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 
 __all__ = ["Head"]
 

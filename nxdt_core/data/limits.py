@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from nxdt_core.data.head import Head
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
 __all__ = ["first_batches", "limit_sets"]
 

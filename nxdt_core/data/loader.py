@@ -13,7 +13,7 @@ from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.data.sources import MapSource, Position, Slicing, StreamSource
 from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
 __all__ = ["GlobalBatchLoader"]
 

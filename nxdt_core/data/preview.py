@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataloader import DataReport, IterableDataset, MapDataset, ReportingDataset, TokenCount
+from nxdt_core.protocols.dataset import DataReport, IterableDataset, MapDataset, ReportingDataset, TokenCount
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
 __all__ = ["Part", "Preview", "ShownDocument", "ShownSample", "preview"]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 
 __all__ = ["LogProbs", "Referenced", "weighted_labels"]
 

@@ -15,7 +15,7 @@ from nxdt_core.data.collate import blank_like, collate
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.errors.data import EmptyDataset
 from nxdt_core.protocols.batch import Batch, Sample
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, PassingDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset, PassingDataset
 
 __all__ = ["Job", "MapSource", "Position", "Slicing", "Step", "StreamSource"]
 

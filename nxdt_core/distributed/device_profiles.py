@@ -11,7 +11,7 @@ from nxdt_core.kernel.plugin import BUILTIN
 
 __all__ = ["register_profile_of"]
 
-_KIND = "device_profile"
+_KIND = "device"
 
 
 def register_profile_of(config: ResolvedConfig) -> None:

@@ -34,7 +34,7 @@ class Kernel:
     Example::
 
         kernel = Kernel.start(PluginPolicy(block=("nxdt-plugin-experimental",)))
-        builder = kernel.registry.get("model_builder", "llama").load_target()
+        builder = kernel.registry.get("model", "llama").load_target()
     """
 
     __slots__ = ("_identities", "hooks", "plugins", "policy", "registry")

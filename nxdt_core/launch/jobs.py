@@ -186,7 +186,7 @@ def _job(config: ResolvedConfig, words: Sequence[str], options: Any, directory: 
     recipe = config.source.startswith(RECIPE_SCHEME)
     path = None if recipe else Path(config.source).expanduser().absolute()
     arguments = (config.source if path is None else str(path), *shown_words(config, words))
-    engine = config.selected("parallel_engine").component.record.capabilities
+    engine = config.selected("engine").component.record.capabilities
     wished = getattr(options, "compile", None)
     compiles = wished if wished is not None else "xla" in engine or bool(run.model.compile)
     return Job(

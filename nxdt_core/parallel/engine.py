@@ -39,7 +39,7 @@ __all__ = ["TorchEngine"]
 
 
 class TorchEngine:
-    """Built-in ``parallel_engine``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+    """Built-in ``engine``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
 
     mesh: ParallelMesh
     """Known after :meth:`start`."""

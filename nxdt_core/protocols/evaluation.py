@@ -1,4 +1,4 @@
-"""Kinds ``metric`` and ``task_suite``: what ``nxdt evaluate`` reports of a model. Torch-free.
+"""Kinds ``metric`` and ``task``: what ``nxdt evaluate`` reports of a model. Torch-free.
 
 Example of a metric::
 
@@ -31,7 +31,7 @@ class Metric(Protocol):
 
 @runtime_checkable
 class TaskSuite(Protocol):
-    """The target of the kind ``task_suite``, called as ``Target(tasks, path)`` before a model is loaded: with the names
+    """The target of the kind ``task``, called as ``Target(tasks, path)`` before a model is loaded: with the names
     of ``--task`` and the directory of ``--task-path``, or None. It raises an error for a task that it does not have."""
 
     def __init__(self, tasks: Sequence[str], path: str | None) -> None: ...

@@ -1,4 +1,4 @@
-"""Kind ``model_builder``: a model's architecture, its plan, and its correspondence to Hugging Face's.
+"""Kind ``model``: a model's architecture, its plan, and its correspondence to Hugging Face's.
 
 Example::
 

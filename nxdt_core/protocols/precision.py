@@ -1,4 +1,4 @@
-"""Kind ``precision_policy``: the dtypes of a run, as data.
+"""Kind ``precision``: the dtypes of a run, as data.
 
 Example::
 

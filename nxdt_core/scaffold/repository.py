@@ -20,21 +20,7 @@ from nxdt_core.api import KINDS
 from nxdt_core.errors.plugins import BadPluginName, KindHasNoTemplates, RepositoryPlaceTaken, UnknownKind
 from nxdt_core.regular_files import replace_text
 
-__all__ = ["SHORT_NAMES", "kind_names", "write_repository"]
-
-SHORT_NAMES = {
-    "model": "model_builder",
-    "dataset": "dataloader",
-    "schedule": "lr_scheduler",
-    "precision": "precision_policy",
-    "store": "checkpoint_storage",
-    "format": "checkpoint_format",
-    "migration": "config_migration",
-    "tasks": "task_suite",
-    "engine": "parallel_engine",
-    "device": "device_profile",
-}
-"""Shorter names of kinds."""
+__all__ = ["kind_names", "write_repository"]
 
 _TEMPLATES = files(__package__).joinpath("templates")
 _SUFFIX = ".tmpl"
@@ -42,22 +28,21 @@ _HIDDEN = re.compile(r"(^|(?<=/))dot\.")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TORCH = '"torch>=2.9"'
 _DEPENDENCIES = {
-    "model_builder": ('"nxdt-plugin-text{core}"', '"safetensors>=0.5"', _TORCH),
-    "dataloader": ('"numpy>=2"',),
+    "model": ('"nxdt-plugin-text{core}"', '"safetensors>=0.5"', _TORCH),
+    "dataset": ('"numpy>=2"',),
     "optimizer": (_TORCH,),
-    "checkpoint_format": ('"safetensors>=0.5"', _TORCH),
+    "format": ('"safetensors>=0.5"', _TORCH),
     "adapter": (_TORCH,),
     "objective": (_TORCH,),
-    "parallel_engine": (_TORCH,),
-    "device_profile": (_TORCH,),
+    "engine": (_TORCH,),
+    "device": (_TORCH,),
 }
 """By kind: what a distribution requires in addition to the core."""
 
 
 def kind_names() -> tuple[str, ...]:
-    """Return every name of a kind that :func:`write_repository` takes: of those that have templates."""
-    names = (kind.name for kind in KINDS if kind.name not in SHORT_NAMES.values())
-    return (*SHORT_NAMES, *(name for name in names if _has_templates(name)))
+    """Return the kinds that :func:`write_repository` takes: those that have templates."""
+    return tuple(kind.name for kind in KINDS if _has_templates(kind.name))
 
 
 def _has_templates(kind: str) -> bool:
@@ -68,7 +53,7 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
     """Write the repository of a plugin that brings one component of ``kind``, called ``name`` like its distribution.
 
     Args:
-        kind: a kind of components, or its short name.
+        kind: a kind of components.
         name: of the distribution, the plugin and the component.
         directory: to be made.
 
@@ -81,19 +66,18 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
         BadPluginName: a distribution cannot have that name.
         RepositoryPlaceTaken: there is something in ``directory``.
     """
-    full = SHORT_NAMES.get(kind, kind)
-    if full not in {each.name for each in KINDS}:
+    if kind not in {each.name for each in KINDS}:
         known = kind_names()
         raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, known)), available=known)
-    if not _has_templates(full):
+    if not _has_templates(kind):
         raise KindHasNoTemplates(kind=kind, available=kind_names())
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or package.startswith("nxdt"):
         raise BadPluginName(name=name)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RepositoryPlaceTaken(path=str(directory))
-    texts = {**_texts("common"), **_texts(full)}
-    values = _values(full, name, package, use=texts.pop(PurePosixPath("use.md")))
+    texts = {**_texts("common"), **_texts(kind)}
+    values = _values(kind, name, package, use=texts.pop(PurePosixPath("use.md")))
     written = []
     for place, text in sorted(texts.items()):
         target = directory / _filled(_HIDDEN.sub(".", str(place)).replace("PACKAGE", package), values)

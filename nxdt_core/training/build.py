@@ -24,13 +24,13 @@ from nxdt_core.errors.models import SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.optimizers import NoMasterWeights
 from nxdt_core.kernel.plugin import LOCAL
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.dataloader import DataContext, Dataloader, IterableDataset, MapDataset
-from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training.hidden_state import check_schedule
 
@@ -38,7 +38,7 @@ __all__ = [
     "adapters",
     "batches",
     "chat_keys",
-    "dataloader",
+    "dataset",
     "engine",
     "locate",
     "model_builder",
@@ -62,7 +62,7 @@ def engine(config: ResolvedConfig) -> ParallelEngine:
     """
     check_capabilities(config, world_size=Ranks.from_environment().world_size)
     register_profile_of(config)
-    target = config.selected("parallel_engine").component.load_target()
+    target = config.selected("engine").component.load_target()
     return cast(ParallelEngine, target(config))
 
 
@@ -105,9 +105,9 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
     return made
 
 
-def dataloader(
+def dataset(
     config: ResolvedConfig, tokenizer: Tokenizer | None, vocab_size: int | None = None, *, cache_dir: Path | None = None
-) -> Dataloader:
+) -> DatasetSplits:
     """Return the source of samples, for a model of ``vocab_size`` rows; what it derives from its files may be in
     ``cache_dir``, for the other processes of the machine."""
     data = config.run.data
@@ -119,7 +119,7 @@ def dataloader(
         vocab_size=vocab_size,
         shuffle=data.shuffle,
     )
-    return cast(Dataloader, _construct(config, "data", context))
+    return cast(DatasetSplits, _construct(config, "dataset", context))
 
 
 def batches(
@@ -152,7 +152,7 @@ def batches(
 
 def chat_keys(config: ResolvedConfig) -> ChatKeys:
     """Return how the run's data make text of messages; the defaults where they hold none."""
-    found = config.selected("data").config
+    found = config.selected("dataset").config
     return found if isinstance(found, ChatKeys) else ChatKeys()
 
 
@@ -195,23 +195,23 @@ def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
 
 def schedule(config: ResolvedConfig) -> LRSchedule:
     """Return the learning-rate schedule; warn if it depends on more than the step."""
-    horizon, component = schedule_horizon(config), config.selected("lr_scheduler").component
-    check_schedule(_construct(config, "lr_scheduler", horizon), component, max_steps=horizon.max_steps)
-    return cast(LRSchedule, _construct(config, "lr_scheduler", horizon))
+    horizon, component = schedule_horizon(config), config.selected("schedule").component
+    check_schedule(_construct(config, "schedule", horizon), component, max_steps=horizon.max_steps)
+    return cast(LRSchedule, _construct(config, "schedule", horizon))
 
 
-def storage(config: ResolvedConfig) -> CheckpointStorage:
+def storage(config: ResolvedConfig) -> CheckpointStore:
     """Return the store that holds the run's checkpoints."""
     return locate(config, config.checkpoint_uri)[0]
 
 
-def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStorage, int | None]:
+def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStore, int | None]:
     """Return the store behind ``uri`` and the step that it names, None where it names the root of a run's checkpoints.
 
     The options of ``checkpoint.storage`` apply to URIs with the same scheme as the run's URI.
     """
     own = scheme_of(uri) == scheme_of(config.checkpoint_uri)
-    return checkpoint.locate(uri, config.kernel, config.selected("checkpoint_storage").config if own else None)
+    return checkpoint.locate(uri, config.kernel, config.selected("store").config if own else None)
 
 
 def signer(config: ResolvedConfig) -> Signer | None:
@@ -242,7 +242,7 @@ def check_signing(config: ResolvedConfig) -> None:
         own.check(trusted)
 
 
-def step_uri(storage: CheckpointStorage, step: int) -> str:
+def step_uri(storage: CheckpointStore, step: int) -> str:
     """Address of one checkpoint of a store."""
     return f"{storage.uri}/{step_name(step)}"
 

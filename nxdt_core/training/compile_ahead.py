@@ -14,7 +14,7 @@ from pathlib import Path
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.limits import first_batches
 from nxdt_core.errors.launch import EngineCannotCompileAhead
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.training.data import Dataset, StepInput
@@ -34,7 +34,7 @@ def ahead_of(config: ResolvedConfig) -> CompileAhead:
         EngineCannotCompileAhead: it does not.
         NxdtError: the run compiles nothing, or the cache cannot be written.
     """
-    selected = config.selected("parallel_engine").component
+    selected = config.selected("engine").component
     engine = selected.load_target()
     if not isinstance(engine, CompilesAhead):
         raise EngineCannotCompileAhead(engine=selected.record.name, dist=selected.dist)

@@ -12,7 +12,7 @@ from nxdt_core.data.limits import first_batches, limit_sets
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.training import build
@@ -77,7 +77,7 @@ class RunData:
         vocab_size = build.model_builder(self.config).vocab_size
         self.tokenizer = build.tokenizer(self.config, vocab_size)
         cache_dir = self.config.run_dir / _CACHE
-        source = build.dataloader(self.config, self.tokenizer, vocab_size, cache_dir=cache_dir)
+        source = build.dataset(self.config, self.tokenizer, vocab_size, cache_dir=cache_dir)
         train, validation = source.split("train"), source.split("validation")
         if train is None or isinstance(train, Mapping):
             raise NoTrainingData(loader=type(source).__name__)

@@ -205,6 +205,6 @@ def _recomputations(config: ResolvedConfig) -> list[dict[str, str]]:
     selected = config.run.model.activations_checkpoint_recompute
     nothing = {granularity: "null", names: "null", _REGATHER: "false"}
     some = [{**nothing, granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
-    gathers = "sp:regather" in config.selected("parallel_engine").component.record.capabilities
+    gathers = "sp:regather" in config.selected("engine").component.record.capabilities
     again = [{**nothing, _REGATHER: "true"}] if gathers else []
     return [nothing, *again, *some, {**nothing, granularity: "full"}]

@@ -103,7 +103,7 @@ def plan(
         NxdtError: the run would not start, or machines of the product cannot run it.
     """
     known = None if product is None else product_of(config, product)
-    selected = config.selected("parallel_engine").component
+    selected = config.selected("engine").component
     engine = selected.load_target()
     if known is not None and isinstance(engine, ChecksProducts):
         engine.check_product(config, known.name)

@@ -8,7 +8,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.preview import Preview
 from nxdt_core.data.preview import preview as look
 from nxdt_core.errors.data import SplitMissing
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset, SplitName
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset, SplitName
 from nxdt_core.training import build
 
 __all__ = ["preview"]
@@ -24,7 +24,7 @@ def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview | d
     """
     vocab_size = build.model_builder(config).vocab_size
     tokenizer = build.tokenizer(config, vocab_size)
-    found = build.dataloader(config, tokenizer, vocab_size).split(split)
+    found = build.dataset(config, tokenizer, vocab_size).split(split)
     if not found and (found is None or isinstance(found, Mapping)):
         raise SplitMissing(split=split)
     shuffle = config.run.data.shuffle and split == "train"

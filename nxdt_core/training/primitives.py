@@ -12,10 +12,10 @@ import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.lr_scheduler import LRSchedule
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.schedule import LRSchedule
 from nxdt_core.training import build
 from nxdt_core.training.hidden_state import watch_optimizer
 from nxdt_core.training.state import TrainState

@@ -42,12 +42,12 @@ from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.launch.agreement import check_agreement, check_world_size
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.objective import ObjectiveTraits, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.data import Dataset, RunData, StepInput, TrainLoader
 from nxdt_core.training.garbage_collection import GarbageCollection
@@ -168,7 +168,7 @@ class TrainSession:
             self.optimizer = optimizer
         self._referenced = False
         self._elements: int | None = None
-        self._weights: tuple[CheckpointStorage, Manifest] | None = None
+        self._weights: tuple[CheckpointStore, Manifest] | None = None
         self._foreign: Path | None = None
 
     @property
@@ -229,7 +229,7 @@ class TrainSession:
 
     # The model and where its weights come from.
 
-    def take_weights(self, storage: CheckpointStorage, manifest: Manifest) -> None:
+    def take_weights(self, storage: CheckpointStore, manifest: Manifest) -> None:
         """Let :meth:`build_model` take the weights of a checkpoint, for a new run (``weight_init_only``)."""
         self._weights = (storage, manifest)
 
@@ -427,7 +427,7 @@ class TrainSession:
 
     def save(
         self,
-        storage: CheckpointStorage | None = None,
+        storage: CheckpointStore | None = None,
         *,
         extra: dict[str, Any] | None = None,
         about: SaveFacts = SaveFacts(),
@@ -472,7 +472,7 @@ class TrainSession:
 
     def load_checkpoint(
         self,
-        storage: CheckpointStorage,
+        storage: CheckpointStore,
         manifest: Manifest,
         *,
         weights_only: bool = False,

@@ -20,16 +20,13 @@ from importlib import import_module
 from pathlib import Path
 
 from nxdt_core.api import KINDS
-from nxdt_core.scaffold.repository import SHORT_NAMES, write_repository
+from nxdt_core.scaffold.repository import write_repository
 
-__all__ = ["FOLDER", "expanded", "page_of", "protocol_source", "repository", "requirements"]
+__all__ = ["FOLDER", "expanded", "protocol_source", "repository", "requirements"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "kinds"
 """Folder of the pages below ``docs``."""
-_CONTRACTS = {"model_builder": "model", "dataloader": "dataset", "precision_policy": "precision"}
-_CONTRACTS |= {"checkpoint_storage": "storage", "parallel_engine": "engine"}
-"""Kind → beginning of the name of its kit's module, where it is not that of the kind."""
 _MARK = re.compile(
     r"^\*The (?:file \[(?P<ours>\S+)\]\(\S+\)|file `(?P<new>\S+)` of the new plugin"
     r"|(?P<kit>requirements: the tests of the kit by name)|source of the protocol, in `\S+`)\.\*$",
@@ -38,19 +35,13 @@ _MARK = re.compile(
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 
 
-def page_of(kind: str) -> str:
-    """Return the name of a kind's page, without a suffix: the short name of the kind."""
-    return next((short for short, full in SHORT_NAMES.items() if full == kind), kind)
-
-
 def expanded(page: str, markdown: str) -> str:
     """Return the Markdown of a page with its marks replaced.
 
     Args:
-        page: name of the page, such as ``model`` for the kind of models.
+        page: name of the page, which is that of the kind.
         markdown: what is written in it.
     """
-    kind = SHORT_NAMES.get(page, page)
 
     def replace(found: re.Match[str]) -> str:
         if found["ours"]:
@@ -60,8 +51,8 @@ def expanded(page: str, markdown: str) -> str:
                 f"`{found['new']}`:\n\n{_block(repository(page)[found['new']], _LANGUAGES[Path(found['new']).suffix])}"
             )
         if found["kit"]:
-            return "\n".join(f"- {each}" for each in requirements(kind))
-        return _block(protocol_source(kind), "python")
+            return "\n".join(f"- {each}" for each in requirements(page))
+        return _block(protocol_source(page), "python")
 
     return _MARK.sub(replace, markdown)
 
@@ -76,7 +67,7 @@ def repository(page: str) -> dict[str, str]:
 
 def requirements(kind: str) -> list[str]:
     """Return what the kit of a kind tests, a line for each test; nothing where the kind has no kit."""
-    path = ROOT / "testing" / "src" / "nxdt_testing" / f"{_CONTRACTS.get(kind, kind)}_contract.py"
+    path = ROOT / "testing" / "src" / "nxdt_testing" / f"{kind}_contract.py"
     if not path.exists():
         return []
     tree = ast.parse(path.read_text())

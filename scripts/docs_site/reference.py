@@ -70,8 +70,8 @@ def plugin_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
 
 def support_page(kernel: Kernel) -> str:
     """Return the support matrix: what components declare, and which layouts are tested."""
-    records = {kind: _own(kernel, kind) for kind in (*CAPABILITIES, "precision_policy", "adapter", "objective")}
-    models, engines = records["model_builder"], records["parallel_engine"]
+    records = {kind: _own(kernel, kind) for kind in (*CAPABILITIES, "precision", "adapter", "objective")}
+    models, engines = records["model"], records["engine"]
     lines = [
         "# Support matrix",
         "",
@@ -88,17 +88,17 @@ def support_page(kernel: Kernel) -> str:
         *_marks("Layout", models, {title: layout.needs for title, layout in _layouts()}),
         "## Models",
         "",
-        *_marks("The model declares", models, _meanings("model_builder")),
+        *_marks("The model declares", models, _meanings("model")),
         "## Engines",
         "",
         "A run needs both: the model and the engine declare what the layout uses.",
         "",
-        *_marks("The engine declares", engines, _meanings("parallel_engine")),
+        *_marks("The engine declares", engines, _meanings("engine")),
         "## Precisions",
         "",
         "`manual` needs what its keys ask for, such as `dtype:float64`.",
         "",
-        *_marks("`precision.type`", engines, {f"`{each.name}`": each.requires for each in records["precision_policy"]}),
+        *_marks("`precision.type`", engines, {f"`{each.name}`": each.requires for each in records["precision"]}),
         "## Adapters and objectives",
         "",
         *_marks("`adapter.name`", models, {f"`{each.name}`": each.requires_of_model for each in records["adapter"]}),

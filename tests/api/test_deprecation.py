@@ -50,7 +50,7 @@ PLUGIN = """
 from dataclasses import dataclass
 from typing import Annotated
 
-from nxdt_core.api import LRSchedulerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 from nxdt_core.config.annotations import Deprecated
 
 
@@ -65,8 +65,8 @@ def flat(config, horizon):
 
 
 @hookimpl
-def nxdt_lr_schedulers():
-    return [LRSchedulerComponent(name="flat", target=f"{__name__}:flat", config=f"{__name__}:Config")]
+def nxdt_schedules():
+    return [Component(name="flat", target=f"{__name__}:flat", config=f"{__name__}:Config")]
 """
 
 

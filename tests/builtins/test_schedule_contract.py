@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 
 import pytest
-from nxdt_testing.lr_scheduler_contract import LRSchedulerContract
+from nxdt_testing.schedule_contract import ScheduleContract
 
 from nxdt_core.builtins.schedules.records import SCHEDULES
 from nxdt_core.kernel.discovery.loading import import_reference
 
 
-class TestBuiltin(LRSchedulerContract):
+class TestBuiltin(ScheduleContract):
     """Each with its defaults, and with a warm-up of ten steps where it has one."""
 
     @pytest.fixture(params=SCHEDULES, ids=lambda record: record.name)

@@ -11,7 +11,7 @@ from nxdt_core.builtins.schedules import annealing, holding
 from nxdt_core.builtins.schedules import config as sections
 from nxdt_core.builtins.schedules.records import SCHEDULES
 from nxdt_core.errors.training import ScheduleHasNoEnd
-from nxdt_core.protocols.lr_scheduler import ScheduleHorizon
+from nxdt_core.protocols.schedule import ScheduleHorizon
 
 LR, END, WARM, LOW = 1e-3, 100, 10, 1e-4
 HORIZON = ScheduleHorizon(max_steps=END, lr=LR)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.process_group import Ranks

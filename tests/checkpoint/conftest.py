@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.builtins.storage.config import LocalStorageConfig
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.config import LocalStorageConfig
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, Manifest, save_checkpoint
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.poison import builder, little_memory, marker
 
 __all__ = ["builder", "little_memory", "marker", "save", "store"]
@@ -23,7 +23,7 @@ Save = Callable[..., Manifest]
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStorage:
-    """A directory. Only ``stores/test_storage_local.py`` and the contract of stores need its files flushed to disk."""
+    """A directory. Only ``stores/test_store_local.py`` and the contract of stores need its files flushed to disk."""
     return LocalStorage(str(tmp_path / "checkpoints"), LocalStorageConfig(fsync=False))
 
 
@@ -37,7 +37,7 @@ def save() -> Save:
     version, numbers, _ = random.getstate()
     python = (version, numbers[:9], None)
 
-    def save_step(storage: CheckpointStorage, step: int, **changed: Any) -> Manifest:
+    def save_step(storage: CheckpointStore, step: int, **changed: Any) -> Manifest:
         parts: dict[str, Any] = {
             "model": {"w": torch.full((4, 3), float(step)), "b": torch.full((3,), step).bfloat16()},
             "optimizer": {"w/exp_avg": torch.full((4, 3), float(step))},

@@ -18,7 +18,7 @@ from nxdt_core.checkpoint import (
     saved_ranks,
 )
 from nxdt_core.checkpoint.format.digested_files import VerifiedFile
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["load_trusted", "make_key", "write_key"]
 
@@ -36,7 +36,7 @@ def make_key(directory: Path, name: str) -> tuple[Signer, TrustedKeys]:
     return Signer(private), TrustedKeys([public])
 
 
-def load_trusted(storage: CheckpointStorage, trusted: TrustedKeys, step: int = 1) -> None:
+def load_trusted(storage: CheckpointStore, trusted: TrustedKeys, step: int = 1) -> None:
     """Load everything of a checkpoint, as a run that trusts only these keys does, and every other file of it."""
     manifest = find_checkpoint(storage, step, warn=print, trusted=trusted)
     load_model(storage, manifest)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     latest,

@@ -11,7 +11,7 @@ import torch
 from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, load_model, load_optimizer, load_state, read_manifest, verify
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.digests import BLOCK_BYTES

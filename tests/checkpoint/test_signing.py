@@ -21,7 +21,7 @@ from nxdt_testing.stores.faults import FaultyStorage
 from nxdt_testing.stores.memory import MemoryStorage
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     Manifest,
     Signer,

@@ -18,11 +18,11 @@ TWO = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
 ONE_STEP = ("trainer.max_steps=1", "trainer.val_check_interval=1", "trainer.limit_val_batches=1")
 EAGER = """
 from dataclasses import replace
-from nxdt_core.api import DeviceProfileComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 @hookimpl
-def nxdt_device_profiles():
-    return [DeviceProfileComponent(name="cpu", target=f"{__name__}:profile")]
+def nxdt_devices():
+    return [Component(name="cpu", target=f"{__name__}:profile")]
 
 def __getattr__(name):
     if name != "profile":

@@ -6,17 +6,17 @@ from __future__ import annotations
 def test_tasks_without_a_suite_name_the_distribution_to_install(nxdt):
     done = nxdt("evaluate", "nowhere", "--task", "hellaswag", uninstalled=("nxdt-plugin-evaluate",))
     assert done.returncode == 2
-    assert "No task suite is called 'lm-eval' (nxdt evaluate --suite)" in done.stderr
+    assert "No task is called 'lm-eval' (nxdt evaluate --suite)" in done.stderr
     assert "pip install nxdt-plugin-evaluate" in done.stderr
 
 
 def test_a_suite_of_a_third_party_is_asked_before_the_model_is_loaded(nxdt, dist):
     entry = """
-from nxdt_core.api import TaskSuiteComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 @hookimpl
-def nxdt_task_suites():
-    return [TaskSuiteComponent(name="exams", target="acme_exams:Exams")]
+def nxdt_tasks():
+    return [Component(name="exams", target="acme_exams:Exams")]
 """
     exams = """
 from nxdt_core.errors.evaluation import NothingToJudge

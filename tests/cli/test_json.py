@@ -122,7 +122,7 @@ def test_plugins(nxdt):
     for each in found["components"]:
         has_shape(each, "`plugins show`, each of `components`")
     hooks = {each["hook"]: each["plugins"] for each in shown(nxdt, "plugins", "hooks")}
-    assert "llama" in hooks["nxdt_model_builders"]
+    assert "llama" in hooks["nxdt_models"]
 
 
 def test_plugins_verify(nxdt):

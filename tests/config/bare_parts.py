@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import (
-    EngineComponent,
-    ModelComponent,
-    ObjectiveComponent,
-    OptimizerComponent,
-    PrecisionComponent,
-    hookimpl,
-)
+from nxdt_core.api import Component, EngineComponent, ModelComponent, hookimpl
 from nxdt_core.errors.configuration import ImpossibleCombination
 from nxdt_core.protocols.objective import ObjectiveTraits
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -45,7 +38,7 @@ class Engine:
 
 
 @hookimpl
-def nxdt_parallel_engines():
+def nxdt_engines():
     target = f"{__name__}:Engine"
     rules = {"odd": f"{__name__}:odd_heads", "raises": f"{__name__}:raising", "lost": f"{__name__}:nowhere"}
     return [
@@ -55,21 +48,21 @@ def nxdt_parallel_engines():
 
 
 @hookimpl
-def nxdt_model_builders():
+def nxdt_models():
     return [ModelComponent(name="bare-model", target=f"{__name__}:Engine")]
 
 
 @hookimpl
 def nxdt_optimizers():
     config = "nxdt_core.builtins.optimizers.config:SGDConfig"
-    return [OptimizerComponent(name="bare-sgd", target=f"{__name__}:Engine", config=config)]
+    return [Component(name="bare-sgd", target=f"{__name__}:Engine", config=config)]
 
 
 @hookimpl
-def nxdt_precision_policies():
-    return [PrecisionComponent(name="secret", target=f"{__name__}:secretly_half")]
+def nxdt_precisions():
+    return [Component(name="secret", target=f"{__name__}:secretly_half")]
 
 
 @hookimpl
 def nxdt_objectives():
-    return [ObjectiveComponent(name="comparing", target=f"{__name__}:Comparing")]
+    return [Component(name="comparing", target=f"{__name__}:Comparing")]

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from nxdt_core.api import (
-    CallbackComponent,
-    ConfigFinding,
-    DataloaderComponent,
-    ModelComponent,
-    OptimizerComponent,
-    StorageComponent,
-    hookimpl,
-)
+from nxdt_core.api import Component, ConfigFinding, ModelComponent, StoreComponent, hookimpl
 from nxdt_core.config.annotations import PositiveInt, Range, SecretText
 
 
@@ -137,7 +129,7 @@ class MemoryConfig:
 
 
 @hookimpl
-def nxdt_model_builders():
+def nxdt_models():
     return [
         ModelComponent(
             name="tiny",
@@ -153,32 +145,30 @@ def nxdt_model_builders():
 
 
 @hookimpl
-def nxdt_dataloaders():
-    return [DataloaderComponent(name="lines", target="tiny:Lines", config=f"{__name__}:LinesConfig")]
+def nxdt_datasets():
+    return [Component(name="lines", target="tiny:Lines", config=f"{__name__}:LinesConfig")]
 
 
 @hookimpl
 def nxdt_optimizers():
     return [
-        OptimizerComponent(name="fussy", target="tiny:fussy", config=f"{__name__}:FussyConfig"),
-        OptimizerComponent(name="broken", target="tiny:broken", config=f"{__name__}:BrokenConfig"),
-        OptimizerComponent(name="lost", target="tiny:lost", config="no_such_package.config:Config"),
+        Component(name="fussy", target="tiny:fussy", config=f"{__name__}:FussyConfig"),
+        Component(name="broken", target="tiny:broken", config=f"{__name__}:BrokenConfig"),
+        Component(name="lost", target="tiny:lost", config="no_such_package.config:Config"),
     ]
 
 
 @hookimpl
-def nxdt_checkpoint_storages():
-    return [
-        StorageComponent(name="memory", target="tiny:M", config=f"{__name__}:MemoryConfig", uri_schemes=("memory",))
-    ]
+def nxdt_stores():
+    return [StoreComponent(name="memory", target="tiny:M", config=f"{__name__}:MemoryConfig", uri_schemes=("memory",))]
 
 
 @hookimpl
 def nxdt_callbacks():
     return [
-        CallbackComponent(name="csv", target="tiny:csv", config=f"{__name__}:CsvConfig"),
-        CallbackComponent(name="board", target="tiny:board", config=f"{__name__}:BoardConfig"),
-        CallbackComponent(name="beep", target="tiny:beep"),
+        Component(name="csv", target="tiny:csv", config=f"{__name__}:CsvConfig"),
+        Component(name="board", target="tiny:board", config=f"{__name__}:BoardConfig"),
+        Component(name="beep", target="tiny:beep"),
     ]
 
 

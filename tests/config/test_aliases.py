@@ -106,7 +106,7 @@ def test_a_time_that_is_none_is_told_where_it_was_written(report, good, text):
 
 def test_alignment_parts_go_to_their_sections(load, report, good):
     config = load(good, "model_alignment_strategy.sft.packing=true")
-    assert config.selected("data").config.packing is True
+    assert config.selected("dataset").config.packing is True
     assert str(config.origins["data.packing"]) == "alias model_alignment_strategy.sft.packing"
     (row,) = report(good, "model_alignment_strategy.sft.packing=true", "data.packing=false")
     assert "both are the same setting" in row

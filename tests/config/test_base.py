@@ -48,8 +48,8 @@ def test_a_resolved_configuration_stands_alone(load, good, kernel):
 def test_relative_paths_start_at_the_file_that_names_them(load, good):
     write(sub__common=good.replace("seq_length", "files: [here.txt]\n  seq_length"))
     above, here = load("base: sub/common.yaml\n"), load("base: sub/common.yaml\ndata: {files: [here.txt]}\n")
-    assert above.selected("data").config.files == (Path("sub/here.txt").absolute(),)
-    assert here.selected("data").config.files == (Path("here.txt").absolute(),)
+    assert above.selected("dataset").config.files == (Path("sub/here.txt").absolute(),)
+    assert here.selected("dataset").config.files == (Path("here.txt").absolute(),)
 
 
 def test_addresses_to_read_from_start_there_too(load, good):
@@ -126,9 +126,9 @@ SCHEDULE = "model: {optim: {sched: {name: cosine, warmup_steps: 3, min_lr: 0.001
 def test_another_component_takes_the_keys_of_the_first_with_it(load, good):
     write(common=good, middle=f"base: common.yaml\n{SCHEDULE}")
     resolved = load("base: middle.yaml\nmodel: {optim: {sched: {name: constant}}}\n")
-    assert resolved.selected("lr_scheduler").component.record.name == "constant"
+    assert resolved.selected("schedule").component.record.name == "constant"
     assert "model.optim.sched.min_lr" not in resolved.origins
-    assert resolved.selected("lr_scheduler").config.warmup_steps == 3, "both have it"
+    assert resolved.selected("schedule").config.warmup_steps == 3, "both have it"
     (note,) = [note for note in resolved.notes if "replaces" in note]
     assert note == (
         "model.optim.sched.name: 'constant' replaces 'cosine', whose keys are left out: min_lr, constant_steps"
@@ -139,7 +139,7 @@ def test_so_does_one_that_an_override_names(load, good):
     write(common=good, middle=f"base: common.yaml\n{SCHEDULE}")
     resolved = load("base: middle.yaml\n", "model.optim.sched.name=constant", "model.optim.sched.warmup_steps=1")
     assert "model.optim.sched.min_lr" not in resolved.origins
-    assert resolved.selected("lr_scheduler").config.warmup_steps == 1
+    assert resolved.selected("schedule").config.warmup_steps == 1
 
 
 def test_null_takes_a_key_back_that_the_component_of_the_base_had(load, good):
@@ -151,7 +151,7 @@ def test_null_takes_a_key_back_that_the_component_of_the_base_had(load, good):
 def test_another_store_takes_the_keys_of_the_first_with_it_even_where_the_address_chooses_it(load, good):
     write(common=good + "checkpoint: {uri: memory://a, storage: {parts: 2}}\n")
     resolved = load("base: common.yaml\ncheckpoint: {uri: here}\n")
-    assert resolved.selected("checkpoint_storage").component.record.name == "local"
+    assert resolved.selected("store").component.record.name == "local"
     assert "checkpoint.storage.parts" not in resolved.origins
 
 

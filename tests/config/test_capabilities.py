@@ -88,7 +88,7 @@ def missing(bare, good, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("capability", SETTINGS)
 def test_an_engine_is_asked_for_nothing_that_it_does_not_declare(missing, capability):
-    engine = "parallel_engine"
+    engine = "engine"
     lacks = missing("parallel_engine.name=bare", "model.moe={num_experts: 2}", *SETTINGS[capability])
     named = {found for kind, _, found in lacks if kind == engine}
     parents = {"sp": "tp", "sp:regather": "tp", "pad_heads": "tp", "vpp": "pp", "dp_replicate": "dp"}
@@ -99,7 +99,7 @@ def test_an_engine_is_asked_for_nothing_that_it_does_not_declare(missing, capabi
 
 def test_every_capability_of_an_engine_is_asked_for_by_some_setting():
     beyond = {"adapters", "reference", "dtype:float64", "dtype:float16", "linear_product", "xla"}
-    assert CAPABILITIES["parallel_engine"].keys() == SETTINGS.keys() | beyond
+    assert CAPABILITIES["engine"].keys() == SETTINGS.keys() | beyond
 
 
 def test_a_run_of_one_process_in_float32_asks_for_nothing(missing):
@@ -109,10 +109,10 @@ def test_a_run_of_one_process_in_float32_asks_for_nothing(missing):
 @pytest.mark.parametrize(
     ("overrides", "lacks"),
     [
-        ((TP2, TWO), [("model_builder", "tp"), ("optimizer", "sharded")]),
-        ((TP2, TWO, f"{STRATEGY}sequence_parallel=true"), [("model_builder", "tp"), ("optimizer", "sharded")]),
-        ((CP2, TWO, f"{STRATEGY}zero1=false"), [("model_builder", "cp")]),
-        ((PP2, TWO), [("model_builder", "pp")]),
+        ((TP2, TWO), [("model", "tp"), ("optimizer", "sharded")]),
+        ((TP2, TWO, f"{STRATEGY}sequence_parallel=true"), [("model", "tp"), ("optimizer", "sharded")]),
+        ((CP2, TWO, f"{STRATEGY}zero1=false"), [("model", "cp")]),
+        ((PP2, TWO), [("model", "pp")]),
         ((TWO,), [("optimizer", "sharded")]),
         ((TWO, f"{STRATEGY}zero1=false"), []),
     ],
@@ -130,7 +130,7 @@ def test_the_message_says_who_lacks_what_and_what_to_do(bare, good, tmp_path, mo
     (row,) = [problem.row() for problem in raised.value.problems]
     assert row == (
         f"command line: {TP2.partition('=')[0]}: found 2, which needs the capability 'tp' (shards the matrices of"
-        " layers over ranks); the parallel engine 'bare' of local does not declare it. Set it to 1, or set"
+        " layers over ranks); the engine 'bare' of local does not declare it. Set it to 1, or set"
         " parallel_engine.name to 'torch'. For its authors: add 'tp' to the capabilities of the record once the"
         " component does this. [NXDT-C022]"
     )
@@ -212,8 +212,8 @@ def everything() -> Kernel:
 
 
 def test_the_torch_engine_declares_all_but_what_no_test_shows(everything):
-    declared = everything.registry.get("parallel_engine", "torch").record.capabilities
-    assert CAPABILITIES["parallel_engine"].keys() - declared == {"xla", "dtype:float16"}
+    declared = everything.registry.get("engine", "torch").record.capabilities
+    assert CAPABILITIES["engine"].keys() - declared == {"xla", "dtype:float16"}
 
 
 def shown_by(layout):
@@ -239,7 +239,7 @@ def shown_by(layout):
 def test_tests_show_that_the_torch_engine_does_what_it_declares(everything):
     from tests.parallel.matrix.layouts import LAYOUTS as matrix
 
-    declared = everything.registry.get("parallel_engine", "torch").record.capabilities
+    declared = everything.registry.get("engine", "torch").record.capabilities
     assert declared == set().union(*map(shown_by, matrix)) | ELSEWHERE.keys()
     assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
 
@@ -250,7 +250,7 @@ MODELS = {"gpt": LLAMA, "hf": LLAMA | {"ep"}, "llama": LLAMA, "mistral": LLAMA, 
 
 def test_our_models_declare_what_their_layout_tests_run(everything):
     """``tests/parallel/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix (Llama), and LoRA's plugin."""
-    found = {component.record.name: component.record for component in everything.registry.all("model_builder")}
+    found = {component.record.name: component.record for component in everything.registry.all("model")}
     assert {name: set(found[name].capabilities) for name in MODELS.keys() & found.keys()} == {
         name: MODELS[name] for name in MODELS.keys() & found.keys()
     }
@@ -267,7 +267,7 @@ def test_all_our_optimizers_train_shards(everything):
 
 
 def test_records_of_precisions_require_what_their_policies_do(everything):
-    for component in everything.registry.all("precision_policy"):
+    for component in everything.registry.all("precision"):
         section = component.load_config()
         policy = component.load_target()(None if section is None else section())
         needed = set(component.record.requires)

@@ -18,15 +18,15 @@ def names(resolved):
 def test_defaults_select_the_builtins(load, good):
     assert names(load(good)) == {
         "model": "tiny",
-        "data": "lines",
+        "dataset": "lines",
         "tokenizer": None,
         "optimizer": "adamw",
-        "lr_scheduler": "constant",
+        "schedule": "constant",
         "precision": "fp32",
-        "checkpoint_storage": "local",
+        "store": "local",
         "objective": "causal_lm",
         "adapter": None,
-        "parallel_engine": "torch",
+        "engine": "torch",
     }
 
 
@@ -36,13 +36,13 @@ def test_defaults_select_the_builtins(load, good):
         ("model.name=parts:tiny", "model", "tiny"),
         ("data.tokenizer=byte", "tokenizer", "byte"),
         ("data.tokenizer={type: some/dir}", "tokenizer", "huggingface"),
-        ("model.optim.sched=cosine", "lr_scheduler", "CosineAnnealing"),
-        ("checkpoint.uri=memory://a/b", "checkpoint_storage", "memory"),
-        ("checkpoint.uri=/plain/path", "checkpoint_storage", "local"),
-        ("checkpoint.storage={name: memory, parts: 2}", "checkpoint_storage", "memory"),
+        ("model.optim.sched=cosine", "schedule", "CosineAnnealing"),
+        ("checkpoint.uri=memory://a/b", "store", "memory"),
+        ("checkpoint.uri=/plain/path", "store", "local"),
+        ("checkpoint.storage={name: memory, parts: 2}", "store", "memory"),
         ("precision=autocast", "precision", "autocast"),
         ("objective=causal_lm", "objective", "causal_lm"),
-        ("parallel_engine=builtin:torch", "parallel_engine", "torch"),
+        ("parallel_engine=builtin:torch", "engine", "torch"),
     ],
 )
 def test_names_aliases_and_rules_select(load, good, override, slot, name):
@@ -115,7 +115,7 @@ MODELS = """
 from nxdt_core.api import ModelComponent, hookimpl
 
 @hookimpl
-def nxdt_model_builders():
+def nxdt_models():
     return [ModelComponent(name=n, target="t:T") for n in ("llama", "mistral", "mixtral", "gpt")]
 """
 
@@ -124,7 +124,7 @@ PATTERN = """
 from nxdt_core.api import ModelComponent, hookimpl
 
 @hookimpl
-def nxdt_model_builders():
+def nxdt_models():
     return [ModelComponent(name="any", target="t:T", hf_architectures=("*ForCausalLM",))]
 """
 
@@ -214,7 +214,7 @@ def test_paths_start_at_the_file_that_names_them(kernel, good, tmp_path, monkeyp
     (tmp_path / "conf" / "run.yaml").write_text(text)
     monkeypatch.chdir(tmp_path / "elsewhere")
     resolved = config.load("../conf/run.yaml", kernel=kernel)
-    files = resolved.selected("data").config.files
+    files = resolved.selected("dataset").config.files
     import nxdt_core
 
     assert files[0].resolve() == tmp_path / "conf" / "a.txt"
@@ -222,7 +222,7 @@ def test_paths_start_at_the_file_that_names_them(kernel, good, tmp_path, monkeyp
     assert files[2] == Path("/abs/b.txt")
     assert resolved.to_dict()["data"]["files"][1] == "package://nxdt_core/py.typed", "so that it loads elsewhere"
     given = config.load("../conf/run.yaml", ["data.files=[c.txt]"], kernel=kernel)
-    assert given.selected("data").config.files == (tmp_path / "elsewhere" / "c.txt",)
+    assert given.selected("dataset").config.files == (tmp_path / "elsewhere" / "c.txt",)
 
 
 def hf_json(tmp_path, **values):
@@ -277,7 +277,7 @@ def test_a_mistake_of_from_hf_names_the_class_and_not_the_file_alone(report, goo
     hf_json(tmp_path, model_type="tiny", hidden_size=64)
     (found,) = report(good.replace("name: tiny\n  hidden_size: 32\n", "name: faulty\n  model_config: config.json\n"))
     assert f"FaultyConfig.from_hf cannot read '{tmp_path / 'config.json'}': AttributeError: " in found
-    assert "If it is right, correct from_hf: model_builder 'faulty' offers the class. [NXDT-C019]" in found
+    assert "If it is right, correct from_hf: model 'faulty' offers the class. [NXDT-C019]" in found
 
 
 def test_a_saved_configuration_needs_no_hugging_face_file(kernel, load, good, tmp_path):

@@ -38,7 +38,7 @@ def test_the_report_names_what_is_not_supported_and_nothing_else(builtins, name)
 def test_nothing_that_was_expected_to_be_refused_is_taken(builtins, name):
     keys = {problem.key for problem in config.check(EXAMPLES / f"{name}.yaml", kernel=builtins)}
     aliases = {"adamw_fp32OptState", "mixed_precision"}
-    known = {alias for kind in ("optimizer", "precision_policy") for alias in _spellings(builtins, kind)} & aliases
+    known = {alias for kind in ("optimizer", "precision") for alias in _spellings(builtins, kind)} & aliases
     taken = {"model.optim.name" if alias.startswith("adamw") else "precision.type" for alias in known}
     assert EXPECTED[name] - keys <= taken
 

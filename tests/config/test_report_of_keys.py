@@ -103,7 +103,7 @@ KEYS = {
     ),
     "key of the older schema that the model does not read": (
         "model.hidden_dropout=0.1",
-        "model.hidden_dropout: found 0.1 (a number); it is a key of NxD Training that model_builder 'tiny' does not"
+        "model.hidden_dropout: found 0.1 (a number); it is a key of NxD Training that model 'tiny' does not"
         " read. Allowed: leave it out. [NXDT-C015]",
     ),
     "wrong type of a key of the older schema": (
@@ -172,7 +172,7 @@ def test_rows_name_the_line_of_the_file(report, good):
     text = good.replace("max_steps: 100", "max_steps: 100\n  devces: 1").replace("name: lines", "name: line")
     rows = report(text)
     assert rows[0] == "run.yaml:4: trainer.devces: unknown key. Did you mean 'trainer.devices'? [NXDT-C010]"
-    assert rows[1].startswith("run.yaml:6: data.name: No dataloader is called 'line'")
+    assert rows[1].startswith("run.yaml:6: data.name: No dataset is called 'line'")
     assert "Did you mean 'lines'?" in rows[1]
     assert rows[1].endswith("[NXDT-K002]")
 

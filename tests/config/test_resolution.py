@@ -44,8 +44,8 @@ def test_origins_say_who_gave_each_value(load, good):
 def test_a_component_default_goes_before_the_core_default(load, good):
     config = load(good)
     assert config.run.data.shuffle is False, "LinesConfig says so, the core would say true"
-    assert config.selected("data").config.shuffle is False
-    assert load(good, "data.shuffle=true").selected("data").config.shuffle is True
+    assert config.selected("dataset").config.shuffle is False
+    assert load(good, "data.shuffle=true").selected("dataset").config.shuffle is True
 
 
 def test_a_key_of_core_and_component_reaches_both(load, good):
@@ -119,7 +119,7 @@ def test_an_interpolated_section_is_taken_whole(load, good):
     text = good.replace("  name: lines\n", "  name: lines\n  text_key: ${name}\n") + "checkpoint: ${exp_manager}\n"
     config = load(text.replace("trainer:", "exp_manager: {resume_if_exists: true}\ntrainer:"))
     assert config.run.checkpoint.resume_if_exists is True
-    assert config.selected("data").config.text_key == "run"
+    assert config.selected("dataset").config.text_key == "run"
 
 
 def test_loading_leaves_no_resolver_behind_at_import():

@@ -7,7 +7,7 @@ import numpy as np
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.preview import preview
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataloader import DataReport, TokenCount
+from nxdt_core.protocols.dataset import DataReport, TokenCount
 
 NO = IGNORE_INDEX
 BYTES = ByteTokenizer()

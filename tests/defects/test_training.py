@@ -12,7 +12,7 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.precision.records import POLICIES
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch

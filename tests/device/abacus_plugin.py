@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from nxdt_core.api import DeviceProfileComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 sys.path.append(str(Path(__file__).parents[2]))
 
 
 @hookimpl
-def nxdt_device_profiles():
+def nxdt_devices():
     """Declare the profile."""
-    return [DeviceProfileComponent(name="abacus", target="tests.device.abacus:PROFILE", summary="a device of tests")]
+    return [Component(name="abacus", target="tests.device.abacus:PROFILE", summary="a device of tests")]

@@ -8,7 +8,7 @@ from typing import Any
 
 from nxdt_testing.stores.faults import FaultyStorage
 
-from nxdt_core.api import StorageComponent, hookimpl
+from nxdt_core.api import StoreComponent, hookimpl
 from tests.faults.place import Place
 
 __all__ = ["DEATH", "ENDPOINT", "PLACE", "DeadlyStorage", "opened"]
@@ -37,7 +37,7 @@ def _die() -> None:
 
 
 @hookimpl
-def nxdt_checkpoint_storages() -> list[StorageComponent]:
+def nxdt_stores() -> list[StoreComponent]:
     """Declare it."""
     target = "tests.faults.deadly:DeadlyStorage"
-    return [StorageComponent(name="deadly", target=target, summary="Kills at a call.", uri_schemes=("deadly",))]
+    return [StoreComponent(name="deadly", target=target, summary="Kills at a call.", uri_schemes=("deadly",))]

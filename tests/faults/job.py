@@ -11,7 +11,7 @@ from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, latest, pru
 from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LockableStorage
+from nxdt_core.protocols.store import CheckpointStore, LockableStorage
 
 __all__ = ["KEEP", "Job", "joined", "weights"]
 
@@ -51,7 +51,7 @@ class Job:
     def __init__(
         self,
         ranks: Ranks,
-        storage: CheckpointStorage,
+        storage: CheckpointStore,
         *,
         elements: int,
         background: bool,

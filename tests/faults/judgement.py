@@ -6,14 +6,14 @@ import torch
 
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from nxdt_core.checkpoint.format.file_names import step_of, step_prefix
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from tests.faults.job import KEEP, weights
 from tests.faults.place import Place
 
 __all__ = ["after_fault", "after_next_save"]
 
 
-def after_fault(storage: CheckpointStorage, *, before: list[int], step: int, error: Exception | None) -> list[str]:
+def after_fault(storage: CheckpointStore, *, before: list[int], step: int, error: Exception | None) -> list[str]:
     """Every committed checkpoint is whole, and none is lost that was to be kept.
 
     Args:
@@ -32,7 +32,7 @@ def after_fault(storage: CheckpointStorage, *, before: list[int], step: int, err
 
 
 def after_next_save(
-    place: Place, storage: CheckpointStorage, *, steps: list[int], world: int, late: bool = False
+    place: Place, storage: CheckpointStore, *, steps: list[int], world: int, late: bool = False
 ) -> list[str]:
     """The steps that are kept are there, the newest with the values of its step, and nothing else is.
 

@@ -10,8 +10,8 @@ from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT
 
-from nxdt_core.builtins.storage.local import LocalStorage
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.builtins.stores.local import LocalStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["Place"]
 
@@ -39,7 +39,7 @@ class Place:
         """Variables that a process needs to open it."""
         return dict(ENVIRONMENT) if self.endpoint_url else {}
 
-    def open(self, endpoint_url: str = "") -> CheckpointStorage:
+    def open(self, endpoint_url: str = "") -> CheckpointStore:
         """The store, or the same by way of a proxy at ``endpoint_url``, where silence is short."""
         if not self.endpoint_url:
             return LocalStorage(self.uri)

@@ -7,7 +7,7 @@ from typing import Protocol
 from nxdt_plugin_s3.testing.http_faults import FaultProxy
 from nxdt_testing.stores.faults import FaultyStorage
 
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from tests.faults.injection import CALL_DEATHS, CALLS, REQUEST_DEATHS, REQUESTS, Injection, let_go
 from tests.faults.place import Place
 
@@ -17,7 +17,7 @@ __all__ = ["Victim", "victim_of"]
 class Victim(Protocol):
     """What both kinds have in common."""
 
-    storage: CheckpointStorage
+    storage: CheckpointStore
 
     def strike(self, injection: Injection | None) -> None:
         """Count from 0 again; from now on ``injection`` is to happen, and nothing where it is None."""

@@ -23,18 +23,18 @@ import torch
 import yaml
 from hypothesis import strategies as st
 from nxdt_plugin_hf_data.config import HfDataConfig
-from nxdt_plugin_hf_data.loader import HfDataloader
+from nxdt_plugin_hf_data.loader import HfData
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.loader import MegatronDataloader
+from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_megatron_data.writer import IndexedWriter
 from nxdt_plugin_preference.config import PreferenceConfig
-from nxdt_plugin_preference.loader import PreferenceDataloader
+from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.loader import ChatDataloader
+from nxdt_plugin_sft_chat.loader import ChatData
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
@@ -46,7 +46,7 @@ from nxdt_core.cli.report.records import read_run
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.files.records import read_records
 from nxdt_core.errors import NxdtError
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.training.run.plot import read_run as read_plotted
 from tests.checkpoint.poison import import_all, weights
 from tests.fuzz.mutation import changed, changed_bytes, odd_values
@@ -488,7 +488,7 @@ class Chats(Subject):
         path.write_bytes(content)
         config = ChatConfig(train_files=(path,), chat_template=template, unused_fields=unused)
         context = DataContext(seq_length=64, seed=1, tokenizer=self._tokenizer)
-        _read_all(ChatDataloader(config, context).split("train"))
+        _read_all(ChatData(config, context).split("train"))
 
 
 class Preferences(Subject):
@@ -507,7 +507,7 @@ class Preferences(Subject):
         path.write_bytes(content)
         context = DataContext(seq_length=64, seed=1, tokenizer=self._tokenizer)
         config = PreferenceConfig(train_files=(path,), packing=packing)
-        _read_all(PreferenceDataloader(config, context).split("train"))
+        _read_all(PreferenceData(config, context).split("train"))
 
 
 class Indexed(Subject):
@@ -554,7 +554,7 @@ class Indexed(Subject):
         )
         for vocab_size in (272, None):
             context = DataContext(seq_length=8, seed=1, tokenizer=None, vocab_size=vocab_size)
-            loader = MegatronDataloader(config, context)
+            loader = MegatronData(config, context)
             for split in ("train", "validation"):
                 with contextlib.suppress(NxdtError):
                     _read_all(loader.split(split))
@@ -607,7 +607,7 @@ class Tables(Subject):
         for packing in (None, True):
             with contextlib.suppress(NxdtError):
                 config = HfDataConfig(train_dir=path, val_dir=path, streaming=True, packing=packing)
-                _read_all(HfDataloader(config, context).split("validation"))
+                _read_all(HfData(config, context).split("validation"))
 
 
 # --- run directories --------------------------------------------------------------------------------------------------

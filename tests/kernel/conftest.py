@@ -13,11 +13,11 @@ from nxdt_testing.distributions import write_distribution
 from nxdt_core.kernel import Kernel, PluginInfo, PluginPolicy
 
 OPTIMIZER = """
-    from nxdt_core.api import OptimizerComponent, hookimpl
+    from nxdt_core.api import Component, hookimpl
 
     @hookimpl
     def nxdt_optimizers():
-        return [OptimizerComponent(name={name!r}, target="{module}_impl:build", summary="a test's")]
+        return [Component(name={name!r}, target="{module}_impl:build", summary="a test's")]
 """
 
 

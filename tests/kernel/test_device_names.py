@@ -9,7 +9,7 @@ import pytest
 
 CORE = Path(__file__).parents[2] / "nxdt_core"
 TABLE = CORE / "devices.py"
-RECORDS = CORE / "builtins" / "device_profiles.py"
+RECORDS = CORE / "builtins" / "devices.py"
 
 NAMES = {"cpu", "cuda", "neuron", "mps", "xpu", "hpu", "gloo", "nccl"}
 ATTRIBUTES = NAMES | {f"is_{name}" for name in NAMES}

@@ -18,12 +18,12 @@ from nxdt_core.errors.plugins import AmbiguousComponent
 from nxdt_core.training import build
 
 PLUGIN = """
-from nxdt_core.api import DeviceProfileComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_device_profiles():
-    return [DeviceProfileComponent(name={name!r}, target={target!r})]
+def nxdt_devices():
+    return [Component(name={name!r}, target={target!r})]
 """
 
 PROFILE = """

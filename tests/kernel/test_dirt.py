@@ -71,35 +71,35 @@ BROKEN_SOURCES = {
         "nxdt_optimizers called sys.exit(None)",
     ),
     "bad-name": (
-        "from nxdt_core.api import hookimpl, OptimizerComponent\n@hookimpl\n"
-        "def nxdt_optimizers(): return [OptimizerComponent(name='a b', target='m:f')]",
-        "OptimizerComponent.name cannot be 'a b'",
+        "from nxdt_core.api import hookimpl, Component\n@hookimpl\n"
+        "def nxdt_optimizers(): return [Component(name='a b', target='m:f')]",
+        "Component.name cannot be 'a b'",
     ),
     "other-record": (
         "from nxdt_core.api import hookimpl, ModelComponent\n@hookimpl\n"
         "def nxdt_optimizers(): return [ModelComponent(name='a', target='m:f')]",
-        "nxdt_optimizers yields a ModelComponent, not a OptimizerComponent",
+        "nxdt_optimizers yields a ModelComponent, not a Component",
     ),
     "unknown-capability": (
         "from nxdt_core.api import hookimpl, ModelComponent\n@hookimpl\n"
-        "def nxdt_model_builders(): return [ModelComponent(name='a', target='m:f', capabilities=frozenset({'lorra'}))]",
-        "the model_builder 'a' declares the capability 'lorra', which does not exist; did you mean 'lora'?",
+        "def nxdt_models(): return [ModelComponent(name='a', target='m:f', capabilities=frozenset({'lorra'}))]",
+        "the model 'a' declares the capability 'lorra', which does not exist; did you mean 'lora'?",
     ),
     "capability-of-another-kind": (
-        "from nxdt_core.api import hookimpl, OptimizerComponent\n@hookimpl\n"
-        "def nxdt_optimizers(): return [OptimizerComponent(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
+        "from nxdt_core.api import hookimpl, Component\n@hookimpl\n"
+        "def nxdt_optimizers(): return [Component(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
         "the optimizer 'a' declares the capability 'tp', which does not exist; known are 'sharded'",
     ),
     "kind-without-capabilities": (
-        "from nxdt_core.api import hookimpl, CallbackComponent\n@hookimpl\n"
-        "def nxdt_callbacks(): return [CallbackComponent(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
+        "from nxdt_core.api import hookimpl, Component\n@hookimpl\n"
+        "def nxdt_callbacks(): return [Component(name='a', target='m:f', capabilities=frozenset({'tp'}))]",
         "the callback 'a' declares the capability 'tp'; components of its kind have none",
     ),
     "unknown-requirement": (
-        "from nxdt_core.api import hookimpl, PrecisionComponent\n@hookimpl\n"
-        "def nxdt_precision_policies():\n"
-        "    return [PrecisionComponent(name='a', target='m:f', requires=frozenset({'autocst'}))]",
-        "the precision_policy 'a' requires the capability 'autocst', which does not exist; did you mean 'autocast'?",
+        "from nxdt_core.api import hookimpl, Component\n@hookimpl\n"
+        "def nxdt_precisions():\n"
+        "    return [Component(name='a', target='m:f', requires=frozenset({'autocst'}))]",
+        "the precision 'a' requires the capability 'autocst', which does not exist; did you mean 'autocast'?",
     ),
     "unknown-requirement-of-the-model": (
         "from nxdt_core.api import hookimpl, AdapterComponent\n@hookimpl\n"
@@ -108,7 +108,7 @@ BROKEN_SOURCES = {
     ),
     "capabilities-as-text": (
         "from nxdt_core.api import hookimpl, ModelComponent\n@hookimpl\n"
-        "def nxdt_model_builders(): return [ModelComponent(name='a', target='m:f', capabilities='tp')]",
+        "def nxdt_models(): return [ModelComponent(name='a', target='m:f', capabilities='tp')]",
         "ModelComponent.capabilities cannot be 'tp'",
     ),
     "no-list": (
@@ -116,8 +116,8 @@ BROKEN_SOURCES = {
         "yields int where a list of records belongs",
     ),
     "twice": (
-        "from nxdt_core.api import hookimpl, OptimizerComponent\n@hookimpl\n"
-        "def nxdt_optimizers(): return [OptimizerComponent(name=n, target='m:f', aliases=('b',)) for n in 'ab']",
+        "from nxdt_core.api import hookimpl, Component\n@hookimpl\n"
+        "def nxdt_optimizers(): return [Component(name=n, target='m:f', aliases=('b',)) for n in 'ab']",
         "it offers the optimizer 'b' twice",
     ),
     "command": (
@@ -144,11 +144,11 @@ def test_a_broken_plugin_registers_nothing_at_all(site, contributed):
     site.add(
         "nxdt-plugin-half",
         """
-        from nxdt_core.api import ObjectiveComponent, OptimizerComponent, hookimpl
+        from nxdt_core.api import Component, hookimpl
 
         @hookimpl
         def nxdt_optimizers():
-            return [OptimizerComponent(name="fine", target="m:f")]
+            return [Component(name="fine", target="m:f")]
 
         @hookimpl
         def nxdt_objectives():
@@ -365,13 +365,13 @@ def test_a_hook_may_be_an_object_that_cannot_be_hashed(site, plugin_named):
     site.add(
         "nxdt-plugin-object",
         """
-        from nxdt_core.api import OptimizerComponent, hookimpl
+        from nxdt_core.api import Component, hookimpl
 
         class Hook:
             __hash__ = None
 
             def __call__(self):
-                return [OptimizerComponent(name="held", target="m:f")]
+                return [Component(name="held", target="m:f")]
 
         nxdt_optimizers = hookimpl(Hook())
         """,

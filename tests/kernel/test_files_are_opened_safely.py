@@ -109,8 +109,8 @@ ALLOWED = {
         "found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {
-        f"{CORE}/builtins/storage/local.py: os.link(temporary, path)",
-        f"{CORE}/builtins/storage/local.py: os.open(folder, os.O_RDONLY | os.O_DIRECTORY)",
+        f"{CORE}/builtins/stores/local.py: os.link(temporary, path)",
+        f"{CORE}/builtins/stores/local.py: os.open(folder, os.O_RDONLY | os.O_DIRECTORY)",
     },
 }
 

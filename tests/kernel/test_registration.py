@@ -10,13 +10,13 @@ from nxdt_core import api
 from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
 
 SEVEN = {
-    "model_builder": "ModelComponent",
-    "dataloader": "DataloaderComponent",
-    "tokenizer": "TokenizerComponent",
-    "optimizer": "OptimizerComponent",
-    "lr_scheduler": "LRSchedulerComponent",
-    "precision_policy": "PrecisionComponent",
-    "checkpoint_storage": "StorageComponent",
+    "model": "ModelComponent",
+    "dataset": "Component",
+    "tokenizer": "Component",
+    "optimizer": "Component",
+    "schedule": "Component",
+    "precision": "Component",
+    "store": "StoreComponent",
 }
 
 KIND = """
@@ -122,12 +122,12 @@ def test_an_entry_point_may_name_an_object(site):
     site.add(
         "nxdt-plugin-object",
         """
-        from nxdt_core.api import OptimizerComponent, hookimpl
+        from nxdt_core.api import Component, hookimpl
 
         class Plugin:
             @hookimpl
             def nxdt_optimizers(self):
-                return [OptimizerComponent(name="held", target="m:f")]
+                return [Component(name="held", target="m:f")]
 
             @property
             def nxdt_validate_config(self):
@@ -162,7 +162,7 @@ def test_a_target_that_fails_names_plugin_and_reason(site):
     site.add(
         "nxdt-plugin-x",
         "from nxdt_core.api import *\nfrom nxdt_core.api import hookimpl\n@hookimpl\n"
-        "def nxdt_optimizers(): return [OptimizerComponent(name='x', target='missing_x:f', config='json:JSONDecoder')]",
+        "def nxdt_optimizers(): return [Component(name='x', target='missing_x:f', config='json:JSONDecoder')]",
     )
     component = site.start().registry.get("optimizer", "x")
     with pytest.raises(ComponentUnusable, match="nxdt-plugin-x cannot be used: module 'missing_x' does not exist"):
@@ -174,10 +174,10 @@ def test_a_target_that_fails_names_plugin_and_reason(site):
 def test_a_local_file_named_by_the_policy_is_a_plugin(site, tmp_path, plugin_named, contributed):
     file = tmp_path / "my-plugin.py"
     file.write_text(
-        "from nxdt_core.api import OptimizerComponent, hookimpl\n"
+        "from nxdt_core.api import Component, hookimpl\n"
         "@hookimpl\n"
         "def nxdt_optimizers():\n"
-        "    return [OptimizerComponent(name='mine', target=f'{__name__}:build')]\n"
+        "    return [Component(name='mine', target=f'{__name__}:build')]\n"
         "def build(): return 'built'\n"
     )
     kernel = site.start(strict=True, local=(file,))
@@ -194,7 +194,7 @@ def test_local_files_of_one_name_in_two_kernels_are_two_modules(site, tmp_path):
         file.parent.mkdir()
         file.write_text(
             "from nxdt_core.api import *\nfrom nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_optimizers():\n"
-            f"    return [OptimizerComponent(name='mine', target=f'{{__name__}}:build')]\nbuild = {folder!r}\n"
+            f"    return [Component(name='mine', target=f'{{__name__}}:build')]\nbuild = {folder!r}\n"
         )
         answers.append(site.start(local=(file,)).registry.get("optimizer", "mine").load_target())
     assert answers == ["a", "b"]

@@ -9,18 +9,18 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.components.known import offering_dist, reading_model
 
 STORE = """
-    from nxdt_core.api import StorageComponent, hookimpl
+    from nxdt_core.api import StoreComponent, hookimpl
 
     @hookimpl
-    def nxdt_checkpoint_storages():
-        return [StorageComponent(name={name!r}, target="m:f", uri_schemes=("tape", {name!r}))]
+    def nxdt_stores():
+        return [StoreComponent(name={name!r}, target="m:f", uri_schemes=("tape", {name!r}))]
 """
 
 
 def test_a_name_or_an_alias_finds_the_component(site):
     registry = site.start().registry
-    assert registry.get("lr_scheduler", "cosine") is registry.get("lr_scheduler", "CosineAnnealing")
-    assert registry.get("lr_scheduler", "builtin:cosine") is registry.get("lr_scheduler", "nxdt-core:CosineAnnealing")
+    assert registry.get("schedule", "cosine") is registry.get("schedule", "CosineAnnealing")
+    assert registry.get("schedule", "builtin:cosine") is registry.get("schedule", "nxdt-core:CosineAnnealing")
 
 
 @pytest.fixture
@@ -89,9 +89,9 @@ def test_an_unknown_name_is_answered_with_close_ones(site, name, close):
 
 def test_an_unknown_name_of_a_known_plugin_is_answered_with_the_pip_command(site):
     with pytest.raises(UnknownComponent, match="pip install nxdt-plugin-mixtral"):
-        site.start().registry.get("model_builder", "Mixtral")
+        site.start().registry.get("model", "Mixtral")
     with pytest.raises(UnknownComponent, match="pip install nxdt-plugin-sft-chat"):
-        site.start().registry.get("dataloader", "sft_chat")
+        site.start().registry.get("dataset", "sft_chat")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_an_installed_plugin_that_cannot_be_used_is_named_instead(site, options,
     site.add("nxdt-plugin-mixtral", **options)
     site.add("nxdt-plugin-other", "raise ValueError('unrelated')")
     with pytest.raises(UnknownComponent) as caught:
-        site.start(**policy).registry.get("model_builder", "mixtral")
+        site.start(**policy).registry.get("model", "mixtral")
     assert words in caught.value.what()
     assert "unrelated" not in caught.value.what()
     assert "pip install" not in caught.value.do()
@@ -117,7 +117,7 @@ def test_a_name_that_nobody_is_known_for_lists_every_unusable_plugin(site):
     site.add("nxdt-plugin-one", "1 / 0")
     site.add("nxdt-plugin-two", "1 / 0")
     with pytest.raises(UnknownComponent) as caught:
-        site.start().registry.get("model_builder", "something")
+        site.start().registry.get("model", "something")
     assert len(caught.value.unusable) == 2
 
 
@@ -144,9 +144,9 @@ def test_a_reader_that_is_blocked_is_named_instead(site):
 
 
 def test_what_is_known_of_readers_is_what_the_plugins_say():
-    for component in Kernel.start().registry.all("model_builder"):
+    for component in Kernel.start().registry.all("model"):
         for architecture in component.record.hf_architectures:
-            if offering_dist("model_builder", component.record.name):
+            if offering_dist("model", component.record.name):
                 assert reading_model(architecture.replace("*", "Any")) == component.record.name
 
 
@@ -160,7 +160,7 @@ def test_an_unknown_kind_is_answered_with_the_kinds(site):
 def test_a_scheme_finds_its_store(site):
     site.add("nxdt-plugin-tape", STORE.format(name="reel"))
     registry = site.start(strict=True).registry
-    assert registry.storage_for_scheme("tape") is registry.get("checkpoint_storage", "tape:reel")
+    assert registry.storage_for_scheme("tape") is registry.get("store", "tape:reel")
     assert registry.storage_for_scheme("TAPE").record.name == "reel"
     assert registry.storage_for_scheme("file").record.name == "local"
 
@@ -203,11 +203,11 @@ def test_a_blocked_plugin_is_let_in_by_the_key_that_blocks_it(site, policy, reme
 
 
 LOCAL_LION = """
-from nxdt_core.api import OptimizerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 @hookimpl
 def nxdt_optimizers():
-    return [OptimizerComponent(name="wolf", target="absent_module:build")]
+    return [Component(name="wolf", target="absent_module:build")]
 """
 
 

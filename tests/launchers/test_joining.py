@@ -144,7 +144,7 @@ def test_processes_of_mpirun_train_together(tmp_path, metric_rows):
 
 PLUGIN = """
 import socket
-from nxdt_core.api import LauncherComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 from nxdt_core.protocols.launcher import Place
 
 class Acme:
@@ -158,7 +158,7 @@ class Acme:
 
 @hookimpl
 def nxdt_launchers():
-    return [LauncherComponent(name="acme", target="acme:Acme", capabilities=frozenset({"join"}))]
+    return [Component(name="acme", target="acme:Acme", capabilities=frozenset({"join"}))]
 """
 
 

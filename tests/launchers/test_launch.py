@@ -17,7 +17,7 @@ RUN = "base: recipe:llama-tiny\nname: My Run\ntrainer: {devices: 2}\n"
 
 TRACKER = """
 from dataclasses import dataclass, field
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 from nxdt_core.config.annotations import SecretText
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Config:
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="tracker", target=f"{__name__}:Config", config=f"{__name__}:Config")]
+    return [Component(name="tracker", target=f"{__name__}:Config", config=f"{__name__}:Config")]
 """
 
 

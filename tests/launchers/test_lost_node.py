@@ -123,9 +123,9 @@ def test_both_nodes_start_again_after_one_is_lost_and_resume(tmp_path, metric_ro
 def test_a_run_that_fails_again_and_again_ends(tmp_path):
     """A bug in each attempt: one restart, and the status of the last."""
     (tmp_path / "broken.py").write_text(
-        "from nxdt_core.api import CallbackComponent, hookimpl\n"
+        "from nxdt_core.api import Component, hookimpl\n"
         "def broken(config, run_dir):\n    raise ZeroDivisionError\n"
-        "@hookimpl\ndef nxdt_callbacks():\n    return [CallbackComponent(name='waits', target='broken:broken')]\n"
+        "@hookimpl\ndef nxdt_callbacks():\n    return [Component(name='waits', target='broken:broken')]\n"
     )
     words = arguments(tmp_path, "broken", "trainer.devices=2")
     words = [word.replace("waits.py", "broken.py") for word in words]

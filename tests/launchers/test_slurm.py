@@ -21,7 +21,7 @@ STEPS = 10
 WAITS = """
 import os, time
 from pathlib import Path
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 HERE = Path(__file__).parent
 
@@ -37,7 +37,7 @@ class Waits(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="waits", target="waits:Waits", summary="Waits in a step of a first start.")]
+    return [Component(name="waits", target="waits:Waits", summary="Waits in a step of a first start.")]
 """
 
 

@@ -6,7 +6,7 @@ Next to the copy, ``reached-RANK`` says that a rank waits, and ``lost`` lets all
 import time
 from pathlib import Path
 
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 HERE = Path(__file__).parent
 
@@ -24,4 +24,4 @@ class Waits(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="waits", target="waits:Waits", summary="Waits in a step for a loss.")]
+    return [Component(name="waits", target="waits:Waits", summary="Waits in a step for a loss.")]

@@ -127,7 +127,7 @@ def test_every_error_has_its_own_code_and_a_section_with_a_fix(site):
 def test_the_support_matrix_has_what_models_declare(site):
     page = (site / "reference/support/index.html").read_text()
     text = page.partition('id="models"')[2].partition('id="engines"')[0]
-    models = [each.record for each in Kernel.start().registry.all("model_builder") if each.dist.startswith("nxdt-")]
+    models = [each.record for each in Kernel.start().registry.all("model") if each.dist.startswith("nxdt-")]
     (row,) = re.findall(r"<tr>\s*<td><code>ep</code>: [^<]+</td>(.*?)</tr>", text, re.DOTALL)
     marks = ["✓" if "ep" in record.capabilities else "–" for record in models]
     assert re.findall(r">(✓|–)</td>", row) == marks
@@ -139,7 +139,7 @@ def test_every_kit_with_mutants_has_its_table(site):
     from tests.testing.test_objective_mutants import CAUGHT_BY
 
     page = (site / "reference/mutants/index.html").read_text()
-    for kind in ("Adapter", "Callback", "Engine", "Model", "Objective", "Storage", "Tokenizer"):
+    for kind in ("Adapter", "Callback", "Engine", "Model", "Objective", "Store", "Tokenizer"):
         assert re.search(rf"<h2[^>]*>{kind}", page)
     cells = " ".join(re.findall(r"<td>(.*?)</td>", page))
     for mutant in CAUGHT_BY.keys() - {"Right"}:

@@ -9,7 +9,7 @@ from nxdt_core.api import KINDS
 from scripts.docs_site import kinds
 from tests.packaging.conftest import ROOT
 
-PAGES = {kind.name: ROOT / "docs" / kinds.FOLDER / f"{kinds.page_of(kind.name)}.md" for kind in KINDS}
+PAGES = {kind.name: ROOT / "docs" / kinds.FOLDER / f"{kind.name}.md" for kind in KINDS}
 OF_EVERY_PLUGIN = ("README.md", "pyproject.toml", "tests/test_plugin.py", "py.typed", ".gitignore", "test.yml")
 
 
@@ -25,7 +25,7 @@ def test_every_kind_has_a_page_and_every_page_a_kind():
 
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_page_shows_the_files_of_a_new_plugin(kind):
-    page = kinds.page_of(kind)
+    page = kind
     text = kinds.expanded(page, PAGES[kind].read_text())
     assert "*The " not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert f"nxdt plugins new {page} my-{page}\n" in text
@@ -38,7 +38,7 @@ def test_a_page_shows_the_files_of_a_new_plugin(kind):
 
 def test_the_requirements_of_a_page_are_those_of_the_kit():
     found = {kind: kinds.requirements(kind) for kind in PAGES}
-    assert "a resumed run has the factors of one that was not stopped" in found["lr_scheduler"]
+    assert "a resumed run has the factors of one that was not stopped" in found["schedule"]
     for kind, page in PAGES.items():
         assert found[kind], kind
         assert "\n*The requirements: the tests of the kit by name.*\n" in page.read_text(), kind

@@ -14,14 +14,14 @@ import pytest
 from nxdt_core.api import KINDS
 from nxdt_core.errors.plugins import KindHasNoTemplates
 from nxdt_core.scaffold import repository
-from nxdt_core.scaffold.repository import SHORT_NAMES, write_repository
+from nxdt_core.scaffold.repository import kind_names, write_repository
 from scripts.wheel_environment import build_wheels
 from tests import processes
 from tests.packaging.conftest import ROOT
 from tests.sampling import sampled, takes_all
 
 TEMPLATES = Path(repository.__file__).with_name("templates")
-OTHERS = sorted({kind.name for kind in KINDS if (TEMPLATES / kind.name).is_dir()} - {"model_builder"})
+OTHERS = sorted({kind.name for kind in KINDS if (TEMPLATES / kind.name).is_dir()} - {"model"})
 PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 QUICK = "not (in_a_layout or shards_are or layouts_agree or ranks)"
 
@@ -33,7 +33,7 @@ def _python(*words, cwd, path):
 
 
 def _chosen(config):
-    return ["model_builder", *sampled(config, OTHERS, 1, of="new plugins")]
+    return ["model", *sampled(config, OTHERS, 1, of="new plugins")]
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,10 @@ def outcomes(site, pytestconfig):
     return lines
 
 
-@pytest.mark.parametrize("kind", ["model_builder", "another"])
+@pytest.mark.parametrize("kind", ["model", "another"])
 def test_a_new_repository_passes_its_own_tests(site, outcomes, kind):
     _, written = site
-    chosen = [kind] if kind in written else [each for each in written if each != "model_builder"]
+    chosen = [kind] if kind in written else [each for each in written if each != "model"]
     for each in chosen:
         passed = [line for line in outcomes if f"{written[each].name}/tests/" in line and " PASSED" in line]
         assert len(passed) > 5, each
@@ -99,7 +99,7 @@ def test_the_engine_of_a_new_repository_is_the_example(tmp_path):
 
 
 def test_every_kind_has_templates_and_code_of_one_style(tmp_path):
-    for kind in (*SHORT_NAMES, *OTHERS):
+    for kind in kind_names():
         files = write_repository(kind, "my-own", tmp_path / kind)
         assert {"README.md", "pyproject.toml", "tests/test_plugin.py"} <= set(map(str, files))
         for file in files:
@@ -132,7 +132,7 @@ def test_what_cannot_be_written_is_an_error(tmp_path, words, code, said):
 
 def test_a_kind_without_templates_is_an_error(tmp_path, monkeypatch):
     """A kind of the core may have none, and every folder of templates is of a kind."""
-    assert {path.name for path in TEMPLATES.iterdir()} == {"common", "model_builder", *OTHERS}
+    assert {path.name for path in TEMPLATES.iterdir()} == {"common", "model", *OTHERS}
     new = replace(KINDS[0], name="notifier")
     monkeypatch.setattr(repository, "KINDS", (*KINDS, new))
     with pytest.raises(KindHasNoTemplates, match="'notifier'") as caught:

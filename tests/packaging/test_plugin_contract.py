@@ -14,7 +14,7 @@ from nxdt_testing.plugin_contract import PluginContract
 from nxdt_core.kernel import Kernel
 
 FILES = sorted((Path(__file__).parents[2] / "plugins").glob("*/*/pyproject.toml"))
-MODELS = {each.plugin for each in Kernel.start().registry.all("model_builder")}
+MODELS = {each.plugin for each in Kernel.start().registry.all("model")}
 
 
 def kits(name):

@@ -8,13 +8,13 @@ import pytest
 from nxdt_core.api import KINDS
 
 SEVEN = (
-    "model_builder",
-    "dataloader",
+    "model",
+    "dataset",
     "tokenizer",
     "optimizer",
-    "lr_scheduler",
-    "precision_policy",
-    "checkpoint_storage",
+    "schedule",
+    "precision",
+    "store",
 )
 PUBLIC = (
     "nxdt_core.api",
@@ -68,7 +68,7 @@ def test_plugins_list_shows_all_of_them(plugins):
 
 def test_one_component_of_each_of_the_seven_kinds_and_two_more_models_are_registered(plugins):
     kinds = sorted(component["kind"] for component in plugins["acme"]["components"])
-    assert kinds == sorted((*SEVEN, "model_builder", "model_builder"))
+    assert kinds == sorted((*SEVEN, "model", "model"))
     assert set(SEVEN) <= {kind.name for kind in KINDS}
 
 

@@ -80,7 +80,7 @@ def named_devices(name: str) -> tuple[int, int]:
 
 def reads_indexed(name: str) -> bool:
     """Whether the recipe reads ``.bin/.idx`` files, and not records of text."""
-    return loaded(name).selected("data").component.record.name == "megatron-data"
+    return loaded(name).selected("dataset").component.record.name == "megatron-data"
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
@@ -97,7 +97,7 @@ def test_a_recipe_loads_and_its_model_is_built(name):
 def test_a_schedule_ends_with_the_run(name):
     sched, steps = loaded(name).run.model.optim.sched, loaded(name).run.trainer.max_steps
     assert sched.max_steps == steps
-    assert loaded(name).selected("lr_scheduler").config.warmup_steps < steps
+    assert loaded(name).selected("schedule").config.warmup_steps < steps
 
 
 @pytest.mark.parametrize("name", SUMMARIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
+from nxdt_testing.format_contract import FormatContract
 
 from tests.testing.mutants.format import MUTANTS, Acme
 from tests.testing.outcomes import Outcomes, run_contract
@@ -46,4 +46,4 @@ def test_every_mutant_is_expected_to_be_caught() -> None:
 def test_a_right_format_passes_every_test(outcomes: Outcomes) -> None:
     assert not {(name, test) for name, test in outcomes.failed if name in RIGHT}
     passed = {test for name, test in outcomes.passed if name in RIGHT}
-    assert passed == {name for name in vars(CheckpointFormatContract) if name.startswith("test_")}
+    assert passed == {name for name in vars(FormatContract) if name.startswith("test_")}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.api import LRSchedulerComponent, ObjectiveComponent, OptimizerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.optimizer import as_torch
 
@@ -143,18 +143,14 @@ class Tracking:
 def nxdt_optimizers():
     kinds = (Plain, Counting, Slow, InGroups, UnderAName, OwnGenerator, Looked)
     config = f"{__name__}:Rate"
-    return [
-        OptimizerComponent(name=kind.__name__, target=f"{__name__}:{kind.__name__}", config=config) for kind in kinds
-    ]
+    return [Component(name=kind.__name__, target=f"{__name__}:{kind.__name__}", config=config) for kind in kinds]
 
 
 @hookimpl
-def nxdt_lr_schedulers():
-    return [
-        LRSchedulerComponent(name=name, target=f"{__name__}:{name}") for name in ("counted", "timed", "drawn", "pure")
-    ]
+def nxdt_schedules():
+    return [Component(name=name, target=f"{__name__}:{name}") for name in ("counted", "timed", "drawn", "pure")]
 
 
 @hookimpl
 def nxdt_objectives():
-    return [ObjectiveComponent(name="tracking", target=f"{__name__}:Tracking")]
+    return [Component(name="tracking", target=f"{__name__}:Tracking")]

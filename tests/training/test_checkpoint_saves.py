@@ -13,7 +13,7 @@ import torch
 from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull

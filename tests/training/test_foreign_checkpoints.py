@@ -228,7 +228,7 @@ def test_base_weights_are_found_where_the_run_took_them(place, nxdt):
 
 def test_only_a_configuration_that_the_user_names_loads_plugin_files(tmp_path, trained, nxdt, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = "from nxdt_core.api import ModelComponent, hookimpl\n\n\n@hookimpl\ndef nxdt_model_builders():\n"
+    code = "from nxdt_core.api import ModelComponent, hookimpl\n\n\n@hookimpl\ndef nxdt_models():\n"
     record = (
         "name='mine', target='nxdt_plugin_llama.builder:LlamaBuilder', config='nxdt_plugin_llama.config:LlamaConfig'"
     )

@@ -81,7 +81,7 @@ def test_only_the_first_steps_are_looked_at(own_run):
     engine.start()
     model = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    dataset = build.dataloader(config, build.tokenizer(config)).split("train")
+    dataset = build.dataset(config, build.tokenizer(config)).split("train")
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     looks = []
     for micro_batches in islice(build.batches(config, engine, dataset), 5):
@@ -103,6 +103,6 @@ def builtin(kind, own_run):
 def test_no_built_in_optimizer_or_schedule_is_suspected(own_run, caplog):
     for optim in builtin("optimizer", own_run):
         take_steps(own_run(optim=optim))
-    for sched in builtin("lr_scheduler", own_run):
+    for sched in builtin("schedule", own_run):
         build.schedule(own_run(sched=sched))
     assert warnings(caplog) == []

@@ -154,7 +154,7 @@ def evaluated(weights):
     engine.start()
     model = initialize_parallel_model(config, engine)
     model.load_state_dict(weights)
-    data = build.dataloader(config, build.tokenizer(config)).split("validation")
+    data = build.dataset(config, build.tokenizer(config)).split("validation")
     limit = config.run.trainer.limit_val_batches
     loader = GlobalBatchLoader(data, global_batch_size=8, micro_batch_size=2, seed=1, shuffle=False, repeat=False)
     batches = [batch for number, batch in enumerate(loader) if limit is None or number < limit]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 __all__ = ["WatchConfig"]
 
@@ -20,7 +20,7 @@ class WatchConfig:
 
 
 @hookimpl
-def nxdt_callbacks() -> list[CallbackComponent]:
+def nxdt_callbacks() -> list[Component]:
     """Declare the callback."""
     config = f"{__name__}:WatchConfig"
-    return [CallbackComponent(name="watch", target="accelerator.measurements.watch:Watch", config=config)]
+    return [Component(name="watch", target="accelerator.measurements.watch:Watch", config=config)]

@@ -3,16 +3,16 @@
 import pytest
 from acme_nxdt.config import InverseSqrtConfig
 from acme_nxdt.schedule import inverse_sqrt
-from nxdt_testing.lr_scheduler_contract import LRSchedulerContract
+from nxdt_testing.schedule_contract import ScheduleContract
 
-from nxdt_core.protocols.lr_scheduler import LRScheduleFactory
+from nxdt_core.protocols.schedule import ScheduleFactory
 
 
-class TestInverseSqrt(LRSchedulerContract):
+class TestInverseSqrt(ScheduleContract):
     """All tests are inherited."""
 
     @pytest.fixture
-    def factory(self) -> LRScheduleFactory:
+    def factory(self) -> ScheduleFactory:
         """The target of the record."""
         return inverse_sqrt
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from acme_nxdt.store import SQLiteStore
-from nxdt_testing.storage_contract import CheckpointStorageContract
+from nxdt_testing.store_contract import StoreContract
 
 
-class TestSQLiteStore(CheckpointStorageContract):
+class TestSQLiteStore(StoreContract):
     """All tests are inherited."""
 
     @pytest.fixture

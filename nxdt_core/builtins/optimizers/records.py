@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import OptimizerComponent
+from nxdt_core.api import Component
 
 __all__ = ["OPTIMIZERS"]
 
 _HERE = "nxdt_core.builtins.optimizers"
 
 
-def _optimizer(name: str, target: str, config: str, summary: str) -> OptimizerComponent:
-    return OptimizerComponent(
+def _optimizer(name: str, target: str, config: str, summary: str) -> Component:
+    return Component(
         name=name,
         target=f"{_HERE}.{target}",
         config=f"{_HERE}.config:{config}",

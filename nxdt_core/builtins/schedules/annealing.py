@@ -13,7 +13,7 @@ from nxdt_core.builtins.schedules.config import (
     WSDConfig,
 )
 from nxdt_core.builtins.schedules.phases import end_of, floor_of, share_left, warmup
-from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
 __all__ = [
     "cosine_annealing",

@@ -12,7 +12,7 @@ from nxdt_core.builtins.schedules.config import (
     WarmupConfig,
 )
 from nxdt_core.builtins.schedules.phases import end_of, floor_of, until, warmup
-from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
 __all__ = [
     "constant",

@@ -7,7 +7,7 @@ first step after the warm-up has the full rate.
 from __future__ import annotations
 
 from nxdt_core.errors.training import ScheduleHasNoEnd
-from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
 __all__ = ["end_of", "floor_of", "share_left", "until", "warmup"]
 

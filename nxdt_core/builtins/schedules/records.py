@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import LRSchedulerComponent
+from nxdt_core.api import Component
 
 __all__ = ["SCHEDULES"]
 
 _HERE = "nxdt_core.builtins.schedules"
 
 
-def _curve(name: str, target: str, config: str, summary: str, *aliases: str) -> LRSchedulerComponent:
-    return LRSchedulerComponent(
+def _curve(name: str, target: str, config: str, summary: str, *aliases: str) -> Component:
+    return Component(
         name=name, target=f"{_HERE}.{target}", config=f"{_HERE}.config:{config}", summary=summary, aliases=aliases
     )
 

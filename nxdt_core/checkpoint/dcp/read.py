@@ -32,8 +32,8 @@ from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import fill
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["NxdtReader"]
 
@@ -47,7 +47,7 @@ class NxdtReader(StorageReader):
         section: ``model``; or ``optim``, whose keys are ``<parameter name>/<state name>``; or ``state``.
     """
 
-    def __init__(self, storage: CheckpointStorage, manifest: Manifest, section: str = "model") -> None:
+    def __init__(self, storage: CheckpointStore, manifest: Manifest, section: str = "model") -> None:
         self._storage = storage
         self._manifest = manifest
         self._index = manifest.tensors.get(section, {})

@@ -15,7 +15,7 @@ from nxdt_core.checkpoint.format.file_names import digests_name
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["AttemptWriter", "VerifiedFile", "Wanted", "check_size", "read_whole"]
 
@@ -32,7 +32,7 @@ class AttemptWriter:
         digests: algorithm of the digests: that of the manifest.
     """
 
-    def __init__(self, storage: CheckpointStorage, prefix: str, digests: Algorithm = FAST) -> None:
+    def __init__(self, storage: CheckpointStore, prefix: str, digests: Algorithm = FAST) -> None:
         self._storage = storage
         self._prefix = prefix
         self._algorithm: Algorithm = digests
@@ -77,7 +77,7 @@ class VerifiedFile:
             manifest says or differ from their digests; the error names the file.
     """
 
-    def __init__(self, storage: CheckpointStorage, manifest: Manifest, name: str) -> None:
+    def __init__(self, storage: CheckpointStore, manifest: Manifest, name: str) -> None:
         self._file = storage, manifest, name
         self._storage = storage
         self._key = manifest.prefix + name
@@ -169,7 +169,7 @@ class VerifiedFile:
         return CheckpointDamaged(where=self._where, reason=reason)
 
 
-def check_size(storage: CheckpointStorage, manifest: Manifest, name: str) -> None:
+def check_size(storage: CheckpointStore, manifest: Manifest, name: str) -> None:
     """Compare the size of the data file ``name`` with the manifest's, without reading it.
 
     Raises:
@@ -183,7 +183,7 @@ def check_size(storage: CheckpointStorage, manifest: Manifest, name: str) -> Non
         raise CheckpointDamaged(where=where, reason=f"it has {found.size_bytes} bytes instead of {entry.size_bytes}")
 
 
-def read_whole(storage: CheckpointStorage, manifest: Manifest, name: str) -> bytes:
+def read_whole(storage: CheckpointStore, manifest: Manifest, name: str) -> bytes:
     """Return all bytes of the data file ``name``, verified; for small files."""
     file = VerifiedFile(storage, manifest, name)
     check_size(storage, manifest, name)  # before memory is taken

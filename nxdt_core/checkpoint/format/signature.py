@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nxdt_core.checkpoint.format.file_names import signature_key
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["Signature", "claimed_signer", "fingerprint_of", "read_signature", "write_signature"]
 
@@ -72,7 +72,7 @@ def fingerprint_of(public_key: bytes) -> str:
     return f"sha256:{hashlib.sha256(_DER_PREFIX + public_key).hexdigest()}"
 
 
-def read_signature(storage: CheckpointStorage, manifest: Manifest) -> Signature | None:
+def read_signature(storage: CheckpointStore, manifest: Manifest) -> Signature | None:
     """Return the signature of a checkpoint, unchecked; None where it has none.
 
     Raises:
@@ -92,7 +92,7 @@ def read_signature(storage: CheckpointStorage, manifest: Manifest) -> Signature 
         raise CheckpointDamaged(where=f"{storage.uri}/{key}", reason=str(error)) from error
 
 
-def claimed_signer(storage: CheckpointStorage, manifest: Manifest) -> str:
+def claimed_signer(storage: CheckpointStore, manifest: Manifest) -> str:
     """Return the fingerprint of the key that a signature names, unchecked; empty where none can be read."""
     try:
         signature = read_signature(storage, manifest)
@@ -101,7 +101,7 @@ def claimed_signer(storage: CheckpointStorage, manifest: Manifest) -> str:
     return "" if signature is None else signature.fingerprint
 
 
-def write_signature(storage: CheckpointStorage, manifest: Manifest, signature: Signature) -> None:
+def write_signature(storage: CheckpointStore, manifest: Manifest, signature: Signature) -> None:
     """Write the signature; before the manifest, so that a committed checkpoint is whole."""
     with storage.open_write(signature_key(manifest.step, manifest.attempt)) as stream:
         stream.write(signature.encode())

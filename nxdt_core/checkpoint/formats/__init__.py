@@ -1,1 +1,1 @@
-"""Checkpoints of other programs, read through the kind ``checkpoint_format``."""
+"""Checkpoints of other programs, read through the kind ``format``."""

@@ -1,6 +1,6 @@
 """Checkpoints of other programs: which installed format recognises a path, and its reader. Torch-free.
 
-Formats are components of the kind ``checkpoint_format`` (:mod:`nxdt_core.protocols.checkpoint_format`).
+Formats are components of the kind ``format`` (:mod:`nxdt_core.protocols.format`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import ForeignFormatUnknown
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.defect import GUARDED, describe_failure
-from nxdt_core.protocols.checkpoint_format import CheckpointFormat, CheckpointReader
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 
 __all__ = ["format_of", "open_checkpoint", "recognise"]
 
 _log = logging.getLogger(__name__)
 
-_KIND = "checkpoint_format"
+_KIND = "format"
 
 
 def recognise(path: Path, kernel: Kernel) -> RegisteredComponent | None:

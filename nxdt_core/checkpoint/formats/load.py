@@ -13,7 +13,7 @@ from nxdt_core.checkpoint.formats.installed import open_checkpoint
 from nxdt_core.checkpoint.pieces import storable_piece
 from nxdt_core.checkpoint.read.compatibility import check_model
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.checkpoint_format import CheckpointReader
+from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel.piece import Box, Listing, Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement

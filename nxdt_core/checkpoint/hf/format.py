@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from nxdt_core.checkpoint.hf.json_files import CONFIG
-from nxdt_core.protocols.checkpoint_format import CheckpointReader
+from nxdt_core.protocols.format import CheckpointReader
 
 __all__ = ["HFFormat"]
 
 
 class HFFormat:
-    """A :class:`~nxdt_core.protocols.checkpoint_format.CheckpointFormat`."""
+    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`."""
 
     def recognises(self, path: Path) -> bool:
         """Return whether ``path`` has a ``config.json``."""

@@ -27,7 +27,7 @@ _TOKENIZERS = {"tokenizer.json": ("huggingface", "."), "tokenizer.model": ("sent
 
 
 class HFReader:
-    """A :class:`~nxdt_core.protocols.checkpoint_format.CheckpointReader`: weights alone.
+    """A :class:`~nxdt_core.protocols.format.CheckpointReader`: weights alone.
 
     Raises:
         HFFileMissing, HFFileDamaged: of its ``config.json``.
@@ -86,7 +86,7 @@ class HFReader:
             raise
         kernel = Kernel.start()
         if not kernel.registry.readers(named):
-            records = (component.record for component in kernel.registry.all("model_builder"))
+            records = (component.record for component in kernel.registry.all("model"))
             readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
             install, unusable = kernel.registry.reading_dists(named)
             raise ArchitectureUnread(

@@ -20,9 +20,9 @@ from nxdt_core.checkpoint.hf.export_plan import HFPlan, HFShard
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import fill
 from nxdt_core.errors.models import HFNotWritable
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["NOTE", "read_from", "write_hf", "write_shards"]
 
@@ -34,7 +34,7 @@ ReadShard = Callable[[HFShard], dict[str, torch.Tensor]]
 
 
 def write_hf(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     plan: HFPlan,
     read: ReadShard,
     *,
@@ -92,7 +92,7 @@ def write_shards(
 
 
 def read_from(
-    storage: CheckpointStorage, manifest: Manifest, index: Mapping[str, TensorEntry] | None = None
+    storage: CheckpointStore, manifest: Manifest, index: Mapping[str, TensorEntry] | None = None
 ) -> ReadShard:
     """Return a function that reads and verifies the parts of parameters that a file needs, from an nxdt checkpoint.
 
@@ -118,7 +118,7 @@ def read_from(
     return read
 
 
-def _begin(storage: CheckpointStorage, note: bytes) -> Mapping[str, int]:
+def _begin(storage: CheckpointStore, note: bytes) -> Mapping[str, int]:
     """Sizes by name of what an earlier, equal export has written."""
     with explained_os_errors(storage.uri):
         found = {info.key: info.size_bytes for info in storage.list()}
@@ -134,7 +134,7 @@ def _begin(storage: CheckpointStorage, note: bytes) -> Mapping[str, int]:
         return found
 
 
-def _finish(storage: CheckpointStorage, plan: HFPlan) -> None:
+def _finish(storage: CheckpointStore, plan: HFPlan) -> None:
     with explained_os_errors(storage.uri):
         for name, content in plan.texts.items():
             with storage.open_write(name) as stream:

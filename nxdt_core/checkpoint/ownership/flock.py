@@ -9,7 +9,7 @@ from typing import final
 from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner
 from nxdt_core.checkpoint.read.committed import greatest_fencing
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
-from nxdt_core.protocols.checkpoint_storage import LockableStorage, StorageLock
+from nxdt_core.protocols.store import LockableStorage, StorageLock
 
 __all__ = ["LockedStore", "is_locked", "lock_store"]
 

@@ -27,7 +27,7 @@ from nxdt_core.checkpoint.ownership.heartbeat import Heartbeat
 from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner
 from nxdt_core.checkpoint.read.committed import greatest_fencing, read_object
 from nxdt_core.errors.checkpoints import OwnershipLost, StorageError, StoreInUse
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["Lease", "is_leased", "take_lease"]
 
@@ -64,7 +64,7 @@ _RELEASED = json.dumps({"released": True}).encode()
 class Lease:
     """A store that this process has taken; see :class:`nxdt_core.checkpoint.ownership.store_owner.Ownership`."""
 
-    def __init__(self, storage: CheckpointStorage, number: int, me: Owner, *, expiry_s: float) -> None:
+    def __init__(self, storage: CheckpointStore, number: int, me: Owner, *, expiry_s: float) -> None:
         self.fencing = number
         self._storage = storage
         self._me = me
@@ -101,7 +101,7 @@ class Lease:
         _put(self._storage, _beat_key(self.fencing), json.dumps({"beat": self._count}).encode())
 
 
-def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> Lease:
+def take_lease(storage: CheckpointStore, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> Lease:
     """Take the lease of ``storage`` for the run ``me``.
 
     Take it at once where it has no owner or its owner is known to have ended; else after ``expiry_s`` without a sign of
@@ -132,7 +132,7 @@ def take_lease(storage: CheckpointStorage, me: Owner, *, say: Callable[[str], No
         time.sleep(min(1.0, expiry_s / (2 * _BEATS)))
 
 
-def is_leased(storage: CheckpointStorage, me: Owner) -> bool:
+def is_leased(storage: CheckpointStore, me: Owner) -> bool:
     """Return whether a process has the lease that may still run."""
     found = _current_lease(storage)
     return found is not None and not found.released and _fate(found, me) != "gone"
@@ -142,11 +142,11 @@ def _fate(found: _CurrentLease, me: Owner) -> str:
     return "unknown" if found.owner is None else me.fate_of(found.owner)
 
 
-def _in_use(storage: CheckpointStorage, found: _CurrentLease, reason: str) -> StoreInUse:
+def _in_use(storage: CheckpointStore, found: _CurrentLease, reason: str) -> StoreInUse:
     return StoreInUse(where=storage.uri, owner=found.name, reason=reason)
 
 
-def _claim(storage: CheckpointStorage, me: Owner, *, above: int, expiry_s: float) -> Lease | None:
+def _claim(storage: CheckpointStore, me: Owner, *, above: int, expiry_s: float) -> Lease | None:
     """Claim the next number for ``me``; return None if another owner has it or a greater one.
 
     The number is greater than that of every manifest, so that a commit distinguishes a later owner from an earlier one,
@@ -170,7 +170,7 @@ def _claim(storage: CheckpointStorage, me: Owner, *, above: int, expiry_s: float
     return lease
 
 
-def _put_mine(storage: CheckpointStorage, number: int, me: Owner) -> bool:
+def _put_mine(storage: CheckpointStore, number: int, me: Owner) -> bool:
     """Whether the object of ``number`` is ``me``'s now. (The answer to its making may be lost, or to a first try.)"""
     key, data = _json_key(number), me.encode()
     try:
@@ -181,12 +181,12 @@ def _put_mine(storage: CheckpointStorage, number: int, me: Owner) -> bool:
         raise
 
 
-def _withdraw(storage: CheckpointStorage, number: int) -> None:
+def _withdraw(storage: CheckpointStore, number: int) -> None:
     with suppress(OSError, StorageError):
         storage.delete_many([_json_key(number), _beat_key(number)])
 
 
-def _current_lease(storage: CheckpointStorage) -> _CurrentLease | None:
+def _current_lease(storage: CheckpointStore) -> _CurrentLease | None:
     taken = [number for number, keys in _keys(storage).items() if _json_key(number) in keys]
     if not taken:
         return None
@@ -195,7 +195,7 @@ def _current_lease(storage: CheckpointStorage) -> _CurrentLease | None:
     return _CurrentLease(number, decode_owner(data), beat)
 
 
-def _keys(storage: CheckpointStorage) -> dict[int, list[str]]:
+def _keys(storage: CheckpointStore) -> dict[int, list[str]]:
     """The keys of each number."""
     found: dict[int, list[str]] = {}
     for info in storage.list(_PREFIX):
@@ -213,6 +213,6 @@ def _beat_key(number: int) -> str:
     return f"{_PREFIX}{number:08d}.beat"
 
 
-def _put(storage: CheckpointStorage, key: str, data: bytes) -> None:
+def _put(storage: CheckpointStore, key: str, data: bytes) -> None:
     with storage.open_write(key) as stream:
         stream.write(data)

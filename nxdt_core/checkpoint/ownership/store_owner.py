@@ -13,7 +13,7 @@ from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.ownership.flock import is_locked, lock_store
 from nxdt_core.checkpoint.ownership.lease import is_leased, take_lease
 from nxdt_core.checkpoint.ownership.owner import Owner, this_process
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LockableStorage, LocksUnsupported
+from nxdt_core.protocols.store import CheckpointStore, LockableStorage, LocksUnsupported
 
 __all__ = ["Ownership", "is_owned", "own", "owned"]
 
@@ -41,7 +41,7 @@ class Ownership(Protocol):
 
 
 def own(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     *,
     run: str,
     say: Callable[[str], None],
@@ -73,7 +73,7 @@ def own(
 
 @contextmanager
 def owned(
-    storage: CheckpointStorage, *, run: str, say: Callable[[str], None], expiry_s: float = EXPIRY_S
+    storage: CheckpointStore, *, run: str, say: Callable[[str], None], expiry_s: float = EXPIRY_S
 ) -> Iterator[Ownership]:
     """:func:`own` for a block: what a command does that changes a store."""
     ownership = own(storage, run=run, say=say, expiry_s=expiry_s)
@@ -83,7 +83,7 @@ def owned(
         ownership.release()
 
 
-def is_owned(storage: CheckpointStorage) -> bool:
+def is_owned(storage: CheckpointStore) -> bool:
     """Return whether a process owns ``storage`` that may still run, without waiting; nothing in it changes.
 
     Raises:

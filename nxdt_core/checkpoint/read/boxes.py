@@ -20,8 +20,8 @@ from nxdt_core.checkpoint.format.shard_headers import check_header, tensors_by_f
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.devices import profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["check_fits", "fill"]
 
@@ -48,7 +48,7 @@ class _Read:
 
 @torch.no_grad()
 def fill(
-    storage: CheckpointStorage, manifest: Manifest, wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]
+    storage: CheckpointStore, manifest: Manifest, wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]
 ) -> None:
     """Fill the pieces ``wanted`` in place; only blocks that hold elements of them are read.
 
@@ -77,7 +77,7 @@ def fill(
             read.finish()
 
 
-def check_fits(storage: CheckpointStorage, manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
+def check_fits(storage: CheckpointStore, manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
     """Before memory is taken: forged shapes must not ask for more than the files hold.
 
     Raises:

@@ -11,7 +11,7 @@ from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.signing import TrustedKeys, check_signature
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["committed_attempt", "greatest_fencing", "read_manifest", "read_object", "verify_signature"]
 
@@ -19,7 +19,7 @@ _THREADS = 8
 """Manifests that are read at the same time; an object store takes tens of milliseconds for each."""
 
 
-def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
+def read_manifest(storage: CheckpointStore, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
     """Return the manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
 
     Args:
@@ -39,7 +39,7 @@ def read_manifest(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys
     return manifest
 
 
-def verify_signature(storage: CheckpointStorage, step: int, *, trusted: TrustedKeys | None = None) -> Signature | None:
+def verify_signature(storage: CheckpointStore, step: int, *, trusted: TrustedKeys | None = None) -> Signature | None:
     """Return the signature of the committed checkpoint of ``step``, checked; None where it has none and none is
     required.
 
@@ -58,7 +58,7 @@ def verify_signature(storage: CheckpointStorage, step: int, *, trusted: TrustedK
         return signature
 
 
-def _read(storage: CheckpointStorage, step: int) -> tuple[Manifest, bytes]:
+def _read(storage: CheckpointStore, step: int) -> tuple[Manifest, bytes]:
     data = read_object(storage, manifest_key(step))
     if data is None:
         where = f"{storage.uri}/{step_name(step)}"
@@ -66,7 +66,7 @@ def _read(storage: CheckpointStorage, step: int) -> tuple[Manifest, bytes]:
     return decode_manifest(data, step=step, where=f"{storage.uri}/{manifest_key(step)}"), data
 
 
-def read_object(storage: CheckpointStorage, key: str) -> bytes | None:
+def read_object(storage: CheckpointStore, key: str) -> bytes | None:
     """Return all bytes of ``key``, or None where there is no such object."""
     try:
         with storage.open_read(key) as stream:
@@ -75,7 +75,7 @@ def read_object(storage: CheckpointStorage, key: str) -> bytes | None:
         return None
 
 
-def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
+def committed_attempt(storage: CheckpointStore, step: int) -> str | None:
     """Return the attempt that a readable manifest of ``step`` names, or None."""
     try:
         return read_manifest(storage, step).attempt
@@ -83,7 +83,7 @@ def committed_attempt(storage: CheckpointStorage, step: int) -> str | None:
         return None
 
 
-def greatest_fencing(storage: CheckpointStorage) -> int:
+def greatest_fencing(storage: CheckpointStore) -> int:
     """Return the greatest number of an ownership that a readable manifest names; 0 where none does."""
 
     def fencing(step: int) -> int:

@@ -21,8 +21,8 @@ from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, st
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
     "SUBJECTS",
@@ -49,7 +49,7 @@ _CHUNK_ELEMENTS = 2**20
 class Side:
     """One of the two checkpoints."""
 
-    storage: CheckpointStorage
+    storage: CheckpointStore
     manifest: Manifest
 
 

@@ -21,10 +21,10 @@ from nxdt_core.checkpoint.pieces import empty_like, storable_piece
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.read.compatibility import Unmatched, check_model, check_optimizer
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.model import Replicas
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
     "iterate_model",
@@ -42,7 +42,7 @@ _AT_ONCE_BYTES = 256 * 2**20
 """Tensors that :func:`iterate_model` holds at a time: each read parses headers and verifies whole blocks."""
 
 
-def iterate_model(storage: CheckpointStorage, manifest: Manifest, names: Sequence[str]) -> Iterator[torch.Tensor]:
+def iterate_model(storage: CheckpointStore, manifest: Manifest, names: Sequence[str]) -> Iterator[torch.Tensor]:
     """Yield parameters and buffers in the order of ``names``, whole and on the host.
 
     256 MiB of them, or a larger one alone, are in memory at a time.
@@ -61,7 +61,7 @@ def iterate_model(storage: CheckpointStorage, manifest: Manifest, names: Sequenc
 
 
 def load_model(
-    storage: CheckpointStorage, manifest: Manifest, names: Iterable[str] | None = None
+    storage: CheckpointStore, manifest: Manifest, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers by name, whole and on the host; only ``names`` where given, and then only their
     bytes are read.
@@ -77,7 +77,7 @@ def load_model(
 
 
 def load_optimizer(
-    storage: CheckpointStorage, manifest: Manifest, names: Iterable[str] | None = None
+    storage: CheckpointStore, manifest: Manifest, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the ``<parameter name>/<state name>`` → tensor; otherwise as :func:`load_model`."""
     with explained_os_errors(f"{storage.uri}/{manifest.prefix}optim"):
@@ -85,7 +85,7 @@ def load_optimizer(
 
 
 def load_model_into(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     tensors: Mapping[str, torch.Tensor | Piece],
     *,
@@ -125,7 +125,7 @@ def load_model_into(
 
 
 def load_optimizer_like(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     parameters: Mapping[str, torch.Tensor | Piece],
     *,
@@ -170,7 +170,7 @@ def load_optimizer_like(
 
 
 def load_state(
-    storage: CheckpointStorage, manifest: Manifest, *, rank: int = 0, ranks: RankAgreement | None = None
+    storage: CheckpointStore, manifest: Manifest, *, rank: int = 0, ranks: RankAgreement | None = None
 ) -> dict[str, Any]:
     """Return the state tree that ``rank`` saved, equal in types and values.
 
@@ -194,7 +194,7 @@ def saved_ranks(manifest: Manifest) -> int:
 
 
 def read_tensors(
-    storage: CheckpointStorage, manifest: Manifest, section: str, names: Iterable[str] | None = None
+    storage: CheckpointStore, manifest: Manifest, section: str, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the named tensors of ``section``, whole and on the host, all of them where ``names`` is None.
 
@@ -218,7 +218,7 @@ def read_tensors(
     return {name: wanted[owner].tensor for name, owner in owner_of.items()}
 
 
-def _require(storage: CheckpointStorage, manifest: Manifest, section: str, names: Iterable[str]) -> None:
+def _require(storage: CheckpointStore, manifest: Manifest, section: str, names: Iterable[str]) -> None:
     missing = [name for name in names if name not in manifest.tensors.get(section, {})]
     if missing:
         reason = f"no tensor {', '.join(missing[:8])} in its section {section!r}"
@@ -230,7 +230,7 @@ def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Te
 
 
 def _fill(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     index: Mapping[str, TensorEntry],
     tensors: Mapping[str, torch.Tensor | Piece],
@@ -246,7 +246,7 @@ def _fill(
             fill(storage, manifest, {name: rest.pop(name) for name in entries}, entries)
 
 
-def _state_of(storage: CheckpointStorage, manifest: Manifest, rank: int) -> dict[str, Any]:
+def _state_of(storage: CheckpointStore, manifest: Manifest, rank: int) -> dict[str, Any]:
     name = state_name(rank)
     where = f"{storage.uri}/{manifest.prefix}{name}"
     with explained_os_errors(where):

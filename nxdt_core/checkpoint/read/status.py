@@ -34,8 +34,8 @@ from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.checkpoint_storage import ArchivingStorage, CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import ArchivingStorage, CheckpointStore
 
 __all__ = [
     "CheckpointStatus",
@@ -83,14 +83,14 @@ class CheckpointStatus:
     """How far the store has copied it elsewhere, as text; filled in by :func:`with_archive_states`."""
 
 
-def list_checkpoints(storage: CheckpointStorage, step: int | None = None) -> list[CheckpointStatus]:
+def list_checkpoints(storage: CheckpointStore, step: int | None = None) -> list[CheckpointStatus]:
     """Return all steps that have a file in ``storage``, ascending, or ``step`` alone; an address that does not exist
     has none."""
     return [*newest_first(storage, step)][::-1]
 
 
 def newest_first(
-    storage: CheckpointStorage, step: int | None = None, *, names_only: bool = False
+    storage: CheckpointStore, step: int | None = None, *, names_only: bool = False
 ) -> Iterator[CheckpointStatus]:
     """Yield what :func:`list_checkpoints` returns, descending, after one listing of the store.
 
@@ -107,7 +107,7 @@ def newest_first(
             yield _status(storage, found, sizes.pop(found), names_only=names_only)
 
 
-def with_archive_states(storage: CheckpointStorage, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
+def with_archive_states(storage: CheckpointStore, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
     """Return ``found`` with the states of the store's copies elsewhere, if it makes any; that may take long."""
     if not isinstance(storage, ArchivingStorage):
         return found
@@ -119,7 +119,7 @@ Depth = Literal["sizes", "digests", "bytes"]
 digests. ``bytes``: also every byte of every file."""
 
 
-def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[str]:
+def verify(storage: CheckpointStore, step: int, *, deep: bool = True) -> list[str]:
     """Return all problems of the checkpoint of ``step``, each a sentence that names the file; empty if it is intact.
 
     Args:
@@ -131,7 +131,7 @@ def verify(storage: CheckpointStorage, step: int, *, deep: bool = True) -> list[
 
 
 def find_problems(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     step: int,
     depth: Depth,
     *,
@@ -183,7 +183,7 @@ def find_problems(
 
 
 def _check_content(
-    file: VerifiedFile, stored: Collection[StoredTensor], storage: CheckpointStorage, manifest: Manifest, name: str
+    file: VerifiedFile, stored: Collection[StoredTensor], storage: CheckpointStore, manifest: Manifest, name: str
 ) -> None:
     """Check that a file with correct bytes holds what loading it relies on."""
     if stored:
@@ -195,7 +195,7 @@ def _check_content(
 
 
 def latest(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     *,
     warn: Callable[[str], None],
     ranks: RankAgreement | None = None,
@@ -233,7 +233,7 @@ def latest(
 
 
 def _verified_by_all(
-    storage: CheckpointStorage, status: CheckpointStatus, ranks: RankAgreement | None, trusted: TrustedKeys | None
+    storage: CheckpointStore, status: CheckpointStatus, ranks: RankAgreement | None, trusted: TrustedKeys | None
 ) -> tuple[Manifest, list[str]]:
     """The manifest, and what the ranks find wrong, each in its share of the files."""
     share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
@@ -247,7 +247,7 @@ def _verified_by_all(
 
 
 def find_checkpoint(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     step: int | None,
     *,
     warn: Callable[[str], None],
@@ -271,7 +271,7 @@ def find_checkpoint(
     return manifest
 
 
-def nothing_at(storage: CheckpointStorage, found: Sequence[CheckpointStatus]) -> str:
+def nothing_at(storage: CheckpointStore, found: Sequence[CheckpointStatus]) -> str:
     """Return why ``storage`` has nothing that can be used, where the steps ``found`` are all unfinished or damaged."""
     if any(status.state != "unfinished" for status in found):
         return "no step there is committed and sound"
@@ -292,7 +292,7 @@ def nothing_at(storage: CheckpointStorage, found: Sequence[CheckpointStatus]) ->
 
 
 def _status(
-    storage: CheckpointStorage, step: int, sizes: Mapping[str, int], *, names_only: bool = False
+    storage: CheckpointStore, step: int, sizes: Mapping[str, int], *, names_only: bool = False
 ) -> CheckpointStatus:
     own_name = step_name(step)
 
@@ -328,12 +328,12 @@ def _status(
     return status("damaged", problems[0], manifest) if problems else status("committed", "", manifest)
 
 
-def _signer_named(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> str:
+def _signer_named(storage: CheckpointStore, manifest: Manifest, sizes: Mapping[str, int]) -> str:
     """Return :func:`claimed_signer`, without a read for an unsigned checkpoint."""
     return claimed_signer(storage, manifest) if signature_key(manifest.step, manifest.attempt) in sizes else ""
 
 
-def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
+def _wrong_sizes(storage: CheckpointStore, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
     problems = []
     for name, entry in manifest.files.items():
         for file, size in ((name, entry.size_bytes), (digests_name(name), entry.digests_bytes)):
@@ -346,7 +346,7 @@ def _wrong_sizes(storage: CheckpointStorage, manifest: Manifest, sizes: Mapping[
     return problems
 
 
-def _unreadable(storage: CheckpointStorage, key: str) -> str:
+def _unreadable(storage: CheckpointStore, key: str) -> str:
     """Why ``key`` cannot be read; empty where it can."""
     try:
         return "it is missing" if storage.stat(key) is None else ""

@@ -15,14 +15,14 @@ from nxdt_core.checkpoint.format.signature import write_signature
 from nxdt_core.checkpoint.read.committed import committed_attempt, read_object
 from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.errors.checkpoints import CheckpointConflict, CheckpointDamaged, CheckpointTooNew, StorageError
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["clear_other_attempts", "commit", "prepare_step", "withdraw"]
 
 _log = logging.getLogger(__name__)
 
 
-def prepare_step(storage: CheckpointStorage, step: int) -> bytes | None:
+def prepare_step(storage: CheckpointStore, step: int) -> bytes | None:
     """Make ``step`` ready for a new attempt.
 
     Returns:
@@ -43,7 +43,7 @@ def prepare_step(storage: CheckpointStorage, step: int) -> bytes | None:
 
 
 def commit(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     replaces: bytes | None,
     *,
@@ -82,7 +82,7 @@ def commit(
     raise failure or CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
 
 
-def withdraw(storage: CheckpointStorage, step: int, attempt: str) -> None:
+def withdraw(storage: CheckpointStore, step: int, attempt: str) -> None:
     """Delete the files of an attempt that failed, unless it may have been committed. Never raises for the store."""
     try:
         if committed_attempt(storage, step) != attempt:
@@ -93,7 +93,7 @@ def withdraw(storage: CheckpointStorage, step: int, attempt: str) -> None:
 
 
 def clear_other_attempts(
-    storage: CheckpointStorage, manifest: Manifest, check_in_time: Callable[[], None] = lambda: None
+    storage: CheckpointStore, manifest: Manifest, check_in_time: Callable[[], None] = lambda: None
 ) -> None:
     """After the commit: delete files of the step that are not this attempt's. Never raises for the store.
 
@@ -116,7 +116,7 @@ def _fencing(data: bytes | None, step: int) -> int:
         return 0
 
 
-def _is_committed(storage: CheckpointStorage, manifest: Manifest) -> bool:
+def _is_committed(storage: CheckpointStore, manifest: Manifest) -> bool:
     try:
         return committed_attempt(storage, manifest.step) == manifest.attempt
     except (OSError, StorageError):

@@ -29,9 +29,9 @@ from nxdt_core.checkpoint.write.report import SaveReport
 from nxdt_core.checkpoint.write.save import save_planned
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["CheckpointManager"]
 
@@ -73,7 +73,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        storage: CheckpointStorage,
+        storage: CheckpointStore,
         *,
         ranks: RankAgreement | None = None,
         asynchronous: bool = True,

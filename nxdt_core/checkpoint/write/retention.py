@@ -10,7 +10,7 @@ from typing import Literal
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_prefix
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, verify
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["PrunePlan", "Retention", "delete_step", "plan_of", "plan_prune", "prune"]
 
@@ -70,7 +70,7 @@ class PrunePlan:
 
 
 def plan_prune(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     keep: int | Retention,
     *,
     deep: bool = True,
@@ -113,7 +113,7 @@ def plan_of(
 
 
 def prune(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     keep: int | Retention,
     *,
     deep: bool = True,
@@ -143,7 +143,7 @@ def prune(
     return list(plan.delete)
 
 
-def delete_step(storage: CheckpointStorage, step: int) -> None:
+def delete_step(storage: CheckpointStore, step: int) -> None:
     """Delete one step, the manifest first: what is left of an interrupted deletion is unfinished, never damaged."""
     storage.delete_many([manifest_key(step)])
     storage.delete_many([info.key for info in storage.list(step_prefix(step))])

@@ -13,7 +13,7 @@ from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.status import CheckpointStatus, newest_first, verify
 from nxdt_core.checkpoint.write.retention import PrunePlan, Retention, delete_step, plan_of
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["RunRetention"]
 
@@ -32,7 +32,7 @@ class RunRetention:
         saves_ephemeral: whether the run saves checkpoints that stay only as the newest.
     """
 
-    def __init__(self, storage: CheckpointStorage, policy: Retention, *, saves_ephemeral: bool = False) -> None:
+    def __init__(self, storage: CheckpointStore, policy: Retention, *, saves_ephemeral: bool = False) -> None:
         self._storage = storage
         self._policy = policy
         self._keeps_all = policy.save_top_k < 0 and not saves_ephemeral

@@ -35,9 +35,9 @@ from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prep
 from nxdt_core.checkpoint.write.plan import SavePlan, agree_on_plan
 from nxdt_core.checkpoint.write.rank_data import Share, prepare_share, write_share
 from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["save_checkpoint", "save_listed", "save_planned"]
 
@@ -46,7 +46,7 @@ Write = Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]
 
 
 def save_checkpoint(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     *,
     step: int,
     model: Mapping[str, torch.Tensor | Piece],
@@ -106,7 +106,7 @@ def save_checkpoint(
 
 
 def save_listed(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     *,
     step: int,
     prepare: Callable[[], Listing],
@@ -141,7 +141,7 @@ def save_listed(
 
 
 def save_planned(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     *,
     step: int,
     plan: SavePlan,
@@ -223,7 +223,7 @@ def _with_files(manifest: Manifest, added: Sequence[Mapping[str, FileEntry]]) ->
 
 
 def _commit(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     replaces: bytes | None,
     before_commit: Callable[[Manifest], None] | None,
@@ -239,7 +239,7 @@ def _commit(
         commit(storage, manifest, replaces, signer=signer)
 
 
-def _check_elements(storage: CheckpointStorage, manifest: Manifest) -> None:
+def _check_elements(storage: CheckpointStore, manifest: Manifest) -> None:
     """A reader would call it damaged."""
     stored, counted = manifest.stored_elements, manifest.facts.elements
     if counted and stored != counted:
@@ -247,7 +247,7 @@ def _check_elements(storage: CheckpointStorage, manifest: Manifest) -> None:
         raise SaveLacksElements(where=f"{storage.uri}/{step_name(manifest.step)}", reason=reason)
 
 
-def _check_visible(storage: CheckpointStorage, manifest: Manifest) -> None:
+def _check_visible(storage: CheckpointStore, manifest: Manifest) -> None:
     """Check that the store has truncated no file, and that no other rank wrote to its own machine's disk."""
     wanted = {name: entry.size_bytes for name, entry in manifest.files.items()}
     wanted |= {digests_name(name): entry.digests_bytes for name, entry in manifest.files.items()}
@@ -258,7 +258,7 @@ def _check_visible(storage: CheckpointStorage, manifest: Manifest) -> None:
         raise CheckpointFilesMissing(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
 
 
-def _finish(storage: CheckpointStorage, manifest: Manifest, check_in_time: Callable[[], None]) -> None:
+def _finish(storage: CheckpointStore, manifest: Manifest, check_in_time: Callable[[], None]) -> None:
     clear_other_attempts(storage, manifest, check_in_time)
     with explained_os_errors(f"{storage.uri}/{step_name(manifest.step)}"):
         storage.after_commit(step_prefix(manifest.step))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from nxdt_core.checkpoint import CheckpointStatus
     from nxdt_core.checkpoint.copying import CopyReport
-    from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+    from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["copy"]
 
@@ -92,7 +92,7 @@ def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[
     return [status for status in newest_first if status.step in wanted]
 
 
-def _target(destination: str, chosen: Sequence[CheckpointStatus]) -> CheckpointStorage:
+def _target(destination: str, chosen: Sequence[CheckpointStatus]) -> CheckpointStore:
     from nxdt_core.checkpoint import locate
     from nxdt_core.errors.checkpoints import CopyOntoOtherStep
     from nxdt_core.kernel import Kernel

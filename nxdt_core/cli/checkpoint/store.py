@@ -11,7 +11,7 @@ from nxdt_core.cli.verb import say
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, Manifest, Ownership
-    from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+    from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
     "EXAMPLE_URI",
@@ -46,7 +46,7 @@ named_config = click.option(
 )
 
 
-def look(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
+def look(uri: str) -> tuple[CheckpointStore, list[CheckpointStatus]]:
     """Return the store that an address names, and the steps in it: all steps, or the one that the address ends with."""
     from nxdt_core.checkpoint import list_checkpoints, locate
     from nxdt_core.kernel import Kernel
@@ -55,7 +55,7 @@ def look(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
     return storage, list_checkpoints(storage, step)
 
 
-def look_for_committed(uri: str) -> tuple[CheckpointStorage, list[CheckpointStatus]]:
+def look_for_committed(uri: str) -> tuple[CheckpointStore, list[CheckpointStatus]]:
     """Return the store and its steps as :func:`look` does, without unfinished steps.
 
     Raises:
@@ -71,7 +71,7 @@ def look_for_committed(uri: str) -> tuple[CheckpointStorage, list[CheckpointStat
     return storage, finished
 
 
-def open_one(uri: str) -> tuple[CheckpointStorage, Manifest]:
+def open_one(uri: str) -> tuple[CheckpointStore, Manifest]:
     """Return the checkpoint that an address ends with, or else the newest committed one there.
 
     Raises:
@@ -91,7 +91,7 @@ def open_one(uri: str) -> tuple[CheckpointStorage, Manifest]:
     return storage, read_manifest(storage, newest)
 
 
-def own_for(command: str, storage: CheckpointStorage) -> AbstractContextManager[Ownership]:
+def own_for(command: str, storage: CheckpointStore) -> AbstractContextManager[Ownership]:
     """Keep runs and other commands from writing to ``storage`` for a block.
 
     Raises:

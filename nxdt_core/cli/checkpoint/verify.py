@@ -15,7 +15,7 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, TrustedKeys
     from nxdt_core.checkpoint.read.status import Depth
-    from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+    from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["verify"]
 
@@ -80,7 +80,7 @@ class _Verdict:
 
 
 def _verdict(
-    storage: CheckpointStorage, status: CheckpointStatus, depth: Depth, threads: int, trusted: TrustedKeys | None
+    storage: CheckpointStore, status: CheckpointStatus, depth: Depth, threads: int, trusted: TrustedKeys | None
 ) -> _Verdict:
     from nxdt_core.checkpoint.read.committed import verify_signature
     from nxdt_core.checkpoint.read.status import find_problems

@@ -11,7 +11,7 @@ from nxdt_core.cli.terminal.table import print_facts
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.config_migration import MigratedConfig
+    from nxdt_core.protocols.migration import MigratedConfig
 
 __all__ = ["migrate"]
 

@@ -24,7 +24,7 @@ _ENDS = {"eos": "end-of-text", "pad": "padding"}
 
 def data_notes(config: ResolvedConfig) -> list[str]:
     """Return a note for each path of the training data that leads to no file, be it a pattern or without an ending."""
-    section = config.selected("data").config
+    section = config.selected("dataset").config
     cls: Any = type(section)
     return [
         f"data.{name}: {path} is not on this machine"

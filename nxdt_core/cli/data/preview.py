@@ -11,7 +11,7 @@ from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, prin
 
 if TYPE_CHECKING:
     from nxdt_core.data.preview import Preview, ShownDocument
-    from nxdt_core.protocols.dataloader import DataReport, SplitName, TokenCount
+    from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
 
 __all__ = ["preview"]
 

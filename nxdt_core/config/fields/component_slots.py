@@ -15,7 +15,6 @@ __all__ = ["SLOTS", "Composition", "Slot"]
 class Slot:
     """A place for one component. Its keys are in ``section``, next to the key that names it."""
 
-    name: str
     kind: str
     section: str
     selector: str = "name"
@@ -27,16 +26,16 @@ class Slot:
 
 
 SLOTS: tuple[Slot, ...] = (
-    Slot("model", "model_builder", "model"),
-    Slot("data", "dataloader", "data"),
-    Slot("tokenizer", "tokenizer", "data.tokenizer", "library"),
-    Slot("optimizer", "optimizer", "model.optim"),
-    Slot("lr_scheduler", "lr_scheduler", "model.optim.sched"),
-    Slot("precision", "precision_policy", "precision", "type"),
-    Slot("checkpoint_storage", "checkpoint_storage", "checkpoint.storage"),
-    Slot("objective", "objective", "objective"),
-    Slot("adapter", "adapter", "adapter"),
-    Slot("parallel_engine", "parallel_engine", "parallel_engine"),
+    Slot("model", "model"),
+    Slot("dataset", "data"),
+    Slot("tokenizer", "data.tokenizer", "library"),
+    Slot("optimizer", "model.optim"),
+    Slot("schedule", "model.optim.sched"),
+    Slot("precision", "precision", "type"),
+    Slot("store", "checkpoint.storage"),
+    Slot("objective", "objective"),
+    Slot("adapter", "adapter"),
+    Slot("engine", "parallel_engine"),
 )
 """In the order in which they are shown."""
 
@@ -46,7 +45,7 @@ class Composition:
     """What the selected components add to the core's schema."""
 
     components: Mapping[str, RegisteredComponent | None] = field(default_factory=dict)
-    """By slot; a slot whose component is unavailable is absent."""
+    """By kind; one whose component is unavailable is absent."""
     classes: Mapping[str, type] = field(default_factory=dict)
     """By path of the section: the dataclass that the component declares."""
     open: frozenset[str] = frozenset()
@@ -55,7 +54,7 @@ class Composition:
     """Sections whose keys would have come from a file that cannot be read: missing keys are reported there."""
 
     def label(self, section: str) -> str:
-        """Return a description of a section's component: ``model_builder 'llama'``; empty where there is none."""
+        """Return a description of a section's component: ``model 'llama'``; empty where there is none."""
         slot = next((slot for slot in SLOTS if slot.section == section), None)
-        component = self.components.get(slot.name) if slot else None
+        component = self.components.get(slot.kind) if slot else None
         return f"{component.kind} {component.record.name!r}" if component else ""

@@ -1,4 +1,4 @@
-"""Asks the components of the kind ``config_migration`` (:mod:`nxdt_core.protocols.config_migration`)."""
+"""Asks the components of the kind ``migration`` (:mod:`nxdt_core.protocols.migration`)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.api import ConfigMigrationComponent
+from nxdt_core.api import MigrationComponent
 from nxdt_core.config.sources.files import read_source
 from nxdt_core.config.sources.node import to_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, MigrationUnknown, NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.protocols.config_migration import ConfigMigration, KeyMeaning, MigratedConfig
+from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration
 
 __all__ = ["environment_notes", "explained", "migrate", "program_of", "recognising"]
 
 _log = logging.getLogger(__name__)
 
-_KIND = "config_migration"
+_KIND = "migration"
 
 
 def migrate(source: Path, target: Path, name: str | None, kernel: Kernel) -> MigratedConfig:
@@ -64,7 +64,7 @@ def explained(problems: Iterable[ConfigProblem], known: Collection[str], kernel:
         known: Key paths of the schema, with those of the selected components.
         kernel: Its plugins bring the migrations.
     """
-    migrations: list[ConfigMigration] | None = None
+    migrations: list[Migration] | None = None
     for problem in problems:
         if isinstance(problem, UnknownKey) or (isinstance(problem, NotSupported) and problem.of_legacy):
             migrations = [each for _, each in _usable(kernel)] if migrations is None else migrations
@@ -84,7 +84,7 @@ def environment_notes(environment: Mapping[str, str], kernel: Kernel) -> Iterato
 def program_of(component: RegisteredComponent) -> str:
     """Return the name that messages have for the program of a migration."""
     record = component.record
-    return (record.program if isinstance(record, ConfigMigrationComponent) else "") or record.name
+    return (record.program if isinstance(record, MigrationComponent) else "") or record.name
 
 
 def _explain(problem: UnknownKey | NotSupported, meaning: KeyMeaning) -> None:
@@ -96,12 +96,12 @@ def _explain(problem: UnknownKey | NotSupported, meaning: KeyMeaning) -> None:
         problem.candidates, problem.unneeded, problem.program = (), meaning.unneeded, meaning.program
 
 
-def _loaded(component: RegisteredComponent) -> ConfigMigration:
-    loaded: ConfigMigration = component.load_target()()
+def _loaded(component: RegisteredComponent) -> Migration:
+    loaded: Migration = component.load_target()()
     return loaded
 
 
-def _usable(kernel: Kernel) -> Iterator[tuple[RegisteredComponent, ConfigMigration]]:
+def _usable(kernel: Kernel) -> Iterator[tuple[RegisteredComponent, Migration]]:
     """The migrations that can be imported. One that cannot is skipped with a warning: a run does not need it."""
     for component in kernel.registry.all(_KIND):
         try:

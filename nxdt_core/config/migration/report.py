@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, get_args
 
-from nxdt_core.protocols.config_migration import MigratedConfig, MigratedKey, Verdict
+from nxdt_core.protocols.migration import MigratedConfig, MigratedKey, Verdict
 
 __all__ = ["report_json", "report_markdown", "summary"]
 

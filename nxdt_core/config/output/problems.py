@@ -51,7 +51,7 @@ def error_report(
         raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
     ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
     migrates = None if label.startswith(RECIPE_SCHEME) or kernel is None else _migration(given, ordered, kernel)
-    install = kernel.registry.missing_dist("config_migration", migrates[0]) if migrates and kernel else None
+    install = kernel.registry.missing_dist("migration", migrates[0]) if migrates and kernel else None
     return ConfigError(source=label, problems=tuple(ordered), migrates=migrates, install=install)
 
 

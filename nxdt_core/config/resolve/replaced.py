@@ -69,14 +69,14 @@ def drop_replaced(given: Node, replaced: Iterable[Replaced], kernel: Kernel) -> 
 def _name(tree: Node, slot: Slot) -> str | None:
     """The name that a source gives, or of a store the scheme of its address, with ``://``."""
     name, uri = tree.plain(slot.key), tree.plain("checkpoint.uri")
-    if name is None and slot.name == "checkpoint_storage" and isinstance(uri, str):
+    if name is None and slot.kind == "store" and isinstance(uri, str):
         scheme, separator, _ = uri.partition("://")
         return f"{scheme}://" if separator else _FILE
     return name if isinstance(name, str) else None
 
 
 def _default(slot: Slot) -> str | None:
-    if slot.name == "checkpoint_storage":
+    if slot.kind == "store":
         return _FILE
     key = _core_keys(slot.section).get(slot.selector)
     return key.default if key is not None and isinstance(key.default, str) else None

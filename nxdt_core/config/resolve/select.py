@@ -77,9 +77,9 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
             selection.problems.append(BadComponentChoice(**place.at(key), error=error, note=note))
             selection.open.add(slot.section)
         else:
-            selection.components[slot.name] = component
+            selection.components[slot.kind] = component
             _take_class(selection, slot, component, place)
-        if implied is not None and slot.name == "model":
+        if implied is not None and slot.kind == "model":
             selection.notes.append(f"{slot.key}: not given; {implied.name!r} follows from {implied.why}")
         if implied is not None:
             selection.tree = selection.tree.set(slot.key, Node(implied.name, implied.origin))
@@ -96,13 +96,13 @@ def _no_mapping(given: Node, section: str) -> bool:
 def _written(given: Node, slot: Slot) -> tuple[Node | None, str]:
     """What was written that selects the component, and its key."""
     uri = given.find("checkpoint.uri")
-    if slot.name == "checkpoint_storage" and given.find(slot.key) is None and uri is not None:
+    if slot.kind == "store" and given.find(slot.key) is None and uri is not None:
         return uri, "checkpoint.uri"
     return given.find(slot.key) or given.find(slot.section), slot.key
 
 
 def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
-    if slot.name == "checkpoint_storage":
+    if slot.kind == "store":
         return _storage(name, view, kernel)
     return None if name is None else kernel.registry.get(slot.kind, name)
 
@@ -124,13 +124,13 @@ class Implied:
 
 
 def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied | None:
-    if slot.name == "model":
+    if slot.kind == "model":
         return _model_name(view, kernel, hf)
-    if slot.name == "data":
+    if slot.kind == "dataset":
         if (strategy := view.find(SECTION)) is not None and strategy.value is not None:
             return Implied(data_of(part for part, node in strategy.children.items() if node.value is not None), SECTION)
         return Implied("megatron-data" if view.plain("model_source") == "megatron" else "hf-data", "model_source")
-    if slot.name == "tokenizer":
+    if slot.kind == "tokenizer":
         section = view.find("data.tokenizer")
         given = section.children if section is not None else {}
         if any(key in given and given[key].value is not None for key in ("type", "model")):
@@ -164,7 +164,7 @@ def _incumbent_name(name: str, source: str) -> Implied:
 def _only(readers: Sequence[RegisteredComponent], architecture: str) -> RegisteredComponent:
     if len(readers) > 1:
         raise AmbiguousComponent(
-            kind="model_builder",
+            kind="model",
             name=architecture,
             offers=tuple(component.qualified_name for component in readers),
             dists=tuple(f"{component.dist} {component.version}" for component in readers),
@@ -179,7 +179,7 @@ def _storage(name: str | None, view: Node, kernel: Kernel) -> RegisteredComponen
     scheme = scheme if separator else "file"
     kernel.registry.check_scheme(scheme)
     if name is not None:
-        return kernel.registry.get("checkpoint_storage", name)
+        return kernel.registry.get("store", name)
     return kernel.registry.storage_for_scheme(scheme)
 
 

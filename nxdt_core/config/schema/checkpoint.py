@@ -16,7 +16,7 @@ class StorageSection:
     """Storage backend of the checkpoints; its keys are next to ``name``."""
 
     name: str | None = None
-    """Component of kind ``checkpoint_storage``; ``null`` takes the one that serves the scheme of ``checkpoint.uri``."""
+    """Component of kind ``store``; ``null`` takes the one that serves the scheme of ``checkpoint.uri``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ class DataConfig:
     """Selects a dataloader; the keys of the dataloader are next to ``name``."""
 
     name: str
-    """Component of kind ``dataloader``. Where it is not set: ``preference`` with ``dpo`` or ``orpo`` in
+    """Component of kind ``dataset``. Where it is not set: ``preference`` with ``dpo`` or ``orpo`` in
     ``model_alignment_strategy``, ``sft-chat`` with other parts of it, else ``hf-data`` for ``model_source: hf`` and
     ``megatron-data`` for ``megatron``."""
     global_batch_size: PositiveInt

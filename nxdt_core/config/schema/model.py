@@ -19,7 +19,7 @@ class SchedConfig:
     """Selects the learning-rate schedule; the keys of the schedule are next to ``name``."""
 
     name: str = "constant"
-    """Component of kind ``lr_scheduler``."""
+    """Component of kind ``schedule``."""
     max_steps: Annotated[PositiveInt, DefaultsTo("trainer.max_steps")]
     """Steps after which the schedule has ended; ``trainer.max_steps`` where it is not set."""
 
@@ -69,7 +69,7 @@ class ModelConfig:
     """Selects a model; the keys of the architecture are next to ``name``."""
 
     name: str
-    """Component of kind ``model_builder``. Where it is not set: the one that reads the architecture of
+    """Component of kind ``model``. Where it is not set: the one that reads the architecture of
     ``model_config``; without that, ``mixtral`` if the run's ``name`` contains it; else for ``model_source: hf``
     ``llama``, and for ``megatron`` ``mistral`` or ``llama`` if the name contains it, or ``gpt``. A note says which."""
     encoder_seq_length: Annotated[PositiveInt, AliasOf("data.seq_length")]

@@ -17,7 +17,7 @@ class PrecisionSection:
     """Selects the dtypes of the run; the keys of the policy are next to ``type``."""
 
     type: str = "fp32"
-    """Component of kind ``precision_policy``. (NxD Training's default is ``mixed_precision``; here it is named in the
+    """Component of kind ``precision``. (NxD Training's default is ``mixed_precision``; here it is named in the
     file, since it changes results.)"""
 
 
@@ -42,7 +42,7 @@ class EngineSection:
     """Selects the runtime; its keys are next to ``name``."""
 
     name: str = "torch"
-    """Component of kind ``parallel_engine``."""
+    """Component of kind ``engine``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

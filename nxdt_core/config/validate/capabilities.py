@@ -33,8 +33,8 @@ _ZERO, _ZERO_STAGE = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
 _SHUFFLE = f"{_STRATEGY}.token_shuffle_group_size"
 _RING, _COMPILE = "model.fusions.ring_attention", "model.compile"
 _RECOMPUTE, _GROUPS = "model.activations_checkpoint_granularity", "model.optim.param_groups"
-_ENGINE, _MODEL, _OPTIMIZER = "parallel_engine", "model", "optimizer"
-_SELECTORS = {slot.name: slot.key for slot in SLOTS}
+_ENGINE, _MODEL, _OPTIMIZER = "engine", "model", "optimizer"
+_SELECTORS = {slot.kind: slot.key for slot in SLOTS}
 
 Components = Mapping[str, RegisteredComponent | None]
 """By slot; a slot whose component cannot be had is absent."""
@@ -89,7 +89,7 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
         for key, value in zip(WORLD, (world_size, 1), strict=True):
             tree = tree.set(key, Node(value, started))
         checked = Checked({**checked.values, WORLD[0]: world_size, WORLD[1]: 1}, tree)
-    sections = {slot.section: found.config for slot in SLOTS if (found := config.components.get(slot.name)) is not None}
+    sections = {slot.section: found.config for slot in SLOTS if (found := config.components.get(slot.kind)) is not None}
     _refuse(config, find_undeclared(checked, _components(config), sections, config.kernel.registry))
 
 
@@ -197,7 +197,7 @@ def _of_steps(checked: Checked) -> Iterator[Asked]:
 def _of_components(components: Components, sections: Mapping[str, Any]) -> Iterator[Asked]:
     """What the records and the sections of the other components require."""
     for slot in SLOTS:
-        component = components.get(slot.name)
+        component = components.get(slot.kind)
         if component is None:
             continue
         record, section = component.record, sections.get(slot.section)
@@ -205,11 +205,11 @@ def _of_components(components: Components, sections: Mapping[str, Any]) -> Itera
         if isinstance(record, AdapterComponent):
             needed.add("adapters")
             for name in sorted(record.requires_of_model):
-                yield Asked((slot.key,), record.name, _instead(slot.name), model=name)
+                yield Asked((slot.key,), record.name, _instead(slot.kind), model=name)
         if isinstance(section, RequiresCapabilities):
             needed.update(section.requires_capabilities())
         for name in sorted(needed):
-            yield _chosen(slot.name, record.name, name)
+            yield _chosen(slot.kind, record.name, name)
 
 
 def _chosen(slot: str, found: str, capability: str) -> Asked:

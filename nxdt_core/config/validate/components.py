@@ -17,7 +17,7 @@ from nxdt_core.kernel.contexts import ValidateConfigContext
 
 __all__ = ["component_findings", "engine_findings", "names_by_slot", "plugin_findings"]
 
-_ENGINE = "parallel_engine"
+_ENGINE = "engine"
 
 
 def component_findings(
@@ -25,7 +25,7 @@ def component_findings(
 ) -> Iterator[ConfigProblem]:
     """Yield the problems that the dataclasses of components report of themselves."""
     for slot in SLOTS:
-        instance, component = instances.get(slot.section), composition.components.get(slot.name)
+        instance, component = instances.get(slot.section), composition.components.get(slot.kind)
         if component is not None and isinstance(instance, ChecksItself):
             yield from _checked(instance, component, slot.section, checked)
 

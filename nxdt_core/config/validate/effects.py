@@ -20,7 +20,7 @@ _CACHE, _COMPILE = "compiler_cache_url", "model.compile"
 
 def find_notes(checked: Checked, composition: Composition, legacy: Iterable[tuple[str, Key]]) -> tuple[str, ...]:
     """Return the lines that name keys without an effect. ``legacy`` are keys that reading set aside."""
-    engine = composition.components.get("parallel_engine")
+    engine = composition.components.get("engine")
     reads_xla = engine is not None and "xla" in engine.record.capabilities
     engine_name = engine.record.name if engine is not None else "this"
     reasons: dict[str, list[str]] = {}

@@ -21,7 +21,7 @@ import numpy as np
 
 from nxdt_core.data.digest import digest
 from nxdt_core.file_lock import FileLock, take_file_lock
-from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+from nxdt_core.protocols.store import LocksUnsupported
 from nxdt_core.regular_files import private_directory, require_regular
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nxdt_core.config.annotations import Fraction, PositiveInt
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.protocols.dataset import SplitName
 
 __all__ = ["RecordFiles"]
 

@@ -128,15 +128,15 @@ def _defects_of(hook: str) -> Iterator[None]:
 
 
 def _require(hook: str, found: object, record: type) -> None:
-    if not isinstance(found, record):
+    if type(found) is not record:  # records of other kinds are subclasses, too
         raise PluginDefect(f"{hook} yields a {type(found).__name__}, not a {record.__name__}")
 
 
 def _registered(plugin: PluginInfo, kind: Kind, record: Component) -> RegisteredComponent:
     _refuse_unknown("declares", kind, record, record.capabilities, kind.capabilities)
-    _refuse_unknown("requires", kind, record, record.requires, CAPABILITIES["parallel_engine"])
+    _refuse_unknown("requires", kind, record, record.requires, CAPABILITIES["engine"])
     if isinstance(record, AdapterComponent):
-        wanted, known = record.requires_of_model, CAPABILITIES["model_builder"]
+        wanted, known = record.requires_of_model, CAPABILITIES["model"]
         _refuse_unknown("requires of the model", kind, record, wanted, known)
     return RegisteredComponent(
         kind=kind.name, record=record, plugin=plugin.name, dist=plugin.dist, version=plugin.version

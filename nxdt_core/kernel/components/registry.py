@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 
-from nxdt_core.api import Kind, ModelComponent, StorageComponent
+from nxdt_core.api import Kind, ModelComponent, StoreComponent
 from nxdt_core.errors.plugins import (
     AmbiguousComponent,
     SchemeNotAllowed,
@@ -28,7 +28,7 @@ class Registry:
 
     Example::
 
-        builder = kernel.registry.get("model_builder", "llama").load_target()
+        builder = kernel.registry.get("model", "llama").load_target()
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Registry:
         self.check_scheme(scheme)
         offers: list[RegisteredComponent] = []
         served: set[str] = set()
-        for component in self.all("checkpoint_storage"):
-            schemes = component.record.uri_schemes if isinstance(component.record, StorageComponent) else ()
+        for component in self.all("store"):
+            schemes = component.record.uri_schemes if isinstance(component.record, StoreComponent) else ()
             served.update(schemes)
             if scheme.lower() in schemes:
                 offers.append(component)
         if offers:
-            return self.choose("checkpoint_storage", scheme, offers)
+            return self.choose("store", scheme, offers)
         dist = serving_dist(scheme)
         raise UnknownScheme(
             scheme=scheme,
@@ -137,7 +137,7 @@ class Registry:
         it, and where there are none those with a pattern of it."""
         patterns = {
             component: component.record.hf_architectures
-            for component in self.all("model_builder")
+            for component in self.all("model")
             if isinstance(component.record, ModelComponent)
         }
         exact = tuple(component for component, read in patterns.items() if set(read) & set(architectures))
@@ -151,7 +151,7 @@ class Registry:
         """Return where :meth:`readers` gives none: the distribution to install, and a sentence for each installed
         plugin that cannot be used and might have read one."""
         models = [model for name in architectures if (model := reading_model(name)) is not None]
-        dist = offering_dist("model_builder", models[0]) if models else None
+        dist = offering_dist("model", models[0]) if models else None
         return self._missing(dist), self._unusable(dist)
 
     def missing_dist(self, kind: str, name: str) -> str | None:

@@ -48,7 +48,7 @@ def workload(config: ResolvedConfig, parts: RunParts) -> Workload:
         global_batch_size=run.data.global_batch_size,
         seq_length=run.data.seq_length,
         saves_bfloat16=run.checkpoint.save_bf16,
-        packed=bool(getattr(config.selected("data").config, "reset_attention_mask", False)),
+        packed=bool(getattr(config.selected("dataset").config, "reset_attention_mask", False)),
     )
 
 

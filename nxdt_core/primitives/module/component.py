@@ -6,7 +6,7 @@ from nxdt_core.api import ModelComponent, hookimpl
 
 
 @hookimpl
-def nxdt_model_builders() -> list[ModelComponent]:
+def nxdt_models() -> list[ModelComponent]:
     """Return the model that ``initialize_parallel_model`` gets from its caller."""
     return [
         ModelComponent(

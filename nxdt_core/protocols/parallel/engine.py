@@ -1,4 +1,4 @@
-"""Kind ``parallel_engine``: a runtime that lays a plain model out over processes and runs steps on it.
+"""Kind ``engine``: a runtime that lays a plain model out over processes and runs steps on it.
 
 The built-in ``torch`` engine serves every device type that torch knows; others hand the same model and plan to
 another library. An engine applies the plan in the order of :class:`nxdt_core.protocols.plan.ParallelPlan`.

@@ -12,7 +12,7 @@ from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.checkpoint.write.run_retention import RunRetention
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.save_figures import SaveFigures
 from nxdt_core.training.loop import validates_after
@@ -39,7 +39,7 @@ class CheckpointSaver(Callback):
 
     def __init__(
         self,
-        storage: CheckpointStorage,
+        storage: CheckpointStore,
         config: ResolvedConfig,
         figures: SaveFigures,
         ownership: Ownership | None = None,

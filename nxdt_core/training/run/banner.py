@@ -34,7 +34,7 @@ def _facts(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[tuple[str
     tokens = data.global_batch_size * data.seq_length
     yield (
         "data",
-        f"{config.selected('data').component.record.name}, {data.global_batch_size:,} sequences of"
+        f"{config.selected('dataset').component.record.name}, {data.global_batch_size:,} sequences of"
         f" {data.seq_length:,} = {tokens:,} tokens per step",
     )
     last = run.trainer.max_steps

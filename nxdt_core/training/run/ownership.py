@@ -12,8 +12,8 @@ from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training.run.files import make_run_dir
 
 __all__ = ["directory_lock", "owned_on_rank_zero"]
@@ -22,14 +22,14 @@ _LOCK = ".nxdt-lock-run"
 """Subdirectory of a run's directory with its lock. (The run's directory itself may be the store, which has another.)"""
 
 
-def directory_lock(run_dir: Path) -> CheckpointStorage:
+def directory_lock(run_dir: Path) -> CheckpointStore:
     """Return the store whose owner is the run that may write to ``run_dir``."""
     return open_storage(str(run_dir / _LOCK))
 
 
 @contextmanager
 def owned_on_rank_zero(
-    config: ResolvedConfig, storage: CheckpointStorage, say: Callable[[str], None], ranks: RankAgreement
+    config: ResolvedConfig, storage: CheckpointStore, say: Callable[[str], None], ranks: RankAgreement
 ) -> Iterator[Ownership | None]:
     """Own the run's directory for a block, and ``storage`` unless the run saves nothing, on the first rank; collective.
     Yields the ownership of ``storage``, None where there is none.

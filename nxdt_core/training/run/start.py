@@ -17,8 +17,8 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.sources.node import Node
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
 from nxdt_core.errors.training import NoCheckpointToResume, PluginVersionChanged, RunAlreadyHasCheckpoints
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.weights.saved_config import base_step, saved_adapter
 
@@ -29,7 +29,7 @@ __all__ = ["ForeignStart", "Start", "check_adapter", "check_versions", "decide_b
 class Start:
     """The checkpoint that a run begins with."""
 
-    storage: CheckpointStorage
+    storage: CheckpointStore
     manifest: Manifest
     weights_only: bool
 
@@ -42,7 +42,7 @@ class ForeignStart:
 
 
 def decide_start(
-    config: ResolvedConfig, own: CheckpointStorage, say: Callable[[str], None], ranks: RankAgreement | None = None
+    config: ResolvedConfig, own: CheckpointStore, say: Callable[[str], None], ranks: RankAgreement | None = None
 ) -> Start | ForeignStart | None:
     """Decide what to load; None starts at step 0.
 

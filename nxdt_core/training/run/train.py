@@ -25,8 +25,8 @@ from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.nn.flops import token_flops
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.checkpoints import CheckpointSaver
@@ -130,7 +130,7 @@ class _Training:
 
     engine: ParallelEngine
     console: Console
-    own: CheckpointStorage
+    own: CheckpointStore
     ownership: Ownership | None
     signals: StopSignals
     monitor: Monitor

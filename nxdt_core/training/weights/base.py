@@ -17,8 +17,8 @@ from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.nn.random.init import draw, rule_for
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.weights.frozen import digest_of, samples_of
 
@@ -52,7 +52,7 @@ class BaseWeights:
 
 def base_weights(
     config: ResolvedConfig,
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     *,
     base: str | None = None,
@@ -87,7 +87,7 @@ def base_weights(
     return _of_checkpoint(found, checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=trusted))
 
 
-def _of_checkpoint(storage: CheckpointStorage, manifest: Manifest) -> BaseWeights:
+def _of_checkpoint(storage: CheckpointStore, manifest: Manifest) -> BaseWeights:
     index = manifest.tensors.get("model", {})
     specs = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in index.items()}
     return BaseWeights(

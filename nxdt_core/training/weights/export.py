@@ -20,8 +20,8 @@ from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template
 from nxdt_core.errors.checkpoints import CheckpointNotFound
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import HFTokenizer
 from nxdt_core.training import build
 from nxdt_core.training.weights.saved_config import SavedRun, locate, named_config, saved_run
@@ -156,7 +156,7 @@ def plan_export(
     return plan, (*notes, *plan.notes)
 
 
-def _find(storage: CheckpointStorage, step: int | None, trusted: TrustedKeys | None) -> Manifest:
+def _find(storage: CheckpointStore, step: int | None, trusted: TrustedKeys | None) -> Manifest:
     """Return the manifest of ``step``, or of the newest committed one; damage in its files shows when they are read."""
     if step is None:
         step = next((status.step for status in newest_first(storage) if status.state == "committed"), None)

@@ -11,8 +11,8 @@ from nxdt_core.checkpoint.hf.key_map import exchange_of
 from nxdt_core.checkpoint.hf.write import read_from, write_shards
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.weights.export import plan_export
 from nxdt_core.training.weights.saved_config import own_run
@@ -30,7 +30,7 @@ class HFForm:
         HFExchangeUnsupported: the run's model has no counterpart at Hugging Face.
     """
 
-    def __init__(self, config: ResolvedConfig, storage: CheckpointStorage, ranks: RankAgreement, *, every: int) -> None:
+    def __init__(self, config: ResolvedConfig, storage: CheckpointStore, ranks: RankAgreement, *, every: int) -> None:
         exchange_of(build.model_builder(config))
         self._run = own_run(config)
         self._storage = storage

@@ -23,10 +23,10 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.checkpoint_format import CheckpointReader
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.parallel.piece import Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.run.versions import versions_of
 from nxdt_core.training.state import TrainState
@@ -165,7 +165,7 @@ def _described(source: str, format: str, found: CheckpointReader, overrides: Seq
     return load(written, [*lengths, *overrides], label=source)
 
 
-def check_empty(storage: CheckpointStorage) -> None:
+def check_empty(storage: CheckpointStore) -> None:
     """Refuse a store that holds a committed or damaged checkpoint.
 
     Raises:

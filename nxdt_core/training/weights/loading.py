@@ -10,10 +10,10 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.weights.frozen import base_digest, without_base
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_weights(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     *,
     engine: ParallelEngine,
@@ -63,7 +63,7 @@ def load_weights(
 
 
 def _expected(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     manifest: Manifest,
     engine: ParallelEngine,
     model: ParallelModel,

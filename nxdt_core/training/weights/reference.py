@@ -23,7 +23,7 @@ from nxdt_core.devices import HOST
 from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
 from nxdt_core.nn.updates import updates_off
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.regular_files import make_directory, regular_opener, replacing

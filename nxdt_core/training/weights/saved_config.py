@@ -28,7 +28,7 @@ from nxdt_core.data.files.keys import RecordFiles
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 
 __all__ = [
@@ -98,7 +98,7 @@ def named_config(path: str | None, trusted: Sequence[str] = ()) -> tuple[Resolve
     return config, build.trusted_keys(config)
 
 
-def locate(uri: str, config: ResolvedConfig | None) -> tuple[CheckpointStorage, int | None]:
+def locate(uri: str, config: ResolvedConfig | None) -> tuple[CheckpointStore, int | None]:
     """Return the store and the step of an address, reached as ``config`` says, or with defaults."""
     return checkpoint.locate(uri, Kernel.start()) if config is None else build.locate(config, uri)
 

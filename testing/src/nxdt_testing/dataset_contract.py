@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 from nxdt_testing.runs.data_steps import take_steps
 
 __all__ = ["DatasetContract"]

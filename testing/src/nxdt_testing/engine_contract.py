@@ -402,7 +402,7 @@ class EngineContract:
     def test_an_estimate_counts_the_parameters(self, settings: Settings) -> None:
         """Compare the estimate of an engine that gives one with its parameters."""
         config = settings.config()
-        engine = config.selected("parallel_engine").component.load_target()
+        engine = config.selected("engine").component.load_target()
         if not isinstance(engine, EstimatesRuns):
             pytest.skip("the engine gives no estimate")
         found = engine.estimate(config, run_parts(config))
@@ -480,7 +480,7 @@ class EngineContract:
 
 
 def _declared(settings: Settings) -> frozenset[str]:
-    return settings.config().selected("parallel_engine").component.record.capabilities
+    return settings.config().selected("engine").component.record.capabilities
 
 
 def _refused(settings: Settings, capability: str, overrides: Sequence[str]) -> None:

@@ -25,9 +25,8 @@ from nxdt_core.kernel.policy import names
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import build
 from nxdt_testing.adapter_contract import AdapterContract
-from nxdt_testing.device_profile_contract import DeviceProfileContract
+from nxdt_testing.device_contract import DeviceContract
 from nxdt_testing.launcher_contract import LauncherContract
-from nxdt_testing.lr_scheduler_contract import LRSchedulerContract
 from nxdt_testing.metric_contract import MetricContract
 from nxdt_testing.model_contract import ModelContract
 from nxdt_testing.objective_contract import ObjectiveContract
@@ -35,6 +34,7 @@ from nxdt_testing.optimizer_contract import OptimizerContract
 from nxdt_testing.plugin_contract import PluginContract
 from nxdt_testing.precision_contract import PrecisionContract
 from nxdt_testing.runs.layouts import planned_capabilities
+from nxdt_testing.schedule_contract import ScheduleContract
 
 __all__ = ["Result", "check_directory", "check_plugin", "contracts"]
 
@@ -101,14 +101,12 @@ def contracts(plugin: str) -> dict[str, type]:
         if each.plugin == plugin:
             sharded = "sharded" in each.record.capabilities
             found[f"Test optimizer {each.record.name}"] = _of(OptimizerContract, each, sharded=sharded)
-    for each in kernel.registry.all("lr_scheduler"):
+    for each in kernel.registry.all("schedule"):
         if each.plugin == plugin:
-            found[f"Test lr_scheduler {each.record.name}"] = _of(LRSchedulerContract, each)
-    for each in kernel.registry.all("precision_policy"):
+            found[f"Test schedule {each.record.name}"] = _of(ScheduleContract, each)
+    for each in kernel.registry.all("precision"):
         if each.plugin == plugin:
-            found[f"Test precision_policy {each.record.name}"] = _of(
-                PrecisionContract, each, requires=each.record.requires
-            )
+            found[f"Test precision {each.record.name}"] = _of(PrecisionContract, each, requires=each.record.requires)
     for each in kernel.registry.all("objective"):
         if each.plugin == plugin:
             found[f"Test objective {each.record.name}"] = _of(ObjectiveContract, each)
@@ -121,9 +119,9 @@ def contracts(plugin: str) -> dict[str, type]:
     for each in kernel.registry.all("metric"):
         if each.plugin == plugin:
             found[f"Test metric {each.record.name}"] = _of(MetricContract, each)
-    for each in kernel.registry.all("device_profile"):
+    for each in kernel.registry.all("device"):
         if each.plugin == plugin:
-            found[f"Test device_profile {each.record.name}"] = _of_profile(each)
+            found[f"Test device {each.record.name}"] = _of_profile(each)
     for recipe in list_recipes(kernel):
         if recipe.plugin == plugin and recipe.name.endswith(_TINY):
             try:
@@ -132,7 +130,7 @@ def contracts(plugin: str) -> dict[str, type]:
                 continue
             model = config.selected("model").component
             if model.plugin == plugin:
-                found.setdefault(f"Test model_builder {model.record.name}", _of_model(config, model))
+                found.setdefault(f"Test model {model.record.name}", _of_model(config, model))
     return found
 
 
@@ -165,7 +163,7 @@ def _of_profile(component: RegisteredComponent) -> type:
     def profile(self: Any) -> Any:
         return component.load_target()
 
-    return type("Contract", (DeviceProfileContract,), {"name": component.record.name, "profile": profile})
+    return type("Contract", (DeviceContract,), {"name": component.record.name, "profile": profile})
 
 
 def _of(contract: type, component: RegisteredComponent, **members: Any) -> type:

@@ -77,7 +77,7 @@ _LIGHT_S = 0.015
 """CPU seconds that an entry module may take: every command of every user pays them."""
 _ATTEMPTS = 3
 """Of which the quickest counts: the first may compile bytecode, and another process may have used the caches."""
-_DATA = ("device_profile",)
+_DATA = ("device",)
 """Kinds whose target is not called."""
 _found: dict[tuple[str, ...], dict[str, Any]] = {}
 """What a process found, by its hash seed and path: the tests of several plugins share it."""

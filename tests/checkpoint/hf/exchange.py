@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.process_group import Ranks

@@ -13,7 +13,7 @@ from nxdt_testing.stores.faults import FaultyStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.hf import write as hf_write
 from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, StorageFull

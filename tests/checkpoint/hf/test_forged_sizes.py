@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.config.huggingface.bounds import oversized, weights_in

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
+from nxdt_testing.format_contract import FormatContract
 
 from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.checkpoint.hf.format import HFFormat
 from nxdt_core.protocols.model import ModelBuilder
 
 
-class TestHFFormat(CheckpointFormatContract):
+class TestHFFormat(FormatContract):
     @pytest.fixture
     def format(self) -> HFFormat:
         return HFFormat()

@@ -10,7 +10,7 @@ import torch
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.faults import FaultyStorage
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointManager, list_checkpoints, read_manifest, verify
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull

@@ -13,7 +13,7 @@ from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.formats.installed import open_checkpoint
 from nxdt_core.checkpoint.hf import reader as hf_reader
 from nxdt_core.checkpoint.hf.directory import load_hf

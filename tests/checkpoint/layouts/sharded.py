@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     load_model_into,
@@ -28,8 +28,8 @@ from nxdt_core.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.store import CheckpointStore
 
 SHAPES = {
     "embed": (10, 6),  # by rows over tensor parallel ranks, and again, unevenly, over data parallel ones
@@ -112,7 +112,7 @@ def in_group(work: Callable[[Ranks], Any]) -> Any:
         ranks.stop()
 
 
-def save(ranks: Ranks, storage: CheckpointStorage, layout: Layout, **more: Any) -> Any:
+def save(ranks: Ranks, storage: CheckpointStore, layout: Layout, **more: Any) -> Any:
     held = parameters(layout)
     state = {"rank": ranks.rank, "rng": torch.full((4,), ranks.rank, dtype=torch.uint8)}
     arguments = {"model": held, "optimizer": optimizer_state(held), "state": state}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nxdt_testing.ranks import RankPool
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.state import TrainState

@@ -10,7 +10,7 @@ import torch
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import devices
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.parallel.piece import Piece

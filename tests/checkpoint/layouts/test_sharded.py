@@ -11,7 +11,7 @@ import torch
 from nxdt_testing.ranks import RankPool
 from safetensors import safe_open
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     list_checkpoints,

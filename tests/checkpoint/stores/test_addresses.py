@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from nxdt_core.builtins.storage.config import LocalStorageConfig
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.config import LocalStorageConfig
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import locate, open_storage
 from nxdt_core.errors.plugins import UnknownScheme
 from nxdt_core.kernel import Kernel, PluginPolicy
 
 MEMORY_PLUGIN = """
 from dataclasses import dataclass
-from nxdt_core.api import StorageComponent, hookimpl
+from nxdt_core.api import StoreComponent, hookimpl
 
 @hookimpl
-def nxdt_checkpoint_storages():
+def nxdt_stores():
     target, config = __name__ + ":Ram", __name__ + ":RamConfig"
-    return [StorageComponent(name="ram", target=target, config=config, uri_schemes=("ram",))]
+    return [StoreComponent(name="ram", target=target, config=config, uri_schemes=("ram",))]
 
 @dataclass(frozen=True)
 class RamConfig:

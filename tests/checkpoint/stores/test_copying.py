@@ -18,7 +18,7 @@ import torch
 from nxdt_testing.stores.faults import FaultyStorage
 from nxdt_testing.stores.memory import MemoryStorage
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from nxdt_core.checkpoint.copying import copy_checkpoint
 from nxdt_core.checkpoint.format.digests import digest
@@ -31,7 +31,7 @@ from nxdt_core.errors.checkpoints import (
     StorageError,
     StorageFull,
 )
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
 from tests.sampling import slow
 
@@ -65,7 +65,7 @@ def source(save: Any) -> MemoryStorage:
     return storage
 
 
-def content(storage: CheckpointStorage) -> dict[str, bytes]:
+def content(storage: CheckpointStore) -> dict[str, bytes]:
     """All objects of a store."""
     found = {}
     for info in storage.list():
@@ -285,7 +285,7 @@ def test_memory_does_not_grow_with_the_size_of_a_file(save: Any) -> None:
 
 _COPY = """
 import sys, time
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.copying import copy_checkpoint
 
 def slowly(size_bytes):

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from nxdt_testing.stores.faults import FaultyStorage, When
 from nxdt_testing.stores.memory import MemoryStorage
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
 from nxdt_core.checkpoint.ownership.lease import take_lease
 from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner, this_process
 from nxdt_core.checkpoint.ownership.store_owner import Ownership, is_owned, own
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, LocksUnsupported
+from nxdt_core.protocols.store import CheckpointStore, LocksUnsupported
 from tests import processes
 
 EXPIRY_S = 1.0
@@ -56,7 +56,7 @@ def take() -> Iterator[Callable[..., Ownership]]:
     """Own a store for the time of the test; unexpected lines fail."""
     with ExitStack() as stack:
 
-        def take_it(storage: CheckpointStorage, **more: Any) -> Ownership:
+        def take_it(storage: CheckpointStore, **more: Any) -> Ownership:
             more = {"say": said_nothing, "expiry_s": EXPIRY_S, "run": "second", **more}
             ownership = own(storage, **more)
             stack.callback(ownership.release)
@@ -117,7 +117,7 @@ def elsewhere(run: str = "elsewhere", **changed: Any) -> Owner:
     return replace(this_process(run, {}), **{"machine": "another boot/pid:[1]", "host": "node7", **changed})
 
 
-def silent(storage: CheckpointStorage, owner: Owner) -> int:
+def silent(storage: CheckpointStore, owner: Owner) -> int:
     """An owner that took the store, and of which nothing is heard any more."""
     lease = take_lease(storage, owner, say=said_nothing, expiry_s=EXPIRY_S)
     assert lease._heartbeat is not None

@@ -24,12 +24,12 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_of, step_prefix
 from nxdt_core.checkpoint.write.run_retention import RunRetention
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 OLD = range(1, 41)
 
 
-def save(storage: CheckpointStorage, step: int, *, loss: float = 0.0, keep: Any = "regular") -> Manifest:
+def save(storage: CheckpointStore, step: int, *, loss: float = 0.0, keep: Any = "regular") -> Manifest:
     return save_checkpoint(
         storage,
         step=step,

@@ -14,11 +14,11 @@ MODEL = (
     *("model.num_attention_heads=2", "model.num_kv_heads=2"),
 )
 ENTRY = dedent("""
-    from nxdt_core.api import CheckpointFormatComponent, hookimpl
+    from nxdt_core.api import Component, hookimpl
 
     @hookimpl
-    def nxdt_checkpoint_formats():
-        return [CheckpointFormatComponent(name="{name}", target="{module}:Format", summary="a directory with {file}")]
+    def nxdt_formats():
+        return [Component(name="{name}", target="{module}:Format", summary="a directory with {file}")]
 """)
 FORMAT = dedent("""
     import torch

@@ -20,7 +20,7 @@ def test_check_says_what_would_run(nxdt, recipe):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"ok: {recipe}\n")
     rows = dict(line.split()[:2] for line in done.stdout.splitlines()[1:])
-    assert (rows["model"], rows["data"], rows["optimizer"]) == ("llama", "text", "adamw")
+    assert (rows["model"], rows["dataset"], rows["optimizer"]) == ("llama", "text", "adamw")
 
 
 def test_check_of_a_recipe_with_overrides(nxdt):

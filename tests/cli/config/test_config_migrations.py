@@ -8,14 +8,14 @@ from textwrap import dedent
 import pytest
 
 ENTRY = """
-from nxdt_core.api import ConfigMigrationComponent, hookimpl
+from nxdt_core.api import MigrationComponent, hookimpl
 
 @hookimpl
-def nxdt_config_migrations():
-    return [ConfigMigrationComponent(name="acme", target="acme_migration:Acme", program="Acme 2", summary="YAML")]
+def nxdt_migrations():
+    return [MigrationComponent(name="acme", target="acme_migration:Acme", program="Acme 2", summary="YAML")]
 """
 MIGRATION = dedent("""
-    from nxdt_core.protocols.config_migration import KeyMeaning, MigratedConfig, MigratedKey
+    from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, MigratedKey
 
     class Acme:
         def recognise(self, config):
@@ -79,4 +79,4 @@ def test_a_migration_that_cannot_be_imported_stops_nothing_else(nxdt, dist, work
     assert "[NXDT-C001]" in done.stderr
     assert "The migration 'acme' of nxdt_acme is skipped" in done.stderr
     named = nxdt("config", "migrate", "acme.yaml", "--from", "acme", "-o", "run.yaml")
-    assert "[NXDT-K006] The config_migration 'acme' of nxdt_acme cannot be used" in named.stderr
+    assert "[NXDT-K006] The migration 'acme' of nxdt_acme cannot be used" in named.stderr

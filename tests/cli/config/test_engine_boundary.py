@@ -32,7 +32,7 @@ def test_what_an_engine_does_not_declare_is_refused_by_every_verb(nxdt, tmp_path
     done = nxdt(*verb, *SOLO, *ASKED[capability], without=("torch",) if light else ())
     assert done.returncode == 2
     assert f"needs the capability '{capability}'" in done.stderr
-    assert "the parallel engine 'solo'" in done.stderr
+    assert "the engine 'solo'" in done.stderr
     assert "does not declare it" in done.stderr
     assert "[NXDT-C022]" in done.stderr
     assert "Traceback" not in done.stderr

@@ -28,7 +28,7 @@ from nxdt_core.api import ModelComponent, hookimpl
 
 
 @hookimpl
-def nxdt_model_builders():
+def nxdt_models():
     return [
         ModelComponent(
             name="forgetful",
@@ -104,7 +104,7 @@ from nxdt_core.api import ModelComponent, hookimpl
 
 
 @hookimpl
-def nxdt_model_builders():
+def nxdt_models():
     return [
         ModelComponent(
             name="swapped",
@@ -163,7 +163,7 @@ def test_ranks_that_another_launcher_started_name_the_plan_in_the_first_step(wor
 
 
 Z_LOSS = """
-from nxdt_core.api import ObjectiveComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 from nxdt_core.nn.loss.cross_entropy import cross_entropies, log_partition
 from nxdt_core.protocols.objective import ObjectiveOutput
 
@@ -190,7 +190,7 @@ class OfTheLogits(ZLoss):
 
 @hookimpl
 def nxdt_objectives():
-    return [ObjectiveComponent(name=name, target=f"{__name__}:{name}") for name in ("ZLoss", "OfTheLogits")]
+    return [Component(name=name, target=f"{__name__}:{name}") for name in ("ZLoss", "OfTheLogits")]
 """
 
 

@@ -9,11 +9,11 @@ import pytest
 from nxdt_testing.distributions import write_distribution
 
 OFFER = """
-from nxdt_core.api import OptimizerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 @hookimpl
 def nxdt_optimizers():
-    return [OptimizerComponent(name="wolf", target="nowhere:Wolf", summary="signs", aliases=("evo",))]
+    return [Component(name="wolf", target="nowhere:Wolf", summary="signs", aliases=("evo",))]
 
 @hookimpl
 def nxdt_config_defaults(context):
@@ -119,12 +119,12 @@ def test_a_checkpoint_to_resume_from_at_a_scheme_that_is_not_allowed_is_refused(
 
 
 ENTRY = """
-from nxdt_core.api import OptimizerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 @hookimpl
 def nxdt_optimizers():
     return [
-        OptimizerComponent(
+        Component(
             name="acme-sgd", target="acme_sgd_impl:Sgd", config="acme_sgd_config:SgdConfig", summary="gradient descent"
         )
     ]

@@ -5,11 +5,11 @@ import json
 import pytest
 
 OFFER = """
-from nxdt_core.api import OptimizerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 @hookimpl
 def nxdt_optimizers():
-    return [OptimizerComponent(name="wolf", target="nowhere:Wolf", summary="signs", aliases=("evo",))]
+    return [Component(name="wolf", target="nowhere:Wolf", summary="signs", aliases=("evo",))]
 """
 HEAVY = ("torch", "numpy", "omegaconf", "pytorch_lightning", "transformers")
 

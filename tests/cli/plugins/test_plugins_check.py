@@ -5,12 +5,12 @@ import json
 import pytest
 
 COUNTING = """
-from nxdt_core.api import LRSchedulerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_lr_schedulers():
-    return [LRSchedulerComponent(name="counting", target="acme:counting", summary="a test's")]
+def nxdt_schedules():
+    return [Component(name="counting", target="acme:counting", summary="a test's")]
 
 
 def counting(config, horizon):
@@ -33,17 +33,17 @@ def test_a_plugin_that_breaks_requirements_is_told_which(nxdt, dist):
     broken = {key: each["text"] for key, each in results.items() if each["state"] == "fail"}
     assert broken.pop(("plugin", "its readme says how to install it")) == "the README has no line 'pip install acme'"
     (key,) = broken
-    assert key == ("lr_scheduler counting", "a resumed run has the factors of one that was not stopped")
+    assert key == ("schedule counting", "a resumed run has the factors of one that was not stopped")
     assert broken[key].startswith("after a resume step 59 has the factor 1.0, and 0.5 in a run that was not stopped")
 
 
 STREAM = """
-from nxdt_core.api import DataloaderComponent, LRSchedulerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_dataloaders():
-    return [DataloaderComponent(name="stream", target="acme:stream", summary="stream, to be described in a line")]
+def nxdt_datasets():
+    return [Component(name="stream", target="acme:stream", summary="stream, to be described in a line")]
 
 
 def stream(config, context):
@@ -52,8 +52,8 @@ def stream(config, context):
 CONSTANT = """
 
 @hookimpl
-def nxdt_lr_schedulers():
-    return [LRSchedulerComponent(name="even", target="acme:even", summary="a test's")]
+def nxdt_schedules():
+    return [Component(name="even", target="acme:even", summary="a test's")]
 
 
 def even(config, horizon):
@@ -75,7 +75,7 @@ def test_a_component_that_is_not_tested_and_an_unwritten_summary_are_told(nxdt, 
     assert done.stdout.splitlines()[-1].endswith(f"broken, {tested} of {1 + tested} components tested")
     done = nxdt("plugins", "check", "acme", "--json")
     results = {(each["of"], each["requirement"]): each for each in json.loads(done.stdout)}
-    assert "DIRECTORY" in results["dataloader stream", "it keeps its contract"]["text"]
+    assert "DIRECTORY" in results["dataset stream", "it keeps its contract"]["text"]
     assert results["plugin", "its summaries are written"]["text"] == "the summary of stream is that of the template"
 
 

@@ -110,7 +110,7 @@ def test_a_narrow_terminal_gets_fewer_columns_rather_than_broken_words(nxdt_on_t
 
 def test_many_components_are_counted_by_kind(nxdt):
     (builtin,) = [line for line in nxdt("plugins", "list").stdout.splitlines() if line.startswith("builtin")]
-    assert re.search(r" \d+ optimizers, \d+ LR schedulers, \d+ precision policies, 1 checkpoint storage,", builtin)
+    assert re.search(r" \d+ optimizers, \d+ schedules, \d+ precisions, 1 store,", builtin)
 
 
 @pytest.mark.parametrize(

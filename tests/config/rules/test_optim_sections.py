@@ -6,7 +6,7 @@ import pytest
 
 from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.builtins.schedules.records import SCHEDULES
-from nxdt_core.protocols.lr_scheduler import ScheduleHorizon
+from nxdt_core.protocols.schedule import ScheduleHorizon
 
 OPTIMIZERS_THERE = """
 adamw adamw_fp32OptState sgd adam adadelta adamax adagrad rmsprop rprop novograd adafactor
@@ -28,14 +28,14 @@ def test_optimizers_of_nxd_training_have_their_names(load, good, name):
 @pytest.mark.parametrize("name", CURVES_THERE.split())
 def test_curves_of_nxd_training_have_their_names(load, good, name):
     section = ", ".join([f"name: {name}", *([REQUIRED[name]] if name in REQUIRED else [])])
-    record = load(good, f"model.optim.sched={{{section}}}").selected("lr_scheduler").component.record
+    record = load(good, f"model.optim.sched={{{section}}}").selected("schedule").component.record
     assert name in (record.name, *record.aliases)
 
 
 @pytest.mark.parametrize("record", [*OPTIMIZERS, *SCHEDULES], ids=lambda record: record.name)
 def test_targets_and_sections_exist(load, good, record):
     key = "model.optim" if record in OPTIMIZERS else "model.optim.sched"
-    slot = "optimizer" if record in OPTIMIZERS else "lr_scheduler"
+    slot = "optimizer" if record in OPTIMIZERS else "schedule"
     extra = [f"{key}.{REQUIRED[record.name].replace(': ', '=')}"] if record.name in REQUIRED else []
     selected = load(good, f"{key}.name={record.name}", *extra).selected(slot)
     assert callable(selected.component.load_target())
@@ -95,7 +95,7 @@ def test_a_schedule_shorter_than_the_run_is_noted_with_the_rate_that_remains(loa
         "the learning rate then stays at min_lr, 0.0001"
     )
     assert noted in config.notes
-    section = config.selected("lr_scheduler")
+    section = config.selected("schedule")
     factor = section.component.load_target()(section.config, ScheduleHorizon(max_steps=60, lr=1e-3))
     assert [factor(step) for step in range(61, 100)] == pytest.approx([0.1] * 39)
 

@@ -56,7 +56,7 @@ def follow(
     model_ = primitives.initialize_parallel_model(config, engine)
     optimizer = primitives.initialize_parallel_optimizer(config, engine, model_)
     loss, schedule, state, place = build.objective(config), build.schedule(config), TrainState(), engine.rank_info
-    dataset = build.dataloader(config, build.tokenizer(config)).split("train")
+    dataset = build.dataset(config, build.tokenizer(config)).split("train")
     reference = traits_of(loss).reference
     if reference == "before":
         before = compute_log_probs(dataset, config=config, engine=engine, model=model_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import ModelComponent, PrecisionComponent, hookimpl
+from nxdt_core.api import Component, ModelComponent, hookimpl
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 
@@ -11,7 +11,7 @@ def float64(config: object) -> PrecisionPolicy:
 
 
 @hookimpl
-def nxdt_model_builders() -> list[ModelComponent]:
+def nxdt_models() -> list[ModelComponent]:
     return [
         ModelComponent(
             name="moe-test",
@@ -23,5 +23,5 @@ def nxdt_model_builders() -> list[ModelComponent]:
 
 
 @hookimpl
-def nxdt_precision_policies() -> list[PrecisionComponent]:
-    return [PrecisionComponent(name="float64", target=f"{__name__}:float64")]
+def nxdt_precisions() -> list[Component]:
+    return [Component(name="float64", target=f"{__name__}:float64")]

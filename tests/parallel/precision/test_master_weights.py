@@ -11,7 +11,7 @@ from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.config import load

@@ -12,7 +12,7 @@ import time
 import torch
 from nxdt_testing.callback_contract import CallbackContract
 
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 MUTANTS = []
 
@@ -114,7 +114,7 @@ class Fails(Right):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name=cls.__name__, target=f"{__name__}:{cls.__name__}") for cls in MUTANTS]
+    return [Component(name=cls.__name__, target=f"{__name__}:{cls.__name__}") for cls in MUTANTS]
 
 
 for _mutant in MUTANTS:

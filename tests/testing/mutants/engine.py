@@ -183,7 +183,7 @@ MUTANTS = {name: cls for name, cls in list(globals().items()) if isinstance(cls,
 
 
 @hookimpl
-def nxdt_parallel_engines():
+def nxdt_engines():
     return [
         EngineComponent(
             name=name,

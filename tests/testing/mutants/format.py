@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
+from nxdt_testing.format_contract import FormatContract
 
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from tests.testing.mutants.small_model import SmallBuilder
@@ -148,8 +148,8 @@ class ReadsNothing(Acme):
             return (torch.zeros_like(tensor) for tensor in super().read(places))
 
 
-def under_contract(format_type: type) -> type[CheckpointFormatContract]:
-    class Contract(CheckpointFormatContract):
+def under_contract(format_type: type) -> type[FormatContract]:
+    class Contract(FormatContract):
         @pytest.fixture
         def format(self):
             return format_type()

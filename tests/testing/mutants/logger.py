@@ -12,7 +12,7 @@ from collections import defaultdict
 
 from nxdt_testing.logger_contract import LoggerContract
 
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 FILE = "figures.jsonl"
 MUTANTS = []
@@ -80,7 +80,7 @@ class RefusesNaN(Right):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name=cls.__name__, target=f"{__name__}:{cls.__name__}") for cls in MUTANTS]
+    return [Component(name=cls.__name__, target=f"{__name__}:{cls.__name__}") for cls in MUTANTS]
 
 
 def read(self, run_dir):

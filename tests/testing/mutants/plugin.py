@@ -12,12 +12,12 @@ from nxdt_testing.distributions import write_distribution
 from nxdt_testing.plugin_contract import PluginContract
 
 ENTRY = """
-from nxdt_core.api import OptimizerComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
 def nxdt_optimizers():
-    return [OptimizerComponent(name="NAME", target="NAME.build:build", config="NAME.build:Section", summary="a test's")]
+    return [Component(name="NAME", target="NAME.build:build", config="NAME.build:Section", summary="a test's")]
 """
 BUILD = '''
 from dataclasses import dataclass

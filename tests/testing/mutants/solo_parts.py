@@ -11,9 +11,9 @@ _SOURCE = str(Path(__file__).parents[3] / "examples/one_process_engine/src")
 
 
 @hookimpl
-def nxdt_parallel_engines():
+def nxdt_engines():
     if _SOURCE not in sys.path:
         sys.path.append(_SOURCE)
     import acme_engine
 
-    return acme_engine.nxdt_parallel_engines()
+    return acme_engine.nxdt_engines()

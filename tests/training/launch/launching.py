@@ -16,7 +16,7 @@ UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE
 
 FAULTY = """
 import os, signal, time
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 BUGS = {"raise": ValueError("a made-up bug"), "no-memory": MemoryError()}
 
@@ -51,7 +51,7 @@ class Faulty(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="faulty", target="faulty:Faulty", summary="Fails where a test wants it.")]
+    return [Component(name="faulty", target="faulty:Faulty", summary="Fails where a test wants it.")]
 """
 
 

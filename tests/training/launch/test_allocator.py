@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from nxdt_core.api import Callback, CallbackComponent, DeviceProfileComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 from nxdt_core.devices import CPU, CUDA
 
 HOST = replace(CPU, allocator_variables=CUDA.allocator_variables)
@@ -38,14 +38,14 @@ class Recorder(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="recorder", target="recorder:Recorder", summary="Records the allocator.")]
+    return [Component(name="recorder", target="recorder:Recorder", summary="Records the allocator.")]
 """
 
 PROFILE = """
 
 @hookimpl
-def nxdt_device_profiles():
-    return [DeviceProfileComponent(name="cpu", target="recorder:HOST", summary="With a configurable allocator.")]
+def nxdt_devices():
+    return [Component(name="cpu", target="recorder:HOST", summary="With a configurable allocator.")]
 """
 
 

@@ -8,7 +8,7 @@ from tests.training.launch.launching import finish, start, words
 
 JUMPS = """
 import time
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 REAL = time.time
 HOURS = {2: (-5, 9), 3: (30, -7), 5: (-9, 0)}
@@ -23,7 +23,7 @@ class Jumps(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="jumps", target="jumps:Jumps", summary="Sets the clock in a run.")]
+    return [Component(name="jumps", target="jumps:Jumps", summary="Sets the clock in a run.")]
 """
 
 

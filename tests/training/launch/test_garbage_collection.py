@@ -25,7 +25,7 @@ import json
 import os
 import sys
 
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 
 class Recorder(Callback):
@@ -58,7 +58,7 @@ class Recorder(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="recorder", target="recorder:Recorder", summary="Records collections.")]
+    return [Component(name="recorder", target="recorder:Recorder", summary="Records collections.")]
 """
 
 

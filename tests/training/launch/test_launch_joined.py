@@ -20,7 +20,7 @@ ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false", "trainer.de
 
 FAULTY = """
 import os, signal, time
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class Slow(Exception):
     def __str__(self):
@@ -39,7 +39,7 @@ class Faulty(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="faulty", target="faulty:Faulty", summary="Fails where a test wants it.")]
+    return [Component(name="faulty", target="faulty:Faulty", summary="Fails where a test wants it.")]
 """
 
 

@@ -12,7 +12,7 @@ from tests.training.launch.launching import finish, ranks_of, start, words
 WAITS = """
 import os, time
 from pathlib import Path
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 HERE = Path(__file__).parent
 
@@ -28,7 +28,7 @@ class Waits(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="waits", target="waits:Waits", summary="Waits in a step for a signal.")]
+    return [Component(name="waits", target="waits:Waits", summary="Waits in a step for a signal.")]
 """
 STEPS = 7
 

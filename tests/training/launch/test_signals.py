@@ -39,7 +39,7 @@ def test_a_signal_saves_and_stops_at_a_step_boundary(small_run, tmp_path, metric
 
 STOPS = """
 import os, signal
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class Stops(Callback):
     def __init__(self, config, run_dir):
@@ -61,7 +61,7 @@ class Stops(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="stops", target=f"{__name__}:Stops", summary="Sends a signal.")]
+    return [Component(name="stops", target=f"{__name__}:Stops", summary="Sends a signal.")]
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.api import Callback, CallbackComponent, ConfigFinding, Run, hookimpl
+from nxdt_core.api import Callback, Component, ConfigFinding, Run, hookimpl
 from nxdt_core.config.annotations import SecretText
 from nxdt_core.kernel.contexts import ValidateConfigContext
 
@@ -68,8 +68,8 @@ def nxdt_validate_config(context: ValidateConfigContext) -> list[ConfigFinding]:
 
 
 @hookimpl
-def nxdt_callbacks() -> list[CallbackComponent]:
+def nxdt_callbacks() -> list[Component]:
     return [
-        CallbackComponent(name="board", target=f"{__name__}:Board", config=f"{__name__}:BoardConfig"),
-        CallbackComponent(name="fail", target=f"{__name__}:Fail", config=f"{__name__}:FailConfig"),
+        Component(name="board", target=f"{__name__}:Board", config=f"{__name__}:BoardConfig"),
+        Component(name="fail", target=f"{__name__}:Fail", config=f"{__name__}:FailConfig"),
     ]

@@ -41,7 +41,7 @@ def text(tmp_path, content, name="text.txt"):
             ["NXDT-C010", "command line: trainer.max_stepz", "Did you mean 'trainer.max_steps'?"],
         ),
         (["model.name=lama"], ["NXDT-K002", "No model builder is called 'lama'", "Did you mean 'llama'"]),
-        (["parallel_engine=jax"], ["NXDT-K002", "No parallel engine is called 'jax'"]),
+        (["parallel_engine=jax"], ["NXDT-K002", "No engine is called 'jax'"]),
         (["data.name=sft-chat"], ["NXDT-D313", "data.chat_template", "'chatml'"]),
         (["checkpoint.uri=s3://bucket/run", "plugins.block=[s3]"], ["NXDT-K005", "s3://", "is blocked"]),
         (["checkpoint.uri=s3://Bucket/run"], ["NXDT-S107", "'Bucket'"]),

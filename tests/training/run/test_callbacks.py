@@ -12,7 +12,7 @@ from tests.training.ema_run import averaged_run
 
 PLUGIN = """
 import json
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 from nxdt_core.errors.training import StepNotFinite
 
 class Seen(Callback):
@@ -88,7 +88,7 @@ class Ours:
 @hookimpl
 def nxdt_callbacks():
     classes = (Seen, Stops, Saves, Fails, FailsInBoth, Ends, Misspelt, Ours)
-    return [CallbackComponent(name=each.__name__, target=f"{__name__}:{each.__name__}") for each in classes]
+    return [Component(name=each.__name__, target=f"{__name__}:{each.__name__}") for each in classes]
 """
 
 

@@ -21,7 +21,7 @@ from tests.training.launch.launching import finish, start
 
 CHANGES = """
 import os
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class Changes(Callback):
     def __init__(self, config, run_dir): ...
@@ -42,7 +42,7 @@ class Changes(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="changes", target="changes:Changes", summary="Changes a data file in a run.")]
+    return [Component(name="changes", target="changes:Changes", summary="Changes a data file in a run.")]
 """
 
 STEPS = 12

@@ -16,7 +16,7 @@ METRICS = "exp_manager.monitoring.metrics_file=nxdt.prom"
 ENDLESS = "trainer.max_steps=100000"
 SIGNALLED = """
 import os, signal
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 
 class Signalled(Callback):
@@ -29,7 +29,7 @@ class Signalled(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="signalled", target=f"{__name__}:Signalled")]
+    return [Component(name="signalled", target=f"{__name__}:Signalled")]
 """
 
 

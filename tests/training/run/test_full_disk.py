@@ -21,7 +21,7 @@ from tests.training.small import SMALL
 FULL = """
 import os
 from pathlib import Path
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class Full(Callback):
     def __init__(self, config, run_dir):
@@ -40,10 +40,10 @@ class Full(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="full", target=f"{{__name__}}:Full")]
+    return [Component(name="full", target=f"{{__name__}}:Full")]
 """
 IN_THE_WAY = """
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class InTheWay(Callback):
     def __init__(self, config, run_dir): ...
@@ -53,10 +53,10 @@ class InTheWay(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="in-the-way", target=f"{__name__}:InTheWay")]
+    return [Component(name="in-the-way", target=f"{__name__}:InTheWay")]
 """
 BROKEN_LOGGER = """
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class Broken(Callback):
     calls = 0
@@ -71,11 +71,11 @@ class Broken(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="broken", target=f"{__name__}:Broken")]
+    return [Component(name="broken", target=f"{__name__}:Broken")]
 """
 READ_ONLY = """
 import subprocess
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class ReadOnly(Callback):
     def __init__(self, config, run_dir): ...
@@ -87,7 +87,7 @@ class ReadOnly(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="read-only", target=f"{__name__}:ReadOnly")]
+    return [Component(name="read-only", target=f"{__name__}:ReadOnly")]
 """
 SAVES = ("checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=-1", "trainer.val_check_interval=3")
 

@@ -139,7 +139,7 @@ def test_a_missing_package_is_told_with_what_to_install(small_run, monkeypatch, 
 
 OF_RANKS = """
 import os
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class OfRanks(Callback):
     def __init__(self, config, run_dir):
@@ -155,7 +155,7 @@ class OfRanks(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="of-ranks", target=f"{__name__}:OfRanks")]
+    return [Component(name="of-ranks", target=f"{__name__}:OfRanks")]
 """
 
 

@@ -136,7 +136,7 @@ def test_a_file_that_later_cannot_be_written_is_a_warning(small_run, tmp_path, c
 
 
 BLOCKS = """
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 
 class Blocks(Callback):
@@ -151,7 +151,7 @@ class Blocks(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="blocks", target=f"{__name__}:Blocks")]
+    return [Component(name="blocks", target=f"{__name__}:Blocks")]
 """
 
 
@@ -294,7 +294,7 @@ def test_a_pipe_for_a_health_file_does_not_block_the_report_of_a_death(small_run
 DIES = """
 import os
 import signal
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 
 class Dies(Callback):
@@ -307,7 +307,7 @@ class Dies(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="dies", target=f"{__name__}:Dies")]
+    return [Component(name="dies", target=f"{__name__}:Dies")]
 """
 LINE = ["time", "level", "rank", "logger", "message", "code", "data", "trace"]
 
@@ -350,7 +350,7 @@ def test_log_lines_as_json(tmp_path):
 
 WARNS = """
 import warnings
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 
 class Warns(Callback):
@@ -363,7 +363,7 @@ class Warns(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="warns", target=f"{__name__}:Warns")]
+    return [Component(name="warns", target=f"{__name__}:Warns")]
 """
 
 

@@ -121,7 +121,7 @@ def test_tags_are_grouped_and_restarts_are_marked(small_run):
 def test_the_logged_rate_is_the_schedules(small_run, metric_rows):
     config = small_run("trainer.max_steps=5")
     train(config)
-    sched, optim = config.selected("lr_scheduler").config, config.run.model.optim
+    sched, optim = config.selected("schedule").config, config.run.model.optim
     floor = sched.min_lr / optim.lr
     for step, row in metric_rows(config.run_dir).items():
         done = step - 1

@@ -53,7 +53,7 @@ def test_steps_end_a_run_before_the_passes_do(small_run):
 
 def test_a_pass_is_the_data_over_the_global_batch(small_run):
     config = small_run("trainer.max_steps=100000", "trainer.max_epochs=1", "trainer.limit_train_batches=0.002")
-    train_split = build.dataloader(config, build.tokenizer(config)).split("train")
+    train_split = build.dataset(config, build.tokenizer(config)).split("train")
     batches = -(-len(train_split) // 8)
     assert train(config).step == -(-batches * 2 // 1000)
 
@@ -73,7 +73,7 @@ def test_what_contradicts_itself_is_refused(small_run, overrides, message):
 
 
 STREAM = """
-from nxdt_core.api import DataloaderComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 from nxdt_core.protocols.batch import Sample
 
 class Stream:
@@ -92,8 +92,8 @@ class Streams:
         return Stream() if name == "train" else None
 
 @hookimpl
-def nxdt_dataloaders():
-    return [DataloaderComponent(name="streams", target="streams:Streams", summary="Endless.")]
+def nxdt_datasets():
+    return [Component(name="streams", target="streams:Streams", summary="Endless.")]
 """
 
 

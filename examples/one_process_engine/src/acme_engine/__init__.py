@@ -4,7 +4,7 @@ from nxdt_core.api import EngineComponent, hookimpl
 
 
 @hookimpl
-def nxdt_parallel_engines() -> list[EngineComponent]:
+def nxdt_engines() -> list[EngineComponent]:
     """Declare an engine of one process."""
     return [
         EngineComponent(

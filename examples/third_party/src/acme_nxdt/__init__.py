@@ -1,19 +1,10 @@
 """Entry module: says what the plugin offers. It imports neither torch nor its own implementations."""
 
-from nxdt_core.api import (
-    DataloaderComponent,
-    LRSchedulerComponent,
-    ModelComponent,
-    OptimizerComponent,
-    PrecisionComponent,
-    StorageComponent,
-    TokenizerComponent,
-    hookimpl,
-)
+from nxdt_core.api import Component, ModelComponent, StoreComponent, hookimpl
 
 
 @hookimpl
-def nxdt_model_builders() -> list[ModelComponent]:
+def nxdt_models() -> list[ModelComponent]:
     """Declare two models from scratch, and one that is made of parts of the core."""
     return [
         ModelComponent(
@@ -41,10 +32,10 @@ def nxdt_model_builders() -> list[ModelComponent]:
 
 
 @hookimpl
-def nxdt_optimizers() -> list[OptimizerComponent]:
+def nxdt_optimizers() -> list[Component]:
     """Declare an optimizer."""
     return [
-        OptimizerComponent(
+        Component(
             name="acme-lion",
             target="acme_nxdt.optimizer:Lion",
             config="acme_nxdt.config:LionConfig",
@@ -55,36 +46,36 @@ def nxdt_optimizers() -> list[OptimizerComponent]:
 
 
 @hookimpl
-def nxdt_checkpoint_storages() -> list[StorageComponent]:
+def nxdt_stores() -> list[StoreComponent]:
     """Declare a storage backend: ``checkpoint.uri: sqlite://path/to/file.db``."""
     target, summary = "acme_nxdt.store:SQLiteStore", "one SQLite file"
-    return [StorageComponent(name="sqlite", target=target, summary=summary, uri_schemes=("sqlite",))]
+    return [StoreComponent(name="sqlite", target=target, summary=summary, uri_schemes=("sqlite",))]
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Declare a dataset."""
     config, summary = "acme_nxdt.config:SumsConfig", "sums of random numbers"
-    return [DataloaderComponent(name="sums", target="acme_nxdt.data:Sums", config=config, summary=summary)]
+    return [Component(name="sums", target="acme_nxdt.data:Sums", config=config, summary=summary)]
 
 
 @hookimpl
-def nxdt_tokenizers() -> list[TokenizerComponent]:
+def nxdt_tokenizers() -> list[Component]:
     """Declare a tokenizer."""
     target, summary = "acme_nxdt.tokenizer:DigitTokenizer", "one token for each digit and sign"
-    return [TokenizerComponent(name="digits", target=target, summary=summary)]
+    return [Component(name="digits", target=target, summary=summary)]
 
 
 @hookimpl
-def nxdt_lr_schedulers() -> list[LRSchedulerComponent]:
+def nxdt_schedules() -> list[Component]:
     """Declare a learning-rate schedule."""
     config = "acme_nxdt.config:InverseSqrtConfig"
     target, summary = "acme_nxdt.schedule:inverse_sqrt", "linear warm-up, then one over the square root"
-    return [LRSchedulerComponent(name="inverse_sqrt", target=target, config=config, summary=summary)]
+    return [Component(name="inverse_sqrt", target=target, config=config, summary=summary)]
 
 
 @hookimpl
-def nxdt_precision_policies() -> list[PrecisionComponent]:
+def nxdt_precisions() -> list[Component]:
     """Declare a precision policy."""
     target, needs = "acme_nxdt.precision:fp64", frozenset({"dtype:float64"})
-    return [PrecisionComponent(name="fp64", target=target, requires=needs, summary="everything in float64")]
+    return [Component(name="fp64", target=target, requires=needs, summary="everything in float64")]

@@ -6,7 +6,7 @@ import numpy as np
 
 from acme_nxdt.config import SumsConfig
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataloader import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, SplitName
 
 
 class SumsDataset:
@@ -14,7 +14,7 @@ class SumsDataset:
 
     def __init__(self, count: int, first: int, context: DataContext) -> None:
         if context.tokenizer is None:
-            raise ValueError("the dataloader 'sums' needs a tokenizer")
+            raise ValueError("the dataset 'sums' needs a tokenizer")
         self.count, self.first, self.context, self.tokenizer = count, first, context, context.tokenizer
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """The curve of "Attention Is All You Need" (arXiv:1706.03762): linear warm-up, then one over the square root."""
 
 from acme_nxdt.config import InverseSqrtConfig
-from nxdt_core.protocols.lr_scheduler import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
 
 def inverse_sqrt(config: InverseSqrtConfig, horizon: ScheduleHorizon) -> LRSchedule:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nxdt_core.errors.checkpoints import BadStorageKey
-from nxdt_core.protocols.checkpoint_storage import ObjectInfo
+from nxdt_core.protocols.store import ObjectInfo
 
 _TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB NOT NULL, modified REAL NOT NULL)"
 _LONGEST = 2**31 - 1

@@ -19,7 +19,7 @@ from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import TrustedKeys
 from nxdt_core.checkpoint.hf import weights
 from nxdt_core.cli import main

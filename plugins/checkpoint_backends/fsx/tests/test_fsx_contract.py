@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from nxdt_plugin_fsx.storage import FsxStorage
-from nxdt_testing.storage_contract import CheckpointStorageContract
+from nxdt_testing.store_contract import StoreContract
 
 
-class TestOnAnyFileSystem(CheckpointStorageContract):
+class TestOnAnyFileSystem(StoreContract):
     page_size = 20
 
     @pytest.fixture
@@ -23,7 +23,7 @@ class TestOnAnyFileSystem(CheckpointStorageContract):
         super().test_ranks_write_and_compete_at_once(storage)
 
 
-class TestOnLustre(CheckpointStorageContract):
+class TestOnLustre(StoreContract):
     page_size = 20
 
     @pytest.fixture

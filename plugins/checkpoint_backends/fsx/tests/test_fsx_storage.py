@@ -15,7 +15,7 @@ import torch
 from nxdt_plugin_fsx.config import FsxStorageConfig
 from nxdt_plugin_fsx.storage import FsxStorage
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     Manifest,
@@ -31,7 +31,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import BadStorageUri
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.protocols.checkpoint_storage import ArchivingStorage, LockableStorage
+from nxdt_core.protocols.store import ArchivingStorage, LockableStorage
 
 
 def save(storage: FsxStorage, step: int) -> Manifest:

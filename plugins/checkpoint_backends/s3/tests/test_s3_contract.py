@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_testing.storage_contract import CheckpointStorageContract
+from nxdt_testing.store_contract import StoreContract
 
 from tests.sampling import slow_except, takes_all
 
@@ -18,7 +18,7 @@ SIZES = [(parts, more) for parts in (1, 2, 3) for more in (-1, 0, 1)]
 INTERRUPTIONS = [(kind, replacing) for kind in (ZeroDivisionError, KeyboardInterrupt) for replacing in (False, True)]
 
 
-class TestS3Storage(CheckpointStorageContract):
+class TestS3Storage(StoreContract):
     page_size = 1000
     part_bytes = 5 * 2**20
 

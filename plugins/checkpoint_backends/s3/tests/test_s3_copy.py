@@ -16,12 +16,12 @@ import torch
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import S3Server
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, save_checkpoint, verify
 from nxdt_core.checkpoint.copying import copy_checkpoint
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.signing import CheckpointNotSigned
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
 from tests.checkpoint.signed import load_trusted, make_key
 from tests.sampling import slow
@@ -46,7 +46,7 @@ def local(tmp_path: Path) -> LocalStorage:
     return storage
 
 
-def content(storage: CheckpointStorage) -> dict[str, bytes]:
+def content(storage: CheckpointStore) -> dict[str, bytes]:
     """All objects of the step."""
     found = {}
     for info in storage.list("step-"):

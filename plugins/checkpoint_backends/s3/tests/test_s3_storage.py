@@ -229,7 +229,7 @@ def test_entry_module_and_config_need_neither_the_sdk_nor_torch():
 import sys
 sys.modules.update(torch=None, numpy=None, boto3=None, botocore=None)
 import nxdt_plugin_s3, nxdt_plugin_s3.config
-print(nxdt_plugin_s3.nxdt_checkpoint_storages()[0].uri_schemes)
+print(nxdt_plugin_s3.nxdt_stores()[0].uri_schemes)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "('s3',)\n"

@@ -8,10 +8,10 @@ import datasets
 import numpy as np
 import pytest
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
-from nxdt_plugin_hf_data.loader import HfDataloader
+from nxdt_plugin_hf_data.loader import HfData
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 KJV = Path(__file__).parents[2] / "text/src/nxdt_plugin_text/data/kjv.txt"
 
@@ -47,7 +47,7 @@ def loader():
             vocab_size=vocab_size,
             shuffle=shuffle,
         )
-        return HfDataloader(HfDataConfig(**keys), context)
+        return HfData(HfDataConfig(**keys), context)
 
     return make
 

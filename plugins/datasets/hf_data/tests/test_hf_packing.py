@@ -15,7 +15,7 @@ from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokens import tokenize
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 from tests import processes
 
 SEQ = 8
@@ -82,7 +82,7 @@ def test_texts_become_the_samples_that_the_text_plugin_makes_of_them(loader, sav
     config = pytest.importorskip("nxdt_plugin_text.config")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": verse}) + "\n" for verse in verses))
     context = DataContext(seq_length=SEQ, seed=1, tokenizer=ByteTokenizer())
-    theirs = text.TextDataloader(config.TextConfig(train_files=(tmp_path / "a.jsonl",)), context).split("train")
+    theirs = text.TextData(config.TextConfig(train_files=(tmp_path / "a.jsonl",)), context).split("train")
     ours = loader(train_dir=saved(tmp_path / "a", text=verses)).split("train")
     assert len(ours) == len(theirs) > 400
     assert [contents(ours[i]) for i in range(len(ours))] == [contents(theirs[i]) for i in range(len(theirs))]

@@ -10,7 +10,7 @@ import torch
 from nxdt_plugin_hf_data.errors import ColumnUnread, MisfitRows, RowTooLong
 
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.protocols.dataloader import Dataloader, MapDataset
+from nxdt_core.protocols.dataset import DatasetSplits, MapDataset
 
 SEQ, VOCABULARY = 8, 272
 ROWS = np.random.default_rng(0).integers(0, VOCABULARY, (12, SEQ)).tolist()
@@ -25,7 +25,7 @@ def transformers_loss(logits, labels):
 def test_rows_of_a_samples_length_are_samples(saved, loader, tmp_path):
     made = loader(train_dir=saved(tmp_path / "a", ROWS), tokenizer=None)
     train = made.split("train")
-    assert isinstance(made, Dataloader)
+    assert isinstance(made, DatasetSplits)
     assert isinstance(train, MapDataset)
     assert [train[i].input_ids.tolist() for i in range(len(train))] == ROWS
     assert train[3].labels.tolist() == [*ROWS[3][1:], IGNORE_INDEX]

@@ -15,7 +15,7 @@ from nxdt_plugin_hf_data.errors import RowsDiffer, RowTooLong
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.errors.data import TooFewTokens
-from nxdt_core.protocols.dataloader import IterableDataset
+from nxdt_core.protocols.dataset import IterableDataset
 from tests.sampling import takes_all
 
 

@@ -9,7 +9,7 @@ import pytest
 from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset, in_shares
 
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import PassingDataset
+from nxdt_core.protocols.dataset import PassingDataset
 
 
 class Numbers:

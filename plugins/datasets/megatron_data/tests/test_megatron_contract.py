@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.loader import MegatronDataloader
+from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 
 def opened(prefixes):
     context = DataContext(seq_length=16, seed=11, tokenizer=ByteTokenizer())
     config = MegatronDataConfig(data_prefix=prefixes, reset_attention_mask=True, reset_position_ids=True)
-    return MegatronDataloader(config, context).split("train")
+    return MegatronData(config, context).split("train")
 
 
 class TestOneFile(DatasetContract):

@@ -77,7 +77,7 @@ def loaded(request, by_hand, tmp_path):
 
 def steps_of(loaded):
     """The tokens of each step over all ranks, in the order of the run."""
-    dataset = build.dataloader(loaded, build.tokenizer(loaded)).split("train")
+    dataset = build.dataset(loaded, build.tokenizer(loaded)).split("train")
     data = loaded.run.data
     loaders = [
         GlobalBatchLoader(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.loader import ChatDataloader
+from nxdt_plugin_sft_chat.loader import ChatData
 from nxdt_plugin_sft_chat.rendering import Renderer
 
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
@@ -18,7 +18,7 @@ from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import TemplateRunner
 from nxdt_core.data.chat.templates import ChatTemplate
 from nxdt_core.data.files.records import Place
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))
 TALK = {
@@ -88,7 +88,7 @@ def load(tokenizer):
 
     def load(path, split="train", *, seq_length=256, seed=1, tokenizer=tokenizer, **keys):
         context = DataContext(seq_length=seq_length, seed=seed, tokenizer=tokenizer)
-        return ChatDataloader(ChatConfig(train_files=(path,), **keys), context).split(split)
+        return ChatData(ChatConfig(train_files=(path,), **keys), context).split(split)
 
     return load
 

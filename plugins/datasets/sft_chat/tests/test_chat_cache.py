@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.loader import ChatDataloader
+from nxdt_plugin_sft_chat.loader import ChatData
 
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 
 class Counting:
@@ -34,7 +34,7 @@ def made(tokenizer, chats_file, tmp_path):
             seq_length=seq_length, seed=1, tokenizer=counting, cache_dir=tmp_path / "deep/data" if cached else None
         )
         given = {"train_files": (chats_file,), "truncation": "drop", **keys}
-        dataset = ChatDataloader(ChatConfig(**given), context).split("train")
+        dataset = ChatData(ChatConfig(**given), context).split("train")
         return dataset, counting.texts
 
     return made

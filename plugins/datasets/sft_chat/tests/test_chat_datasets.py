@@ -15,7 +15,7 @@ from nxdt_plugin_sft_chat.errors import (
     EverythingTrained,
     NothingTrained,
 )
-from nxdt_plugin_sft_chat.loader import ChatDataloader
+from nxdt_plugin_sft_chat.loader import ChatData
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
@@ -28,7 +28,7 @@ from nxdt_core.errors.chats import (
 )
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.protocols.dataloader import Dataloader, MapDataset, ReportingDataset
+from nxdt_core.protocols.dataset import DatasetSplits, MapDataset, ReportingDataset
 
 BYTES = ByteTokenizer()
 
@@ -58,7 +58,7 @@ def test_the_pieces_are_what_they_are_called(load, chats_file):
     dataset = load(chats_file, seq_length=512)
     assert isinstance(dataset, MapDataset)
     assert isinstance(dataset, ReportingDataset)
-    assert issubclass(ChatDataloader, Dataloader)
+    assert issubclass(ChatData, DatasetSplits)
 
 
 def test_a_conversation_is_padded_with_what_nobody_sees_or_learns(load, write, tokenizer):

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.loader import ChatDataloader
+from nxdt_plugin_sft_chat.loader import ChatData
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load as load_config
 from nxdt_core.data.collate import collate
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.training import build
 
 
@@ -55,7 +55,7 @@ def apart_and_packed(tokenizer, shipped, tmp_path_factory):
     path.write_text("\n".join(map(json.dumps, shipped[:24])))
     context = DataContext(seq_length=384, seed=1, tokenizer=tokenizer)
     apart, packed = (
-        ChatDataloader(ChatConfig(train_files=(path,), packing=packing, truncation="drop"), context).split("train")
+        ChatData(ChatConfig(train_files=(path,), packing=packing, truncation="drop"), context).split("train")
         for packing in (False, True)
     )
     assert len(packed) < len(apart) / 2

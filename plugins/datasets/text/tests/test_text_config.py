@@ -45,7 +45,7 @@ def test_entry_module_and_config_need_neither_torch_nor_numpy():
 import sys
 sys.modules.update(torch=None, numpy=None)
 import nxdt_plugin_text, nxdt_plugin_text.config
-print(nxdt_plugin_text.nxdt_dataloaders()[0].name)
+print(nxdt_plugin_text.nxdt_datasets()[0].name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "text\n"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from nxdt_plugin_text.config import TextConfig
-from nxdt_plugin_text.loader import TextDataloader
+from nxdt_plugin_text.loader import TextData
 from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 
 class TestText(DatasetContract):
@@ -19,7 +19,7 @@ class TestText(DatasetContract):
             path.write_text("\n\n".join(f"verse {number} of {word}" for number in range(30)))
             config = TextConfig(train_files=(path,), document_separator="\n\n")
             context = DataContext(seq_length=16, seed=1, tokenizer=ByteTokenizer())
-            return TextDataloader(config, context).split("train")
+            return TextData(config, context).split("train")
 
         return open_
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_evaluate.suite import Harness
-from nxdt_testing.task_suite_contract import TaskSuiteContract
+from nxdt_testing.task_contract import TaskContract
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
@@ -127,7 +127,7 @@ def loaded(uri):
 
 
 @pytest.mark.slow  # each test runs the library several times; the others compare its figures
-class TestHarness(TaskSuiteContract):
+class TestHarness(TaskContract):
     """With two of the tasks, whose records come from a file; all tests are inherited."""
 
     tasks = ("choices", "writing")

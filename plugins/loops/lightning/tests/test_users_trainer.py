@@ -234,13 +234,13 @@ def test_callbacks_of_lightning_that_cannot_work_are_refused(small_run, callback
 def test_a_run_refuses_callbacks_of_lightning_and_says_what_replaces_them(small_run, tmp_path):
     """A Trainer of the user's own takes them."""
     (tmp_path / "savers.py").write_text(
-        "from nxdt_core.api import CallbackComponent, hookimpl\n"
+        "from nxdt_core.api import Component, hookimpl\n"
         "from pytorch_lightning.callbacks import ModelCheckpoint\n"
         "class Saver(ModelCheckpoint):\n"
         "    def on_train_batch_end(self, trainer, *_): ...\n"
         "def saver(config, run_dir): return Saver(dirpath=run_dir)\n"
         "@hookimpl\n"
-        "def nxdt_callbacks(): return [CallbackComponent(name='saver', target=f'{__name__}:saver')]\n"
+        "def nxdt_callbacks(): return [Component(name='saver', target=f'{__name__}:saver')]\n"
     )
     config = small_run(*SHORT, f"plugins.local=[{tmp_path}/savers.py]", "trainer.callbacks=[saver]")
     with pytest.raises(NotOurCallback, match=r"(?s)Saver.*on_train_batch_end → on_step_end.*nxdt-plugin-lightning"):

@@ -12,14 +12,14 @@ from nxdt_plugin_migrate.config.migrate import migrate
 from nxdt_plugin_migrate.config.nxdt import stage_ends
 from nxdt_plugin_migrate.errors import MigrationRefused, NoDecoder
 from nxdt_plugin_migrate.programs import NeMo, NeuronxNemoMegatron, NxDTraining
-from nxdt_testing.config_migration_contract import ConfigMigrationContract
+from nxdt_testing.migration_contract import MigrationContract
 
 from nxdt_core import config
 from nxdt_core.builtins.schedules.annealing import cosine_annealing
 from nxdt_core.builtins.schedules.config import CosineAnnealingConfig
 from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.protocols.lr_scheduler import ScheduleHorizon
+from nxdt_core.protocols.schedule import ScheduleHorizon
 from tests.sampling import slow_except
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ HF = {
 }
 
 
-class TestMigrations(ConfigMigrationContract):
+class TestMigrations(MigrationContract):
     """The migration of each program under a file of it; all tests are inherited."""
 
     @pytest.fixture(params=slow_except(FILES, ("mistral", "nemo", "nnm lora")))

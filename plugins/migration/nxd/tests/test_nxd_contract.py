@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_migrate.checkpoint.format import NeuronxFormat
-from nxdt_testing.checkpoint_format_contract import CheckpointFormatContract
+from nxdt_testing.format_contract import FormatContract
 
 from nxdt_core.protocols.model import ModelBuilder
 from plugins.migration.nxd.tests.nxd_writer import Written
 from tests.checkpoint.poison import weights
 
 
-class TestNeuronxFormat(CheckpointFormatContract):
+class TestNeuronxFormat(FormatContract):
     @pytest.fixture
     def format(self) -> NeuronxFormat:
         return NeuronxFormat()

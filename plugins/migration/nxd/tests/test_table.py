@@ -187,7 +187,7 @@ def test_what_is_said_to_be_refused_is_refused_with_a_code(key, installed):
 
 
 _OFFER = re.compile(r"no plugin here offers (?:the )?(logger|[a-z]+\.name):? ([\w-]+(?: or [\w-]+)*)")
-_KINDS = {"logger": "callback", "data.name": "dataloader", "objective.name": "objective", "adapter.name": "adapter"}
+_KINDS = {"logger": "callback", "data.name": "dataset", "objective.name": "objective", "adapter.name": "adapter"}
 
 
 @pytest.mark.parametrize("plugins", ["all", "none"])

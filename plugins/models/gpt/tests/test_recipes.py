@@ -26,7 +26,7 @@ def test_the_large_recipes_have_the_shape_of_nxd_trainings_example(name):
 
 @pytest.mark.parametrize("name", ["gpt-6.7b", "gpt-6.7b-trn1", "gpt-6.7b-trn2"])
 def test_the_large_recipes_read_what_nxd_trainings_example_reads(name):
-    data, tokenizer = (load(f"recipe:{name}").selected(slot) for slot in ("data", "tokenizer"))
+    data, tokenizer = (load(f"recipe:{name}").selected(slot) for slot in ("dataset", "tokenizer"))
     assert data.component.record.name == "megatron-data"
     assert data.config.splits_string == "980,10,10"
     assert not any((data.config.reset_position_ids, data.config.reset_attention_mask, data.config.eod_mask_loss))

@@ -27,4 +27,4 @@ def test_training_a_llama_3_recipe_says_what_must_be_set(name):
         build.tokenizer(load(f"recipe:{name}"))
     config = load(f"recipe:{name}", ["data.tokenizer.library=byte", "data.tokenizer.model=null"])
     with pytest.raises(NxdtError, match=r"data\.train_files"):
-        build.dataloader(config, build.tokenizer(config)).split("train")
+        build.dataset(config, build.tokenizer(config)).split("train")

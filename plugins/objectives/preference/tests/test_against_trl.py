@@ -12,7 +12,7 @@ import torch
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.collate import collate
 from nxdt_core.data.references import Referenced
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.training import TrainSession, build, primitives
 from nxdt_core.training.weights.reference import compute_log_probs
 
@@ -106,7 +106,7 @@ def ours(
 
 
 def pairs_of(config: ResolvedConfig) -> MapDataset:
-    found = build.dataloader(config, build.tokenizer(config)).split("train")
+    found = build.dataset(config, build.tokenizer(config)).split("train")
     assert isinstance(found, MapDataset)
     return found
 

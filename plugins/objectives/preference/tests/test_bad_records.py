@@ -9,7 +9,7 @@ import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, PreferenceConfig
 from nxdt_plugin_preference.dpo import Dpo
-from nxdt_plugin_preference.loader import PreferenceDataloader
+from nxdt_plugin_preference.loader import PreferenceData
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
@@ -19,7 +19,7 @@ from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.collate import collate
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.protocols.step_context import StepContext
 
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -31,7 +31,7 @@ USER, OTHER, YES, NO = (
 
 def pairs(file, tokenizer=None, **settings):
     context = DataContext(seq_length=16, seed=0, tokenizer=tokenizer or ByteTokenizer())
-    return PreferenceDataloader(PreferenceConfig(train_files=(file,), **settings), context).split("train")
+    return PreferenceData(PreferenceConfig(train_files=(file,), **settings), context).split("train")
 
 
 def chat_tokenizer():

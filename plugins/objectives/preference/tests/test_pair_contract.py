@@ -6,11 +6,11 @@ from importlib.resources import files
 
 import pytest
 from nxdt_plugin_preference.config import PreferenceConfig
-from nxdt_plugin_preference.loader import PreferenceDataloader
+from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 
 SHIPPED = files("nxdt_plugin_preference").joinpath("data", "pairs-train.jsonl")
 
@@ -21,7 +21,7 @@ class Pairs(DatasetContract):
     def pairs(self, **settings):
         config = PreferenceConfig(train_files=(SHIPPED,) * 4, packing=self.packing, **settings)
         context = DataContext(seq_length=128, seed=0, tokenizer=ByteTokenizer())
-        return PreferenceDataloader(config, context).split("train")
+        return PreferenceData(config, context).split("train")
 
     @pytest.fixture
     def make(self):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
 from nxdt_plugin_preference.dpo import Dpo
-from nxdt_plugin_preference.loader import PreferenceDataloader
+from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_preference.orpo import Orpo
 from nxdt_plugin_preference.rendering import Pair
 from nxdt_plugin_preference.truncation import Fitting
@@ -22,7 +22,7 @@ from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.collate import blank_like, collate
 from nxdt_core.errors.chats import FieldsUnused
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import DataContext
+from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.protocols.step_context import StepContext
 
 TOKENIZER = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
@@ -32,7 +32,7 @@ YES, NO = ({"role": "assistant", "content": text} for text in ("On its way.", "N
 
 def loader(tokenizer=None, seq_length=16, **settings):
     context = DataContext(seq_length=seq_length, seed=0, tokenizer=tokenizer or ByteTokenizer())
-    return PreferenceDataloader(PreferenceConfig(**settings), context)
+    return PreferenceData(PreferenceConfig(**settings), context)
 
 
 def chat_tokenizer():

@@ -15,12 +15,12 @@ from nxdt_core.training.run.train import train
 from tests.sampling import slow
 
 HINGE = """
-from nxdt_core.api import ObjectiveComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
 def nxdt_objectives():
-    return [ObjectiveComponent(name="hinge", target="acme_hinge_loss:Hinge")]
+    return [Component(name="hinge", target="acme_hinge_loss:Hinge")]
 """
 LOSS = '''
 import torch

@@ -8,7 +8,7 @@ from typing import Any
 
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataloader import IterableDataset, MapDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
 __all__ = ["take_steps"]
 

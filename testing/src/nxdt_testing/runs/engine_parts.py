@@ -6,7 +6,7 @@ from nxdt_core.api import AdapterComponent, ModelComponent, hookimpl
 
 
 @hookimpl
-def nxdt_model_builders() -> list[ModelComponent]:
+def nxdt_models() -> list[ModelComponent]:
     """Return a small mixture of experts."""
     return [
         ModelComponent(

@@ -209,7 +209,7 @@ def train_on_rank(files: Sequence[tuple[str, str]], pickled: bytes, layout: Layo
 def component_of(builder: ModelBuilder) -> RegisteredComponent | None:
     """Return the installed component whose target is the class of ``builder``; None where there is none."""
     module = type(builder).__module__.partition(".")[0]
-    for component in _kernel().registry.all("model_builder"):
+    for component in _kernel().registry.all("model"):
         if component.record.target.partition(".")[0] == module and component.load_target() is type(builder):
             return component
     return None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import DataloaderComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Return a source of made-up tokens."""
     return [
-        DataloaderComponent(
-            name="contract-tokens", target="nxdt_testing.runs.tokens:Tokens", summary="made-up tokens, for tests"
-        )
+        Component(name="contract-tokens", target="nxdt_testing.runs.tokens:Tokens", summary="made-up tokens, for tests")
     ]

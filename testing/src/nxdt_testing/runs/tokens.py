@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import DataContext, MapDataset, SplitName
+from nxdt_core.protocols.dataset import DataContext, MapDataset, SplitName
 
 __all__ = ["Tokens"]
 
@@ -13,7 +13,7 @@ _COUNT, _VOCABULARY, _PERIOD = 64, 64, 7
 
 
 class Tokens:
-    """A :class:`~nxdt_core.protocols.dataloader.Dataloader` of sequences that repeat."""
+    """A :class:`~nxdt_core.protocols.dataset.DatasetSplits` of sequences that repeat."""
 
     def __init__(self, config: object, context: DataContext) -> None:
         self._length = context.seq_length

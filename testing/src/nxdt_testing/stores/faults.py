@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, Literal, TypeVar
 
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage, ObjectInfo
+from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
 
 __all__ = ["FaultyStorage", "When", "disk_full"]
 
@@ -37,7 +37,7 @@ class FaultyStorage:
 
     def __init__(
         self,
-        inner: CheckpointStorage,
+        inner: CheckpointStore,
         fail_at: int | None = None,
         *,
         when: When = "before",
@@ -72,7 +72,7 @@ class FaultyStorage:
 
     @contextmanager
     def open_write(self, key: str) -> Iterator[BinaryIO]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self._call(f"open {key}", lambda: None)
         with self.inner.open_write(key) as stream:
             yield _FaultyStream(stream, key, self._call)  # type: ignore[misc]
@@ -84,21 +84,21 @@ class FaultyStorage:
 
     @contextmanager
     def open_read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[BinaryIO]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self._call(f"read {key}", lambda: None)
         with self.inner.open_read(key, start, length) as stream:
             yield stream
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         return self._call(f"stat {key}", lambda: self.inner.stat(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         return iter(self._call(f"list {prefix}", lambda: tuple(self.inner.list(prefix))))
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         chosen = tuple(keys)
         first = tuple(chosen[: len(chosen) // 2])
         self._call(
@@ -106,15 +106,15 @@ class FaultyStorage:
         )
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`. It is atomic ``during``, too."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`. It is atomic ``during``, too."""
         return self._call(f"put {key}", lambda: self.inner.put_if_absent(key, data))
 
     def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`. It is atomic ``during``, too."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`. It is atomic ``during``, too."""
         return self._call(f"replace {key}", lambda: self.inner.put_if_match(key, data, expected))
 
     def after_commit(self, prefix: str) -> None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self._call(f"after_commit {prefix}", lambda: self.inner.after_commit(prefix))
 
     def _hit(self, call: str) -> bool:

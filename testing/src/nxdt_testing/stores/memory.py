@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from nxdt_core.errors.checkpoints import BadStorageKey
-from nxdt_core.protocols.checkpoint_storage import ObjectInfo
+from nxdt_core.protocols.store import ObjectInfo
 
 __all__ = ["MemoryStorage"]
 
@@ -26,7 +26,7 @@ class MemoryStorage:
 
     @contextmanager
     def open_write(self, key: str) -> Iterator[BinaryIO]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self.check_key(key)
         stream = io.BytesIO()
         yield stream
@@ -35,7 +35,7 @@ class MemoryStorage:
 
     @contextmanager
     def open_read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[BinaryIO]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self.check_key(key)
         if key not in self.objects:
             raise FileNotFoundError(key)
@@ -43,7 +43,7 @@ class MemoryStorage:
         yield io.BytesIO(data[start : None if length is None else start + length])
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self.check_key(key)
         if key not in self.objects:
             return None
@@ -51,20 +51,20 @@ class MemoryStorage:
         return ObjectInfo(key=key, size_bytes=len(data), modified=modified)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         for key in sorted(self.objects):
             if key.startswith(prefix):
                 data, modified = self.objects[key]
                 yield ObjectInfo(key=key, size_bytes=len(data), modified=modified)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         for key in keys:
             self.check_key(key)
             self.objects.pop(key, None)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self.check_key(key)
         with self._lock:
             if key in self.objects:
@@ -73,7 +73,7 @@ class MemoryStorage:
             return True
 
     def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         self.check_key(key)
         with self._lock:
             if key not in self.objects or self.objects[key][0] != expected:

@@ -8,11 +8,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["Opener", "RankReport", "work_together"]
 
-Opener = Callable[[], CheckpointStorage]
+Opener = Callable[[], CheckpointStore]
 
 ROUNDS = 8
 _TIMEOUT_S = 120.0

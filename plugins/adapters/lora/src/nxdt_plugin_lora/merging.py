@@ -17,9 +17,9 @@ from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.rank_data import encode_state
 from nxdt_core.checkpoint.write.save import save_listed
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
 from nxdt_core.training.weights.importing import check_empty
@@ -49,9 +49,9 @@ class Merged:
 
 
 def merge_lora(
-    source: CheckpointStorage,
+    source: CheckpointStore,
     step: int | None,
-    target: CheckpointStorage,
+    target: CheckpointStore,
     *,
     base: str | None = None,
     ranks: RankAgreement | None = None,

@@ -11,7 +11,7 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.weights.base import BaseWeights, base_weights
 from nxdt_core.training.weights.saved_config import saved_run
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class SavedLora:
     """One checkpoint."""
 
-    storage: CheckpointStorage
+    storage: CheckpointStore
     manifest: Manifest
     config: ResolvedConfig
     lora: LoraConfig
@@ -74,7 +74,7 @@ class SavedLora:
 
 
 def open_saved(
-    storage: CheckpointStorage,
+    storage: CheckpointStore,
     step: int | None,
     *,
     base: str | None = None,

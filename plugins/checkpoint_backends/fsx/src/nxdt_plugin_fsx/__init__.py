@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import StorageComponent, hookimpl
+from nxdt_core.api import StoreComponent, hookimpl
 
 
 @hookimpl
-def nxdt_checkpoint_storages() -> list[StorageComponent]:
+def nxdt_stores() -> list[StoreComponent]:
     """Declare the store of ``fsx://`` addresses."""
     return [
-        StorageComponent(
+        StoreComponent(
             name="fsx",
             target="nxdt_plugin_fsx.storage:FsxStorage",
             config="nxdt_plugin_fsx.config:FsxStorageConfig",

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from nxdt_core.builtins.storage.local import LocalStorage
+from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.format.file_names import SECTIONS, step_of
 from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.file_lock import FileLock
@@ -43,7 +43,7 @@ class FsxStorage(LocalStorage):
         self.uri = f"fsx://{quote(str(self._root))}"
 
     def try_lock(self, key: str, note: bytes) -> FileLock | None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.LockableStorage`. It begins each run that saves."""
+        """See :class:`nxdt_core.protocols.store.LockableStorage`. It begins each run that saves."""
         self._report_missing()
         return super().try_lock(key, note)
 
@@ -61,7 +61,7 @@ class FsxStorage(LocalStorage):
             _log.warning("%s", ArchivingFailed(where=f"{self.uri}/{prefix}", reason=error.reason, command=command))
 
     def archive_state(self, prefix: str) -> str:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.ArchivingStorage`."""
+        """See :class:`nxdt_core.protocols.store.ArchivingStorage`."""
         files = self._files(prefix)
         if self._lfs is None or not files:
             return ""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import StorageComponent, hookimpl
+from nxdt_core.api import StoreComponent, hookimpl
 
 
 @hookimpl
-def nxdt_checkpoint_storages() -> list[StorageComponent]:
+def nxdt_stores() -> list[StoreComponent]:
     """Declare the store of ``s3://`` addresses."""
     return [
-        StorageComponent(
+        StoreComponent(
             name="s3",
             target="nxdt_plugin_s3.storage:S3Storage",
             config="nxdt_plugin_s3.config:S3StorageConfig",

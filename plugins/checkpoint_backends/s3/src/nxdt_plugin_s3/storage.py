@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 
 from botocore.exceptions import ClientError
 
-from nxdt_core.protocols.checkpoint_storage import ObjectInfo
+from nxdt_core.protocols.store import ObjectInfo
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.connection import Connection
@@ -49,7 +49,7 @@ class S3Storage:
 
     @contextmanager
     def open_write(self, key: str) -> Iterator[BinaryIO]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         name = self._address.name_of(key)
         upload = Upload(self._connection(), name, self._address.where(key), _group(key))
         try:
@@ -61,14 +61,14 @@ class S3Storage:
 
     @contextmanager
     def open_read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[BinaryIO]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         name = self._address.name_of(key)
         raw = Download(self._connection(), name, self._address.where(key), _group(key), start, length)
         with io.BufferedReader(raw) as stream:
             yield cast(BinaryIO, stream)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         name, connection = self._address.name_of(key), self._connection()
         with connection.explained(self._address.where(key), "Reading"):
             try:
@@ -82,7 +82,7 @@ class S3Storage:
         return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         found = []
         for entry in self._entries(self._address.prefix + prefix, prefix):
             key = self._address.key_of(entry["Key"])
@@ -92,7 +92,7 @@ class S3Storage:
         yield from sorted(found, key=lambda info: info.key)  # directory buckets do not sort
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         rest = iter(keys)
         while batch := tuple(islice(rest, _MOST_DELETIONS)):
             names = [self._address.name_of(key) for key in batch]
@@ -100,14 +100,14 @@ class S3Storage:
                 self._delete(batch[0], names)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`.
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`.
 
         Right also where an answer is lost and the request repeated: the object then carries this call's token.
         """
         return self._put_if(key, data, lambda target: {"IfNoneMatch": "*"})
 
     def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
-        """See :class:`nxdt_core.protocols.checkpoint_storage.CheckpointStorage`.
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`.
 
         The server compares the entity tag that ``expected`` was read with, at the moment of the replacement.
         """

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import DataloaderComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Declare the loader of datasets' directories and of file streams."""
     return [
-        DataloaderComponent(
+        Component(
             name="hf-data",
-            target="nxdt_plugin_hf_data.loader:HfDataloader",
+            target="nxdt_plugin_hf_data.loader:HfData",
             config="nxdt_plugin_hf_data.config:HfDataConfig",
             summary="Arrow directories of the datasets library, or streams of Parquet, JSONL and Arrow files; mixtures",
             aliases=("hf",),

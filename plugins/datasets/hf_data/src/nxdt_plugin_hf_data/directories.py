@@ -13,7 +13,7 @@ from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, near
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import read_text, require_fetched
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing
 

@@ -12,7 +12,7 @@ from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.data.files.paths import JSON_LINES, expand, json_object
 from nxdt_core.errors.data import BadJsonLine, DataFileUnreadable
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import require_fetched
 from nxdt_plugin_hf_data.columns import chosen
 from nxdt_plugin_hf_data.directories import is_saved, saved_files

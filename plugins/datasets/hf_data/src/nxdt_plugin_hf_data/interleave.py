@@ -10,7 +10,7 @@ import numpy as np
 from nxdt_core.data.digest import digest
 from nxdt_core.data.permutation import Permutation
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import IterableDataset
+from nxdt_core.protocols.dataset import IterableDataset
 
 __all__ = ["Blocks", "Interleave"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.tokens import tokenize
-from nxdt_core.protocols.dataloader import DataContext, IterableDataset, MapDataset, Split, SplitName
+from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.directories import Saved, open_saved
@@ -24,7 +24,7 @@ from nxdt_plugin_hf_data.rows_to_samples import Cutting, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
 from nxdt_plugin_hf_data.tokenised import cached
 
-__all__ = ["HfDataloader"]
+__all__ = ["HfData"]
 
 _KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}
 
@@ -38,7 +38,7 @@ class Named:
     text_key: str
 
 
-class HfDataloader:
+class HfData:
     """Samples of saved datasets.
 
     Raises:

@@ -9,7 +9,7 @@ import numpy as np
 
 from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 
 __all__ = ["Mixture"]
 

@@ -12,7 +12,7 @@ from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
-from nxdt_core.protocols.dataloader import DataContext, MapDataset, SplitName
+from nxdt_core.protocols.dataset import DataContext, MapDataset, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_hf_data.columns import TokenColumns
 from nxdt_plugin_hf_data.config import HfDataConfig

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.protocols.dataset import SplitName
 from nxdt_plugin_hf_data.errors import SplitMissing, SplitUnclear
 
 __all__ = ["of_split"]

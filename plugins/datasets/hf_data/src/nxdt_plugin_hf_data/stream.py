@@ -24,7 +24,7 @@ from nxdt_core.data.permutation import Permutation
 from nxdt_core.data.tokens import encode_documents
 from nxdt_core.errors.data import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import SplitName
+from nxdt_core.protocols.dataset import SplitName
 from nxdt_plugin_hf_data.columns import TokenColumns, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.errors import (
     ColumnsDiffer,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 from nxdt_plugin_hf_data.columns import TokenColumns
 from nxdt_plugin_hf_data.errors import TokenOutOfVocabulary
 

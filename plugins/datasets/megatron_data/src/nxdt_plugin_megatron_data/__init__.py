@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.api import CliCommand, ConfigFinding, DataloaderComponent, hookimpl
+from nxdt_core.api import CliCommand, Component, ConfigFinding, hookimpl
 
 if TYPE_CHECKING:
     from nxdt_core.kernel.contexts import ConfigDefaultsContext, ValidateConfigContext
@@ -15,12 +15,12 @@ _SHUFFLES = {"single": False, "cyclic": True}
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Declare the loader of Megatron's indexed files."""
     return [
-        DataloaderComponent(
+        Component(
             name="megatron-data",
-            target="nxdt_plugin_megatron_data.loader:MegatronDataloader",
+            target="nxdt_plugin_megatron_data.loader:MegatronData",
             config="nxdt_plugin_megatron_data.config:MegatronDataConfig",
             summary="Megatron's .bin/.idx files: splits, weighted blends, documents kept apart on request",
             aliases=("megatron",),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.digest import digest
 from nxdt_core.data.head import Head
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataloader import MapDataset
+from nxdt_core.protocols.dataset import MapDataset
 
 __all__ = ["BlendedDataset", "ChainedDataset", "in_shares"]
 

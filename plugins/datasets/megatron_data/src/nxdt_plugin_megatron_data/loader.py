@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.packing import Packing
-from nxdt_core.protocols.dataloader import DataContext, Split, SplitName
+from nxdt_core.protocols.dataset import DataContext, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset, in_shares
 from nxdt_plugin_megatron_data.cache import cached_indices
@@ -21,10 +21,10 @@ from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_s
 from nxdt_plugin_megatron_data.provenance import note_path, read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 
-__all__ = ["MegatronDataloader"]
+__all__ = ["MegatronData"]
 
 
-class MegatronDataloader:
+class MegatronData:
     """Samples of Megatron's files.
 
     Raises:

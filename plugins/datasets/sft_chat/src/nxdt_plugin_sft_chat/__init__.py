@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import DataloaderComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Declare the loader of conversations."""
     return [
-        DataloaderComponent(
+        Component(
             name="sft-chat",
-            target="nxdt_plugin_sft_chat.loader:ChatDataloader",
+            target="nxdt_plugin_sft_chat.loader:ChatData",
             config="nxdt_plugin_sft_chat.config:ChatConfig",
             summary="conversations through a chat template, the loss on the answers, packed or padded",
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.chat.conversation import ROLES
 from nxdt_core.data.files.unused_fields import UnusedFields
 from nxdt_core.data.tokens import compact_dtype
-from nxdt_core.protocols.dataloader import DataReport, TokenCount
+from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_plugin_sft_chat.config import Truncation
 from nxdt_plugin_sft_chat.encoding import Encoded
 from nxdt_plugin_sft_chat.errors import ChatTooLong

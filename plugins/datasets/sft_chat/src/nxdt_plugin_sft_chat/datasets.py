@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataloader import DataReport
+from nxdt_core.protocols.dataset import DataReport
 from nxdt_plugin_sft_chat.chats import Chats
 
 __all__ = ["ChatDataset"]

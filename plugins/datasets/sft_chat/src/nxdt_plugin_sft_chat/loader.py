@@ -18,7 +18,7 @@ from nxdt_core.data.permutation import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer
-from nxdt_core.protocols.dataloader import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_sft_chat.chats import Chats, gather
 from nxdt_plugin_sft_chat.config import ChatConfig
@@ -27,13 +27,13 @@ from nxdt_plugin_sft_chat.encoding import Encoder
 from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
 from nxdt_plugin_sft_chat.rendering import Renderer
 
-__all__ = ["ChatDataloader"]
+__all__ = ["ChatData"]
 
 _log = logging.getLogger(__name__)
 _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
-class ChatDataloader:
+class ChatData:
     """Samples of conversations.
 
     Raises:

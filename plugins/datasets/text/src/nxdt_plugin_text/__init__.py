@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import DataloaderComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Declare the loader of plain text and JSONL."""
     return [
-        DataloaderComponent(
+        Component(
             name="text",
-            target="nxdt_plugin_text.loader:TextDataloader",
+            target="nxdt_plugin_text.loader:TextData",
             config="nxdt_plugin_text.config:TextConfig",
             summary="plain text or JSONL files, tokenised and packed on the fly",
         )

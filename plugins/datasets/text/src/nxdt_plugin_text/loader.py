@@ -10,15 +10,15 @@ from nxdt_core.data.files.paths import expand, read_bytes
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream, tokenize
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
-from nxdt_core.protocols.dataloader import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.files import documents
 
-__all__ = ["TextDataloader"]
+__all__ = ["TextData"]
 
 
-class TextDataloader:
+class TextData:
     """Samples of text files.
 
     Raises:

@@ -12,7 +12,7 @@ _CAPABILITIES = frozenset(
 
 
 @hookimpl
-def nxdt_parallel_engines() -> list[EngineComponent]:
+def nxdt_engines() -> list[EngineComponent]:
     """Declare what the engine does; every layout here is compared with the torch engine by ``make test-nxd``."""
     return [
         EngineComponent(

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(1800)
 COUNTS = """
-from nxdt_core.api import Callback, CallbackComponent, hookimpl
+from nxdt_core.api import Callback, Component, hookimpl
 
 class Counts(Callback):
     def __init__(self, config, run_dir): ...
@@ -23,7 +23,7 @@ class Counts(Callback):
 
 @hookimpl
 def nxdt_callbacks():
-    return [CallbackComponent(name="counts", target=f"{__name__}:Counts")]
+    return [Component(name="counts", target=f"{__name__}:Counts")]
 """
 """A plugin that prints how many graphs the process has compiled when a step is done."""
 RUN = ("recipe:llama-tiny", "exp_manager.exp_dir=runs", "model.num_layers=2", "data.seq_length=16")

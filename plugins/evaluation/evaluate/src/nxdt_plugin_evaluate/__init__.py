@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import MetricComponent, TaskSuiteComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_metrics() -> list[MetricComponent]:
+def nxdt_metrics() -> list[Component]:
     """Return the figures of ``nxdt evaluate`` on held-out records."""
     return [
-        MetricComponent(
+        Component(
             name="rouge",
             target="nxdt_plugin_evaluate.rouge:Rouge",
             summary="ROUGE-1, ROUGE-2 and ROUGE-L by Google's library, with words of any script",
@@ -18,10 +18,10 @@ def nxdt_metrics() -> list[MetricComponent]:
 
 
 @hookimpl
-def nxdt_task_suites() -> list[TaskSuiteComponent]:
+def nxdt_tasks() -> list[Component]:
     """Tasks of ``nxdt evaluate --task``."""
     return [
-        TaskSuiteComponent(
+        Component(
             name="lm-eval",
             target="nxdt_plugin_evaluate.suite:Harness",
             summary="tasks of EleutherAI's lm-evaluation-harness; needs nxdt-plugin-evaluate[lm-eval]",

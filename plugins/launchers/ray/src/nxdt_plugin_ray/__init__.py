@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import LauncherComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_launchers() -> list[LauncherComponent]:
+def nxdt_launchers() -> list[Component]:
     """Declare the launcher of Ray clusters."""
     return [
-        LauncherComponent(
+        Component(
             name="ray",
             target="nxdt_plugin_ray.launcher:RayLauncher",
             config="nxdt_plugin_ray.config:RayOptions",

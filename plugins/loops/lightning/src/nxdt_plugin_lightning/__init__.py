@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.api import CallbackComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 if TYPE_CHECKING:
     from nxdt_plugin_lightning.datamodule import NxdtDataModule
@@ -19,10 +19,10 @@ __all__ = ["NxdtDataModule", "NxdtModule", "NxdtStrategy"]
 
 
 @hookimpl
-def nxdt_callbacks() -> list[CallbackComponent]:
+def nxdt_callbacks() -> list[Component]:
     """Declare what lets ``nxdt train`` use loggers of Lightning."""
     return [
-        CallbackComponent(
+        Component(
             name="lightning",
             target="nxdt_plugin_lightning.logger:LightningLogger",
             config="nxdt_plugin_lightning.config:LoggerConfig",

@@ -12,10 +12,10 @@ import torch
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
 from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
 from nxdt_core.training.data import UNNAMED, StepInput
@@ -51,7 +51,7 @@ class NxdtModule(pl.LightningModule):
         self._validated = ExitStack()
         self.saved: Manifest | None = None
         """The newest checkpoint of this process."""
-        self._resume: tuple[CheckpointStorage, Manifest] | None = None
+        self._resume: tuple[CheckpointStore, Manifest] | None = None
 
     @property
     def engine(self) -> ParallelEngine:
@@ -102,7 +102,7 @@ class NxdtModule(pl.LightningModule):
         found = self.session.model.named_parameters() if hasattr(self.session, "model") else ()
         return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in found)
 
-    def resume_from(self, storage: CheckpointStorage, manifest: Manifest) -> None:
+    def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
         """Load a checkpoint once model and optimizer exist; called by the strategy."""
         self._resume = (storage, manifest)
 

@@ -29,7 +29,7 @@ from nxdt_core.primitives.files.tags import content_of, restore
 from nxdt_core.primitives.model import initialize_parallel_model
 from nxdt_core.primitives.module.calls import loss_in
 from nxdt_core.primitives.optimizer import NxDOptimizer, initialize_parallel_optimizer
-from nxdt_core.protocols.checkpoint_storage import CheckpointStorage
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_plugin_lightning.accelerator import EngineAccelerator
 from nxdt_plugin_lightning.errors import TrainerArgumentsIgnored
@@ -134,7 +134,7 @@ class NeuronLTModule(pl.LightningModule):
         """For a subclass."""
         self.global_norm: torch.Tensor | None = None
         """Norm of the gradients of the last optimizer step, before clipping."""
-        self._resume: tuple[CheckpointStorage, Manifest] | None = None
+        self._resume: tuple[CheckpointStore, Manifest] | None = None
 
     def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
         """Build the model on this rank, unless it exists already. Collective."""
@@ -215,7 +215,7 @@ class NeuronLTModule(pl.LightningModule):
         """Copy values into the model; see :meth:`nxdt_core.primitives.NxDModel.load_state_dict`."""
         return self.model.load_state_dict(state_dict, strict=strict)
 
-    def resume_from(self, storage: CheckpointStorage, manifest: Manifest) -> None:
+    def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
         """Load a checkpoint once model and optimizer exist; called by the strategy."""
         self._resume = (storage, manifest)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import CheckpointFormatComponent, ConfigMigrationComponent, hookimpl
+from nxdt_core.api import Component, MigrationComponent, hookimpl
 
 
 @hookimpl
-def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
+def nxdt_formats() -> list[Component]:
     """Checkpoints of neuronx-distributed."""
     return [
-        CheckpointFormatComponent(
+        Component(
             name="neuronx",
             target="nxdt_plugin_migrate.checkpoint.format:NeuronxFormat",
             summary="a checkpoint of NxD Training with model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
@@ -18,23 +18,23 @@ def nxdt_checkpoint_formats() -> list[CheckpointFormatComponent]:
 
 
 @hookimpl
-def nxdt_config_migrations() -> list[ConfigMigrationComponent]:
+def nxdt_migrations() -> list[MigrationComponent]:
     """Return the YAML files of three programs."""
     programs = "nxdt_plugin_migrate.programs"
     return [
-        ConfigMigrationComponent(
+        MigrationComponent(
             name="nxdt",
             target=f"{programs}:NxDTraining",
             program="NxD Training",
             summary="YAML files of NxD Training 1.6",
         ),
-        ConfigMigrationComponent(
+        MigrationComponent(
             name="nemo",
             target=f"{programs}:NeMo",
             program="NeMo 1.x",
             summary="megatron_gpt_config.yaml and its kind",
         ),
-        ConfigMigrationComponent(
+        MigrationComponent(
             name="nnm",
             target=f"{programs}:NeuronxNemoMegatron",
             program="neuronx-nemo-megatron",

@@ -1,4 +1,4 @@
-"""The targets of the kind ``config_migration``: one class for each program. Nothing heavy is imported here."""
+"""The targets of the kind ``migration``: one class for each program. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nxdt_core.config.sources.node import Origin, from_plain
-from nxdt_core.protocols.config_migration import KeyMeaning, MigratedConfig
+from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig
 from nxdt_plugin_migrate.config.aliases import legacy_keys
 from nxdt_plugin_migrate.config.detect import framework_of
 from nxdt_plugin_migrate.config.renamed_keys import current_name, why_unneeded
@@ -17,7 +17,7 @@ __all__ = ["NeMo", "NeuronxNemoMegatron", "NxDTraining"]
 
 
 class _Program:
-    """A :class:`~nxdt_core.protocols.config_migration.ConfigMigration`. The three programs share their keys' names."""
+    """A :class:`~nxdt_core.protocols.migration.Migration`. The three programs share their keys' names."""
 
     name: ClassVar[str]
 

@@ -6,7 +6,7 @@ from nxdt_core.api import CliCommand, ModelComponent, hookimpl
 
 
 @hookimpl
-def nxdt_model_builders() -> list[ModelComponent]:
+def nxdt_models() -> list[ModelComponent]:
     """Declare the builder of transformers' causal language models."""
     return [
         ModelComponent(

@@ -41,7 +41,7 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)
-    selected = config.selected("parallel_engine").component
+    selected = config.selected("engine").component
     engine = selected.load_target()
     if not isinstance(engine, MeasuresShards):
         raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)

@@ -8,7 +8,7 @@ _RECOMPUTE_NAMES = ("CoreAttention", "LlamaMLP", "ActivationMultiplyMLP", "Llama
 
 
 @hookimpl
-def nxdt_model_builders() -> list[ModelComponent]:
+def nxdt_models() -> list[ModelComponent]:
     """Declare the builders of Llama and Mistral."""
     return [
         ModelComponent(

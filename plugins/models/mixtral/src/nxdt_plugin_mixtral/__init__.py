@@ -14,7 +14,7 @@ _NAMES = ("mixtral", "hf_mixtral")
 
 
 @hookimpl
-def nxdt_model_builders() -> list[ModelComponent]:
+def nxdt_models() -> list[ModelComponent]:
     """Declare the Mixtral builder."""
     return [
         ModelComponent(

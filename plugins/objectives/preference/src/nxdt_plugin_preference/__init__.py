@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import DataloaderComponent, ObjectiveComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_objectives() -> list[ObjectiveComponent]:
+def nxdt_objectives() -> list[Component]:
     """Declare the two losses."""
     return [
-        ObjectiveComponent(
+        Component(
             name="dpo",
             target="nxdt_plugin_preference.dpo:Dpo",
             config="nxdt_plugin_preference.config:DpoConfig",
             requires=frozenset({"reference"}),
             summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)",
         ),
-        ObjectiveComponent(
+        Component(
             name="orpo",
             target="nxdt_plugin_preference.orpo:Orpo",
             config="nxdt_plugin_preference.config:OrpoConfig",
@@ -26,12 +26,12 @@ def nxdt_objectives() -> list[ObjectiveComponent]:
 
 
 @hookimpl
-def nxdt_dataloaders() -> list[DataloaderComponent]:
+def nxdt_datasets() -> list[Component]:
     """Declare the pairs that both are trained on."""
     return [
-        DataloaderComponent(
+        Component(
             name="preference",
-            target="nxdt_plugin_preference.loader:PreferenceDataloader",
+            target="nxdt_plugin_preference.loader:PreferenceData",
             config="nxdt_plugin_preference.config:PreferenceConfig",
             summary="prompts with a chosen and a rejected answer",
         )

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataloader import DataReport, TokenCount
+from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_plugin_preference.pairs import PAIR
 from nxdt_plugin_preference.rendering import Pair
 

@@ -15,7 +15,7 @@ from nxdt_core.data.files.unused_fields import UnusedFields, describe_unused
 from nxdt_core.data.permutation import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.data import DataNeedsTokenizer
-from nxdt_core.protocols.dataloader import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.dataset import PairDataset
@@ -24,14 +24,14 @@ from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Renderer
 from nxdt_plugin_preference.truncation import Fitting
 
-__all__ = ["PreferenceDataloader"]
+__all__ = ["PreferenceData"]
 
 _log = logging.getLogger(__name__)
 _EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 _ALIKE = "cut to the sequence length, both answers are the same"
 
 
-class PreferenceDataloader:
+class PreferenceData:
     """Pairs of answers.
 
     Raises:

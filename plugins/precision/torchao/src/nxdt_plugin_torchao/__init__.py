@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import OptimizerComponent, PrecisionComponent, hookimpl
+from nxdt_core.api import Component, hookimpl
 
 
 @hookimpl
-def nxdt_precision_policies() -> list[PrecisionComponent]:
+def nxdt_precisions() -> list[Component]:
     """Declare float8 training."""
     return [
-        PrecisionComponent(
+        Component(
             name="float8",
             target="nxdt_plugin_torchao.policy:float8",
             config="nxdt_plugin_torchao.config:Float8Config",
@@ -20,10 +20,10 @@ def nxdt_precision_policies() -> list[PrecisionComponent]:
 
 
 @hookimpl
-def nxdt_optimizers() -> list[OptimizerComponent]:
+def nxdt_optimizers() -> list[Component]:
     """Declare AdamW with state of 8 bits."""
     return [
-        OptimizerComponent(
+        Component(
             name="adamw_8bit",
             target="nxdt_plugin_torchao.adamw_8bit:AdamW8bit",
             config="nxdt_plugin_torchao.config:AdamW8bitConfig",

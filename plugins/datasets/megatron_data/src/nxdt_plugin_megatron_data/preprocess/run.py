@@ -19,7 +19,7 @@ from nxdt_core.data.files.encodings import check_wide
 from nxdt_core.data.files.paths import read_bytes
 from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
-from nxdt_core.protocols.checkpoint_storage import LocksUnsupported
+from nxdt_core.protocols.store import LocksUnsupported
 from nxdt_core.regular_files import read_text
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks

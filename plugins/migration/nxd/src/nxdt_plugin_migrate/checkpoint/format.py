@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxdt_core.protocols.checkpoint_format import CheckpointReader
+from nxdt_core.protocols.format import CheckpointReader
 from nxdt_plugin_migrate.checkpoint.layout import is_neuronx
 
 __all__ = ["NeuronxFormat"]
 
 
 class NeuronxFormat:
-    """A :class:`~nxdt_core.protocols.checkpoint_format.CheckpointFormat`: what neuronx-distributed saves."""
+    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`: what neuronx-distributed saves."""
 
     def recognises(self, path: Path) -> bool:
         """Return whether ``path`` is a checkpoint of NxD Training, or a directory of some."""

@@ -35,7 +35,7 @@ _PADDING = 128
 
 
 class NeuronxCheckpoint:
-    """A :class:`~nxdt_core.protocols.checkpoint_format.CheckpointReader`, of ``model_source: hf``.
+    """A :class:`~nxdt_core.protocols.format.CheckpointReader`, of ``model_source: hf``.
 
     Weights are the fp32 master weights where these were saved. Without the optimizer's state, which includes them, it
     can be listed with ``weights_only`` alone.
@@ -61,7 +61,7 @@ class NeuronxCheckpoint:
         return None
 
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
-        """See :class:`~nxdt_core.protocols.checkpoint_format.CheckpointReader`.
+        """See :class:`~nxdt_core.protocols.format.CheckpointReader`.
 
         Raises:
             NeuronxStateUnread: the optimizer's state is missing or cannot be merged; not with ``weights_only``.
@@ -100,7 +100,7 @@ class NeuronxCheckpoint:
         return listing
 
     def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
-        """See :class:`~nxdt_core.protocols.checkpoint_format.CheckpointReader`.
+        """See :class:`~nxdt_core.protocols.format.CheckpointReader`.
 
         Raises:
             NeuronxReplicasDiffer: ranks that should hold the same do not.

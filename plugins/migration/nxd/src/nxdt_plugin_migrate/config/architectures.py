@@ -37,7 +37,7 @@ def require_decoder(tree: Node, source: Path, kernel: Kernel) -> None:
         for mark in marks:
             keys = [_found(tree, key) for key in mark.split(" and ")]
             if all(keys):
-                models = sorted(found.record.name for found in kernel.registry.all("model_builder"))
+                models = sorted(found.record.name for found in kernel.registry.all("model"))
                 raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
 
 

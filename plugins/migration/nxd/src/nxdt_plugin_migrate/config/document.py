@@ -8,7 +8,7 @@ from typing import Any
 
 from nxdt_core.config.resolve.interpolation import UNRESOLVED, interpolate
 from nxdt_core.config.sources.node import Node, to_plain
-from nxdt_core.protocols.config_migration import MigratedKey, Verdict
+from nxdt_core.protocols.migration import MigratedKey, Verdict
 from nxdt_plugin_migrate.config.comments import Comments
 
 __all__ = ["Document", "Setting", "read_document"]

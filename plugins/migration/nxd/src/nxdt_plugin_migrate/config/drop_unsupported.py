@@ -12,7 +12,7 @@ from nxdt_core.config.sources.paths import expand_home
 from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import ConfigProblem, NotSupported, UnknownKey
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.config_migration import Verdict
+from nxdt_core.protocols.migration import Verdict
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS
 from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.render import TO_SET, render

@@ -12,7 +12,7 @@ from nxdt_core.config.sources.files import read_source
 from nxdt_core.config.sources.node import Node, to_plain
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, WrongValue
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.config_migration import MigratedConfig
+from nxdt_core.protocols.migration import MigratedConfig
 from nxdt_plugin_migrate.config.architectures import require_decoder
 from nxdt_plugin_migrate.config.comments import read_comments
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require

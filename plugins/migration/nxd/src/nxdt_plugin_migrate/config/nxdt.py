@@ -231,7 +231,7 @@ def _recompute(document: Document, kernel: Kernel) -> None:
         document.put(_RECOMPUTE, ["CoreAttention"], "what NxD Training recomputes where no module is named")
         return
     model = str(document.value("model.name"))
-    record = next((each.record for each in kernel.registry.all("model_builder") if each.record.name == model), None)
+    record = next((each.record for each in kernel.registry.all("model") if each.record.name == model), None)
     known = record.recompute_names if isinstance(record, ModelComponent) else None
     if known is None or not isinstance(given, list):
         return

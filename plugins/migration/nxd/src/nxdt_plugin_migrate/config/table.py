@@ -142,7 +142,7 @@ def _unread(key: str, kernel: Kernel) -> str:
     if known:
         return known
     readers = [name for name, keys in DATA_READERS.items() if key.removeprefix("data.") in keys]
-    readers = [name for name in readers if _find(kernel, "dataloader", name) is None]
+    readers = [name for name in readers if _find(kernel, "dataset", name) is None]
     if key.startswith("data.") and readers:
         return f"no plugin here offers data.name: {either(readers)}"
     return f"no {'model' if key.startswith('model.') else 'component'} here reads it"

@@ -1,0 +1,125 @@
+"""Kind ``migration``: recognises, explains and rewrites configurations of another program. Torch-free.
+
+Example::
+
+    class AcmeMigration:
+        def recognise(self, config):
+            return "acme_version" if "acme_version" in config else ""
+
+        def explain(self, key, known):
+            return KeyMeaning(name="trainer.max_steps") if key == "max_steps" else None
+
+        def environment_note(self, environment):
+            return None
+
+        def migrate(self, source, target, kernel):
+            keys = yaml.safe_load(source.read_text())
+            ...
+            return MigratedConfig(source=source, target=target, program="Acme", text=text, keys=rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+__all__ = ["KeyMeaning", "MigratedConfig", "MigratedKey", "Migration", "Verdict"]
+
+Verdict = Literal["mapped", "renamed", "changed", "added", "unneeded", "off", "ignored", "unsupported"]
+"""What became of a key. ``unneeded``: nothing is lost without it. ``off``: it is unset, switched off, or says what
+holds here anyway. ``ignored``: the program that the file is of never read it. ``unsupported``: it asks for something
+that is not done here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigratedKey:
+    """One key in the report of a migration."""
+
+    key: str
+    """Key path in the file that was migrated; of an added key: in the new file."""
+    line: int
+    """In the file that was migrated, counted from 1; 0 for an added key."""
+    verdict: Verdict
+    target: str = ""
+    """Key path in the new file, where it differs."""
+    value: str = ""
+    """As it was written; of an added key: as it is now; of a changed one: both."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigratedConfig:
+    """Result of a migration; nothing is written yet."""
+
+    source: Path
+    target: Path
+    program: str
+    """Name of the program that the file is of, as in ``NeMo 1.x``."""
+    text: str
+    """The new file, YAML."""
+    keys: tuple[MigratedKey, ...]
+    """Every key of the file, and those that were added."""
+    to_set: tuple[tuple[str, str], ...] = ()
+    """(key, why) of values and paths that the user still has to set."""
+    remaining: tuple[tuple[str, str], ...] = ()
+    """(key, sentence) of what else ``nxdt config check`` reports in the new file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyMeaning:
+    """What a key of another program means here: another key, or nothing."""
+
+    name: str = ""
+    """The key that says it here."""
+    unneeded: str = ""
+    """Why no key here stands for it, where ``name`` is empty."""
+    program: str = ""
+    """Name of the program that has the key."""
+
+
+@runtime_checkable
+class Migration(Protocol):
+    """The target of the kind, called as ``Target()``. The record's ``name`` is the value of ``--from``, and its
+    ``program`` the name in messages. ``nxdt train`` asks each installed migration, so its module imports nothing heavy.
+    """
+
+    def recognise(self, config: Mapping[str, Any]) -> str:
+        """Return the key that shows that a configuration is of this program; empty where none does.
+
+        Where ``nxdt train`` or ``nxdt config check`` find problems in a file that is recognised, the report names the
+        command that migrates it; ``nxdt config migrate`` without ``--from`` takes the migration that recognises a file.
+
+        Args:
+            config: What the file says, as a nested plain tree.
+        """
+        ...
+
+    def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
+        """Return what a key means that nxdt, or the selected component, does not know, for the message about it; None
+        where this program does not have the key.
+
+        Args:
+            key: Key path, as written.
+            known: Key paths of the schema, with those of the selected components.
+        """
+        ...
+
+    def environment_note(self, environment: Mapping[str, str]) -> str | None:
+        """Return a line that names variables which job scripts of this program set and nxdt does not read, and what to
+        set instead; None where none is set. ``nxdt train`` prints it when it starts."""
+        ...
+
+    def migrate(self, source: Path, target: Path, kernel: Any) -> MigratedConfig:
+        """Rewrite a file for nxdt.
+
+        Args:
+            source: The file.
+            target: Where the caller will write the text; its relative paths start there.
+            kernel: A started :class:`nxdt_core.kernel.Kernel`; its plugins say what can be kept.
+
+        Raises:
+            NxdtError: the file cannot be read, or is not one of this program.
+        """
+        ...

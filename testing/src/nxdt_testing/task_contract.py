@@ -1,0 +1,135 @@
+"""What every task suite must keep; its author subclasses it once.
+
+Example, the whole test file of a plugin::
+
+    from nxdt_testing.task_contract import TaskContract
+
+    class TestMyTasks(TaskContract):
+        tasks = ("counting",)
+
+        @pytest.fixture
+        def factory(self):
+            return MyTasks
+
+The model is a small one of one layer over bytes, which has seen four steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+from nxdt_core.protocols.evaluation import TaskSuite
+
+if TYPE_CHECKING:
+    from nxdt_core.inference.load import LoadedModel
+
+__all__ = ["TaskContract"]
+
+_UNKNOWN = "no-suite-has-a-task-of-this-name"
+_Factory = Callable[[Sequence[str], str | None], TaskSuite]
+
+
+class TaskContract:
+    """The tests of a task suite: subclass it, set :attr:`tasks` and override the fixture ``factory``."""
+
+    tasks: ClassVar[Sequence[str]]
+    """Tasks to run, at least one; quick ones."""
+
+    @pytest.fixture
+    def factory(self) -> _Factory:
+        """Return the target of the record."""
+        raise NotImplementedError("override the fixture 'factory'")
+
+    @pytest.fixture
+    def path(self) -> str | None:
+        """Return the directory of the tasks, as ``--task-path`` gives it; None for those that the suite has."""
+        return None
+
+    @pytest.fixture
+    def model(self) -> LoadedModel:
+        """Return the model that is judged."""
+        return _small_model()
+
+    def test_it_is_a_suite(self, factory: _Factory, path: str | None) -> None:
+        """It is made with tasks and a path, and has the method of the protocol."""
+        assert isinstance(factory(self.tasks, path), TaskSuite), (
+            "the target must return an object with the method run, called with tasks and a path"
+        )
+
+    def test_an_unknown_task_is_an_error_before_a_model_is_loaded(self, factory: _Factory, path: str | None) -> None:
+        """Loading takes minutes; the error names the task."""
+        said = ""
+        try:
+            factory((*self.tasks, _UNKNOWN), path)
+        except Exception as error:
+            said = str(error) or type(error).__name__
+        assert said, "a task that the suite does not have must be an error when the suite is made"
+        assert _UNKNOWN in said, f"the error about an unknown task must name it: {said}"
+
+    def test_each_task_has_finite_numbers_by_name(
+        self, factory: _Factory, path: str | None, model: LoadedModel
+    ) -> None:
+        """`nxdt evaluate` prints them in a row per task; it may have texts as well."""
+        found = factory(self.tasks, path).run(model, limit=1)
+        assert isinstance(found, Mapping), f"run must return figures by task; it returned {found!r}"
+        missing = [task for task in self.tasks if task not in found]
+        assert not missing, f"run returned nothing of the task {missing[0]!r}"
+        for task, figures in found.items():
+            numbers = {name: each for name, each in figures.items() if isinstance(each, (int, float))}
+            assert numbers, f"the task {task!r} has no number: {figures!r}"
+            wrong = [name for name, each in numbers.items() if not math.isfinite(each)]
+            assert not wrong, f"{wrong[0]} of the task {task!r} is {numbers[wrong[0]]!r}, which is not finite"
+            try:
+                json.dumps({task: dict(figures)})
+            except TypeError as error:
+                pytest.fail(f"the figures of the task {task!r} must be plain values: {error}")
+
+    def test_it_finds_the_same_again(self, factory: _Factory, path: str | None, model: LoadedModel) -> None:
+        """Sampling is greedy or seeded, and a run keeps nothing for the next one."""
+        suite = factory(self.tasks, path)
+        first, again = suite.run(model, limit=2), suite.run(model, limit=2)
+        assert first == again, f"the same model has {first}, and {again} when it is judged again"
+        other = factory(self.tasks, path).run(model, limit=2)
+        assert first == other, f"the same model has {first}, and {other} by another suite of the same tasks"
+
+    def test_a_limit_leaves_records_out(self, factory: _Factory, path: str | None, model: LoadedModel) -> None:
+        """``limit=1`` asks the model, and less often than None does: tasks of the contract have several records."""
+        asked: list[str] = []
+        hook = register_module_forward_hook(lambda module, inputs, output: asked.append(type(module).__name__))
+        try:
+            factory(self.tasks, path).run(model, limit=1)
+            one = len(asked)
+            factory(self.tasks, path).run(model, limit=None)
+        finally:
+            hook.remove()
+        every = len(asked) - one
+        assert one, "run asked the model nothing"
+        assert one < every, f"limit=1 and limit=None run {one} and {every} layers; limit counts records of each task"
+
+    def test_it_leaves_the_model_as_it_is(self, factory: _Factory, path: str | None, model: LoadedModel) -> None:
+        """Several suites judge one model."""
+        before = {name: each.detach().clone() for name, each in model.model.named_parameters()}
+        factory(self.tasks, path).run(model, limit=1)
+        for name, each in model.model.named_parameters():
+            assert torch.equal(each, before[name]), f"run changed the parameter {name!r}"
+
+
+@cache
+def _small_model() -> LoadedModel:
+    from nxdt_core.inference.load import load_model
+    from nxdt_testing.runs.small_run import small_config, train_small
+
+    with tempfile.TemporaryDirectory(prefix="nxdt-suite-") as place:
+        config = small_config(Path(place), "judged", trainer={"limit_val_batches": 0}, exp_manager={})
+        run_dir = train_small(config)
+        return load_model(str(run_dir / "checkpoints"), config=str(run_dir / "config.yaml"))
