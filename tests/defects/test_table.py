@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs/defects.md").read_text(encoding="utf-8")
 ROWS = [line for line in TABLE.splitlines() if line.startswith("| ") and "---" not in line][1:]
-NAMED = re.compile(r"`((?:tests|plugins|nxdt_core)/[\w/.-]+\.py)(?:::(test_\w+))`")
+NAMED = re.compile(r"`((?:tests|plugins|nxdt_core|testing)/[\w/.-]+\.py)(?:::(test_\w+))`")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.split("|")[1].strip() for row in ROWS])

@@ -330,5 +330,5 @@ def test_what_is_no_checkpoint_is_told_with_what_would_be(tmp_path, format):
 
 
 def test_a_format_that_nobody_offers_is_told_with_those_that_are_there(tmp_path):
-    with pytest.raises(UnknownComponent, match=r"No checkpoint format is called 'acme'(?s:.*)Available: 'hf'"):
+    with pytest.raises(UnknownComponent, match=r"No format is called 'acme'(?s:.*)Available: 'hf'"):
         open_checkpoint(tmp_path, Kernel.start(PluginPolicy(allow=())), "acme")

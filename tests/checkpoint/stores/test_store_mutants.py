@@ -62,7 +62,7 @@ class _Failures:
 def failures(request: pytest.FixtureRequest) -> _Failures:
     """What the contract says of each store: all of it under ``--samples=all``, else the test that catches a mutant."""
     plugin = _Failures()
-    file = str(Path(__file__).with_name("storage_mutants.py"))
+    file = str(Path(__file__).with_name("store_mutants.py"))
     catching = [f"{file}::Test{mutant}::{test}" for mutant, test in CAUGHT_BY.items()]
     paths = [file] if takes_all(request.config) else [*catching, f"{file}::TestMemoryStorage"]
     options = ["-q", "--no-header", "--tb=no", "--show-capture=no", "-r", "", "-p", "no:cacheprovider"]

@@ -40,7 +40,7 @@ def text(tmp_path, content, name="text.txt"):
             ["trainer.max_stepz=3"],
             ["NXDT-C010", "command line: trainer.max_stepz", "Did you mean 'trainer.max_steps'?"],
         ),
-        (["model.name=lama"], ["NXDT-K002", "No model builder is called 'lama'", "Did you mean 'llama'"]),
+        (["model.name=lama"], ["NXDT-K002", "No model is called 'lama'", "Did you mean 'llama'"]),
         (["parallel_engine=jax"], ["NXDT-K002", "No engine is called 'jax'"]),
         (["data.name=sft-chat"], ["NXDT-D313", "data.chat_template", "'chatml'"]),
         (["checkpoint.uri=s3://bucket/run", "plugins.block=[s3]"], ["NXDT-K005", "s3://", "is blocked"]),
