@@ -85,7 +85,8 @@ class Component:
     target: str
     """Location of the implementation, ``package.module:attribute``; imported when a run uses it."""
     config: str | None = None
-    """``package.module:Dataclass`` of the component's own section; its module must not import torch."""
+    """``package.module:Dataclass`` of the component's own section; its module must not import torch. None: the section
+    has the keys of :attr:`Kind.config`, or none."""
     summary: str = ""
     """One line for ``nxdt plugins show``."""
     aliases: tuple[str, ...] = ()
@@ -235,6 +236,8 @@ class Kind:
     section: str
     """Key of the configuration, or option of a command, that selects the component: ``model.name``."""
     summary: str = ""
+    config: str | None = None
+    """Dataclass of the section of a component that names none."""
     capabilities: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What components of the kind may declare → what one that declares it does."""
 
@@ -249,6 +252,7 @@ def _kind(protocol: str, section: str, summary: str, record: type[Component] = C
         protocol=f"{package}.{protocol}",
         section=section,
         summary=summary,
+        config="nxdt_core.builtins.optimizers.config:OptimizerConfig" if name == "optimizer" else None,
         capabilities=CAPABILITIES.get(name, {}),
     )
 

@@ -26,6 +26,7 @@ __all__ = [
     "compare",
     "is_public",
     "modules",
+    "public_names",
     "report",
     "rooms",
     "surface",
@@ -160,8 +161,7 @@ def _owners(line: str) -> set[str]:
 
 
 def _module(name: str, tree: ast.Module) -> Iterator[str]:
-    exported = next((node for node in tree.body if _is_all(node)), None)
-    public = set(ast.literal_eval(exported.value)) if isinstance(exported, ast.Assign) else set()
+    public = public_names(tree)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name in public:
             yield from _class(name, node)
@@ -177,8 +177,18 @@ def _module(name: str, tree: ast.Module) -> Iterator[str]:
                     yield f"name {name}.{target.id}"
 
 
-def _is_all(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and [getattr(each, "id", "") for each in node.targets] == ["__all__"]
+def public_names(tree: ast.Module) -> set[str]:
+    """Return the names in ``__all__`` of a module; of one without it, what it defines."""
+    defined = set()
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names = [each.id for each in targets if isinstance(each, ast.Name)]
+        if names == ["__all__"] and isinstance(node, ast.Assign):
+            return set(ast.literal_eval(node.value))
+        defined |= {*names, *([node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else [])}
+    return {name for name in defined if not name.startswith("_")}
 
 
 def _class(module: str, node: ast.ClassDef) -> Iterator[str]:
@@ -248,6 +258,10 @@ def _errors() -> Iterator[str]:
             for part in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(part, ast.Assign) and _text(part.targets[0]) == "code":
                     yield f"error {ast.literal_eval(part.value)} : {path.stem}.{node.name}"
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+                code = node.value.args[0]
+                if _text(node.value.func).endswith(".define") and isinstance(code, ast.Constant):
+                    yield f"error {code.value} : {path.stem}.{_text(node.targets[0])}"
 
 
 def _keys() -> Iterator[str]:

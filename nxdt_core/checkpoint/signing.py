@@ -16,6 +16,7 @@ from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.signature import Signature, fingerprint_of, read_signature
 from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.errors.signing import (
     CheckpointDigestsWeak,
     CheckpointNotSigned,
@@ -191,7 +192,7 @@ def _read_key(path: Path, kind: str, load: Callable[[bytes], Any]) -> Any:
         raise _unusable(path, kind, f"it does not hold a {kind} key in PEM") from error
 
 
-def _unusable(path: Path, kind: str, reason: str) -> SigningKeyUnusable:
+def _unusable(path: Path, kind: str, reason: str) -> StorageError:
     return SigningKeyUnusable(where=str(path), kind=kind, reason=reason)
 
 

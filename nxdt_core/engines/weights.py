@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.nn.random.init import fill, rule_for
+from nxdt_core.nn.random.init import fill, fresh_rules, rule_for
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
@@ -44,8 +44,9 @@ def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> Whol
         InitRulesWrong: a rule matches no parameter, or a norm is drawn.
     """
     with torch.device("meta"):
-        module, plan, rules = builder.build(), builder.plan(), tuple(builder.init_rules())
+        module, plan = builder.build(), builder.plan()
         base = _names(module)
+        rules = fresh_rules(builder, base)
         check_rules(rules, base, norms=plan.norms, of=type(builder).__name__)
         for adapter in adapters:
             plan, own = adapter.apply(module, plan), tuple(adapter.init_rules())

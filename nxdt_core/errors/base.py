@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, dataclass_transform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, dataclass_transform
 
 from nxdt_core.visible_text import visible
 
-__all__ = ["NxdtError", "either", "listing", "one_of"]
+__all__ = ["ErrorCode", "NxdtError", "either", "listing", "one_of"]
+
+E = TypeVar("E", bound="NxdtError")
 
 
 @dataclass_transform(kw_only_default=True)
 class NxdtError(Exception):
-    """Base of all user-facing errors; annotated names of a subclass are its keyword-only data.
+    """Base of all user-facing errors. Code catches its subclasses; every other code is an :class:`ErrorCode`.
 
-    (A hand-written initialiser instead of ``@dataclass``: that decorator compiles code for each class, 0.3 ms
-    apiece, which every start of the command line would pay for sixty classes.)
+    Annotated names of a subclass are its keyword-only data. (A hand-written initialiser instead of ``@dataclass``: that
+    decorator compiles code for each class, 0.3 ms apiece, which every start of the command line would pay.)
     """
 
-    code: ClassVar[str] = "NXDT-000"
-    exit_status: ClassVar[int] = 2
-    happened: ClassVar[str]
+    code: str = "NXDT-000"
+    exit_status: int = 2
+    happened: str
     """Template of what was found, over the names of ``_view``."""
-    remedy: ClassVar[str]
+    remedy: str
     """Template of what to do."""
-    usual_remedy: ClassVar[str] = ""
+    usual_remedy: str = ""
     """What to do in general, where ``remedy`` depends on what was found: for the page of error codes and
     ``nxdt explain``."""
+    _values: Mapping[str, Any] | None = None
+    """Of an error that a row gave: the values of its templates."""
+    _also: Callable[[Any], Mapping[str, Any]] | None = None
 
     def __init__(self, **data: Any) -> None:
         names = self._fields()
@@ -39,17 +45,37 @@ class NxdtError(Exception):
         super().__init__()
 
     @classmethod
+    def define(cls: type[E], code: str, cause: str, happened: str, remedy: str, **further: Any) -> ErrorCode[E]:
+        """Return the row of an error code of this family.
+
+        Args:
+            code: as users see it, such as ``NXDT-S001``.
+            cause: one sentence, for ``nxdt explain`` and the page of error codes.
+            happened: template of what was found. Its names are the keywords of a call. A sequence takes one of the
+                formats ``list`` (``'a', 'b' and 3 more``, or ``none``), ``list4`` (at most four), ``or``
+                (``'a' or 'b'``), or its separator: ``{problems:; }``.
+            remedy: template of what to do, over the same names.
+            further: other fields of :class:`ErrorCode`.
+        """
+        return ErrorCode(family=cls, code=code, cause=cause, happened=happened, remedy=remedy, **further)
+
+    @classmethod
     def _fields(cls) -> list[str]:
         """Names of the data that instances carry, those of base classes first."""
         return [
             name
             for klass in reversed(cls.__mro__)
+            if klass not in (NxdtError, Exception, BaseException, object)
             for name, annotation in vars(klass).get("__annotations__", {}).items()
             if not str(annotation).startswith("ClassVar")
         ]
 
     def __reduce__(self) -> Any:
-        return _rebuild, (type(self), NxdtError._view(self))
+        if self._values is None:
+            return _rebuild, (type(self), NxdtError._view(self))
+        texts = {name: _literal(getattr(self, name)()) for name in ("what", "do")}
+        row = {"code": self.code, "exit_status": self.exit_status, "happened": texts["what"], "remedy": texts["do"]}
+        return _restored, (type(self), {**row, "_values": self._values})
 
     def what(self) -> str:
         """Return one sentence: what was found."""
@@ -61,14 +87,76 @@ class NxdtError(Exception):
 
     def _view(self) -> dict[str, Any]:
         """Values that the two templates may name; subclasses add what they compute."""
+        if self._values is not None:
+            listed = {name: _Listed(value) for name, value in self._values.items() if type(value) in (tuple, list)}
+            return {**self._values, **listed, **(self._also(self) if self._also else {})}
         return {name: getattr(self, name) for name in self._fields()}
 
     def __str__(self) -> str:
         return visible(f"[{self.code}] {self.what()}\n  {self.do()}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorCode(Generic[E]):
+    """A row of the catalogue of errors: called with the values of its templates, it gives the error to raise.
+
+    Example::
+
+        NoRows = NxdtError.define("ACME-1", "A file without rows.", "{path} has no rows.", "Correct the path.")
+        raise NoRows(path="chats.jsonl")
+    """
+
+    family: type[E]
+    """Class of the error: what code catches."""
+    code: str
+    cause: str
+    happened: str
+    remedy: str
+    usual_remedy: str = ""
+    """What to do in general, where ``remedy`` depends on what was found."""
+    exit_status: int = 2
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values that a call may leave out."""
+    also: Callable[[Any], Mapping[str, Any]] | None = None
+    """Further values of the templates, computed from those of the call, which are attributes of its argument."""
+
+    def __call__(self, **values: Any) -> E:
+        """Return the error.
+
+        Raises:
+            KeyError: a value of a template is missing.
+        """
+        error = self.family.__new__(self.family)
+        own = {"code": self.code, "exit_status": self.exit_status, "happened": self.happened, "remedy": self.remedy}
+        given = {**self.defaults, **values}
+        vars(error).update(given, **own, usual_remedy=self.usual_remedy, _values=given, _also=self.also)
+        error.what(), error.do()  # a missing value is a defect of the caller: found here, and not when it is printed
+        return error
+
+
+class _Listed(tuple[Any, ...]):
+    """A sequence in a template, with the formats that :meth:`NxdtError.define` names."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        if spec.startswith("list"):
+            return listing(self, int(spec.removeprefix("list") or 8)) or "none"
+        return one_of(self) if spec == "or" else spec.join(map(str, self)) if spec else str(tuple(self))
+
+
 def _rebuild(cls: type[NxdtError], data: dict[str, Any]) -> NxdtError:
     return cls(**data)
+
+
+def _restored(cls: type[NxdtError], state: dict[str, Any]) -> NxdtError:
+    error = cls.__new__(cls)
+    vars(error).update(state["_values"], **state)
+    return error
+
+
+def _literal(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def either(words: Sequence[str]) -> str:

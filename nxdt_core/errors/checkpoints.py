@@ -4,36 +4,6 @@ from __future__ import annotations
 
 from nxdt_core.errors.base import NxdtError
 
-__all__ = [
-    "AdapterOfAnotherBase",
-    "BadStorageKey",
-    "BadStorageUri",
-    "CheckpointConflict",
-    "CheckpointDamaged",
-    "CheckpointFilesMissing",
-    "CheckpointHasNoAverage",
-    "CheckpointIsNoFile",
-    "CheckpointNotFound",
-    "CheckpointRankFailed",
-    "CheckpointTooNew",
-    "CopyHasOtherCheckpoint",
-    "CopyOntoOtherStep",
-    "LockIsNoFile",
-    "NoSoundCheckpoint",
-    "OwnershipLost",
-    "SameWeightsSaved",
-    "SaveLacksElements",
-    "SaveTookTooLong",
-    "StorageDenied",
-    "StorageError",
-    "StorageFull",
-    "StoragePathIsFile",
-    "StoreInUse",
-    "TensorNotInCheckpoint",
-    "TensorStateUnsupported",
-    "UnsavableState",
-]
-
 
 class StorageError(NxdtError):
     """Base of the errors of checkpoint storage; a storage backend raises it, or a subclass, for what a user can fix."""
@@ -64,28 +34,26 @@ class StorageDenied(StorageError):
     remedy = "Give this user the right to read and write there, or set checkpoint.uri to a place that is writable."
 
 
-class StoragePathIsFile(StorageError):
-    """A part of the path that must be a directory is something else."""
+StoragePathIsFile = StorageError.define(
+    "NXDT-S003",
+    "A part of the path that must be a directory is something else.",
+    "{where} cannot hold checkpoints: {reason}.",
+    "Name a directory (checkpoint.uri), which need not exist, or move what is in the way.",
+)
 
-    code = "NXDT-S003"
-    happened = "{where} cannot hold checkpoints: {reason}."
-    remedy = "Name a directory (checkpoint.uri), which need not exist, or move what is in the way."
+BadStorageKey = StorageError.define(
+    "NXDT-S004",
+    "A key that no store accepts.",
+    "{where!r} is not a key of a store: {reason}.",
+    "Write keys as relative paths such as 'step-00000100/manifest.json'.",
+)
 
-
-class BadStorageKey(StorageError):
-    """A key that no store accepts."""
-
-    code = "NXDT-S004"
-    happened = "{where!r} is not a key of a store: {reason}."
-    remedy = "Write keys as relative paths such as 'step-00000100/manifest.json'."
-
-
-class BadStorageUri(StorageError):
-    """An address of a store that means nothing."""
-
-    code = "NXDT-S005"
-    happened = "{where!r} is not an address for checkpoints: {reason}."
-    remedy = "Write a path ('runs/a/checkpoints'), 'file:///absolute/path' or 'scheme://…' of an installed store."
+BadStorageUri = StorageError.define(
+    "NXDT-S005",
+    "An address of a store that means nothing.",
+    "{where!r} is not an address for checkpoints: {reason}.",
+    "Write a path ('runs/a/checkpoints'), 'file:///absolute/path' or 'scheme://…' of an installed store.",
+)
 
 
 class CheckpointDamaged(StorageError):
@@ -99,26 +67,21 @@ class CheckpointDamaged(StorageError):
     )
 
 
-class CheckpointIsNoFile(CheckpointDamaged):
-    """A symbolic link, a pipe or a device is in the place of a file or directory of a checkpoint."""
+CheckpointIsNoFile = CheckpointDamaged.define(
+    "NXDT-S019",
+    "A symbolic link, a pipe or a device is in the place of a file or directory of a checkpoint.",
+    "nxdt does not open {where}: {reason}.",
+    "Below a checkpoint directory nxdt follows no symbolic links and opens regular files only; the directory "
+    "itself may be a link. Copy the files to this place, or name the place that a link leads to.",
+)
 
-    code = "NXDT-S019"
-    happened = "nxdt does not open {where}: {reason}."
-    remedy = (
-        "Below a checkpoint directory nxdt follows no symbolic links and opens regular files only; the directory "
-        "itself may be a link. Copy the files to this place, or name the place that a link leads to."
-    )
-
-
-class LockIsNoFile(CheckpointIsNoFile):
-    """A link, a pipe, a directory, or a file with two names is in the place of a lock."""
-
-    code = "NXDT-S020"
-    happened = "nxdt does not lock {where}: {reason}."
-    remedy = (
-        "No checkpoint needs this name. Make sure that no run uses this place, delete what has the name, and run the "
-        "same command again: nxdt makes a new file."
-    )
+LockIsNoFile = CheckpointDamaged.define(
+    "NXDT-S020",
+    "A link, a pipe, a directory, or a file with two names is in the place of a lock.",
+    "nxdt does not lock {where}: {reason}.",
+    "No checkpoint needs this name. Make sure that no run uses this place, delete what has the name, and run the "
+    "same command again: nxdt makes a new file.",
+)
 
 
 class CheckpointNotFound(StorageError):
@@ -137,105 +100,86 @@ class CheckpointTooNew(StorageError):
     remedy = "pip install --upgrade nxdt-core."
 
 
-class UnsavableState(StorageError):
-    """A value that a checkpoint cannot hold: neither JSON nor a plain tensor."""
+UnsavableState = StorageError.define(
+    "NXDT-S013",
+    "A value that a checkpoint cannot hold: neither JSON nor a plain tensor.",
+    "The state under {where!r} cannot be saved: {reason}.",
+    "Keep None, bool, int, float, str, lists, tuples, dicts and plain tensors in states: a checkpoint holds JSON "
+    "and raw tensors only, so that loading one can run no code.",
+)
 
-    code = "NXDT-S013"
-    happened = "The state under {where!r} cannot be saved: {reason}."
-    remedy = (
-        "Keep None, bool, int, float, str, lists, tuples, dicts and plain tensors in states: a checkpoint holds JSON "
-        "and raw tensors only, so that loading one can run no code."
-    )
+CheckpointConflict = StorageError.define(
+    "NXDT-S014",
+    "Two writers saved the same step at once.",
+    "{where} was committed by another process meanwhile: {reason}.",
+    "Make sure that no second job writes to this checkpoint.uri, then run the same command again.",
+)
 
+TensorNotInCheckpoint = StorageError.define(
+    "NXDT-S015",
+    "A tensor that was asked for is not in the checkpoint.",
+    "The checkpoint {where} lacks what was asked for: {reason}.",
+    "Load it into the model and optimizer that it was saved from, or ask for the names that it has.",
+)
 
-class CheckpointConflict(StorageError):
-    """Two writers saved the same step at once."""
+TensorStateUnsupported = StorageError.define(
+    "NXDT-S016",
+    "A tensor that is not dense, plain and of a known dtype.",
+    "The state under {where!r} cannot be saved: {reason}.",
+    "Save dense tensors of a floating-point, integer or boolean dtype that hold data.",
+)
 
-    code = "NXDT-S014"
-    happened = "{where} was committed by another process meanwhile: {reason}."
-    remedy = "Make sure that no second job writes to this checkpoint.uri, then run the same command again."
+CheckpointRankFailed = StorageError.define(
+    "NXDT-S017",
+    "Another rank failed with a bug while all ranks saved or loaded; that rank prints its traceback.",
+    "Rank {rank} failed at {where}: {reason}.",
+    "See the traceback of that rank; checkpoints committed before are intact.",
+)
 
+CheckpointFilesMissing = StorageError.define(
+    "NXDT-S018",
+    "The ranks do not write to one and the same store, or it has lost what they wrote.",
+    "The checkpoint {where} was not committed: {reason}.",
+    "Set checkpoint.uri to a place that all nodes share, such as a network file system or an object store. Where "
+    "they do share it, it has cut off or lost files without an error: check its health and its quota.",
+)
 
-class TensorNotInCheckpoint(StorageError):
-    """A tensor that was asked for is not in the checkpoint."""
+AdapterOfAnotherBase = NxdtError.define(
+    "NXDT-S091",
+    "An adapter was trained over other frozen weights than those that are there.",
+    "The adapter at '{where}' was trained over other base weights than those of {base}.",
+    "Name the base that it was trained over, with its step: checkpoint.resume_from with "
+    "checkpoint.weight_init_only=true in a run, --base for generate, evaluate and merge-lora; without one, the "
+    "run's own seed and model are its base.",
+)
 
-    code = "NXDT-S015"
-    happened = "The checkpoint {where} lacks what was asked for: {reason}."
-    remedy = "Load it into the model and optimizer that it was saved from, or ask for the names that it has."
+CheckpointHasNoAverage = NxdtError.define(
+    "NXDT-S090",
+    "Averaged weights are asked of a checkpoint without them.",
+    "{where} holds no average of the weights.",
+    "Export the weights themselves, without --ema; exp_manager.ema.enable=true lets a run keep an average.",
+)
 
+CopyHasOtherCheckpoint = StorageError.define(
+    "NXDT-S060",
+    "The step is committed at the destination of a copy, by another save.",
+    "{where} holds another checkpoint of that step: {reason}.",
+    "Copy to another address, or delete that step there first. Nothing was changed.",
+)
 
-class TensorStateUnsupported(UnsavableState):
-    """A tensor that is not dense, plain and of a known dtype."""
+CopyOntoOtherStep = StorageError.define(
+    "NXDT-S061",
+    "The destination of a copy names a step that is not the copied one.",
+    "{where} is no place for that copy: {reason}.",
+    "Name the root of the destination; a checkpoint keeps its step, which is part of its manifest.",
+)
 
-    code = "NXDT-S016"
-    remedy = "Save dense tensors of a floating-point, integer or boolean dtype that hold data."
-
-
-class CheckpointRankFailed(StorageError):
-    """Another rank failed with a bug while all ranks saved or loaded; that rank prints its traceback."""
-
-    code = "NXDT-S017"
-    happened = "Rank {rank} failed at {where}: {reason}."
-    remedy = "See the traceback of that rank; checkpoints committed before are intact."
-    rank: int
-
-
-class CheckpointFilesMissing(StorageError):
-    """The ranks do not write to one and the same store, or it has lost what they wrote."""
-
-    code = "NXDT-S018"
-    happened = "The checkpoint {where} was not committed: {reason}."
-    remedy = (
-        "Set checkpoint.uri to a place that all nodes share, such as a network file system or an object store. Where "
-        "they do share it, it has cut off or lost files without an error: check its health and its quota."
-    )
-
-
-class AdapterOfAnotherBase(NxdtError):
-    """An adapter was trained over other frozen weights than those that are there."""
-
-    code = "NXDT-S091"
-    happened = "The adapter at '{where}' was trained over other base weights than those of {base}."
-    remedy = (
-        "Name the base that it was trained over, with its step: checkpoint.resume_from with "
-        "checkpoint.weight_init_only=true in a run, --base for generate, evaluate and merge-lora; without one, the "
-        "run's own seed and model are its base."
-    )
-    where: str
-    base: str
-
-
-class CheckpointHasNoAverage(NxdtError):
-    """Averaged weights are asked of a checkpoint without them."""
-
-    code = "NXDT-S090"
-    happened = "{where} holds no average of the weights."
-    remedy = "Export the weights themselves, without --ema; exp_manager.ema.enable=true lets a run keep an average."
-    where: str
-
-
-class CopyHasOtherCheckpoint(StorageError):
-    """The step is committed at the destination of a copy, by another save."""
-
-    code = "NXDT-S060"
-    happened = "{where} holds another checkpoint of that step: {reason}."
-    remedy = "Copy to another address, or delete that step there first. Nothing was changed."
-
-
-class CopyOntoOtherStep(StorageError):
-    """The destination of a copy names a step that is not the copied one."""
-
-    code = "NXDT-S061"
-    happened = "{where} is no place for that copy: {reason}."
-    remedy = "Name the root of the destination; a checkpoint keeps its step, which is part of its manifest."
-
-
-class NoSoundCheckpoint(StorageError):
-    """None of the checkpoints that pruning would keep verifies."""
-
-    code = "NXDT-S062"
-    happened = "Nothing was deleted at {where}: {reason}."
-    remedy = "'nxdt checkpoint verify --deep' names the damaged files; restore them from a copy, then prune again."
+NoSoundCheckpoint = StorageError.define(
+    "NXDT-S062",
+    "None of the checkpoints that pruning would keep verifies.",
+    "Nothing was deleted at {where}: {reason}.",
+    "'nxdt checkpoint verify --deep' names the damaged files; restore them from a copy, then prune again.",
+)
 
 
 class StoreInUse(StorageError):
@@ -250,46 +194,35 @@ class StoreInUse(StorageError):
     owner: str
 
 
-class OwnershipLost(StorageError):
-    """This run no longer owns the store that it saves to."""
+OwnershipLost = StorageError.define(
+    "NXDT-S041",
+    "This run no longer owns the store that it saves to.",
+    "{where} no longer belongs to this run, and nothing more was committed there: {reason}.",
+    "What was committed before is intact. Stop the run that should not be there; the same command then resumes "
+    "from the newest checkpoint.",
+)
 
-    code = "NXDT-S041"
-    happened = "{where} no longer belongs to this run, and nothing more was committed there: {reason}."
-    remedy = (
-        "What was committed before is intact. Stop the run that should not be there; the same command then resumes "
-        "from the newest checkpoint."
-    )
+SameWeightsSaved = StorageError.define(
+    "NXDT-S050",
+    "What was to be committed holds the weights of an older checkpoint, though the run has changed them since.",
+    "The save {where} was not committed: {reason}.",
+    "Something saved old copies of the weights, or nothing trains them: look at grad_norm, and try "
+    "checkpoint.async_save=false. Where updates are meant to be so small that rounding undoes them, set "
+    "checkpoint.refuse_same_weights=false.",
+)
 
+SaveTookTooLong = StorageError.define(
+    "NXDT-S051",
+    "A store or a rank that hangs, or a store too slow for the deadline.",
+    "The save {where} was not done in time: {reason}.",
+    "Checkpoints committed before are intact. Make sure that the store answers on every node, then run the same "
+    "command again; checkpoint.deadline_s allows more time.",
+)
 
-class SameWeightsSaved(StorageError):
-    """What was to be committed holds the weights of an older checkpoint, though the run has changed them since."""
-
-    code = "NXDT-S050"
-    happened = "The save {where} was not committed: {reason}."
-    remedy = (
-        "Something saved old copies of the weights, or nothing trains them: look at grad_norm, and try "
-        "checkpoint.async_save=false. Where updates are meant to be so small that rounding undoes them, set "
-        "checkpoint.refuse_same_weights=false."
-    )
-
-
-class SaveTookTooLong(StorageError):
-    """A store or a rank that hangs, or a store too slow for the deadline."""
-
-    code = "NXDT-S051"
-    happened = "The save {where} was not done in time: {reason}."
-    remedy = (
-        "Checkpoints committed before are intact. Make sure that the store answers on every node, then run the same "
-        "command again; checkpoint.deadline_s allows more time."
-    )
-
-
-class SaveLacksElements(StorageError):
-    """What the ranks wrote is not the whole model."""
-
-    code = "NXDT-S022"
-    happened = "The checkpoint {where} was not committed: {reason}."
-    remedy = (
-        "This is a defect of the parallel engine: its state_dict has to give each parameter once, with the shape of "
-        "the whole. Save with parallel_engine.name=torch, and report it to the authors of the engine."
-    )
+SaveLacksElements = StorageError.define(
+    "NXDT-S022",
+    "What the ranks wrote is not the whole model.",
+    "The checkpoint {where} was not committed: {reason}.",
+    "This is a defect of the parallel engine: its state_dict has to give each parameter once, with the shape of "
+    "the whole. Save with parallel_engine.name=torch, and report it to the authors of the engine.",
+)

@@ -8,36 +8,6 @@ from typing import Any
 
 from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
-__all__ = [
-    "BadComponentChoice",
-    "BadComponentConfig",
-    "BadInterpolation",
-    "BadOverride",
-    "CapabilityMissing",
-    "ComponentFinding",
-    "ConfigError",
-    "ConfigFileNotFound",
-    "ConfigProblem",
-    "ConfigUnreadable",
-    "ConflictingKeys",
-    "CredentialsInAddress",
-    "DuplicateKey",
-    "ImpossibleCombination",
-    "MigrationTargetExists",
-    "MigrationTargetUnwritable",
-    "MigrationUnknown",
-    "Misfit",
-    "MissingKey",
-    "NotSupported",
-    "SecretNotKept",
-    "UnknownKey",
-    "UnknownRecipe",
-    "ValuesNotSet",
-    "WrongValue",
-    "YamlSyntax",
-    "YamlTooLarge",
-]
-
 
 class ConfigProblem(NxdtError):
     """Base of what can be wrong with one key; :class:`ConfigError` gathers them."""
@@ -105,14 +75,12 @@ class ConfigFileNotFound(ConfigProblem):
         return {**super()._view(), "near": near}
 
 
-class ConfigUnreadable(ConfigProblem):
-    """An existing file that cannot be read as text."""
-
-    code = "NXDT-C003"
-    happened = "cannot read '{path}': {reason}."
-    remedy = "Name a YAML file in UTF-8 that you may read."
-    path: str
-    reason: str
+ConfigUnreadable = ConfigProblem.define(
+    "NXDT-C003",
+    "An existing file that cannot be read as text.",
+    "cannot read '{path}': {reason}.",
+    "Name a YAML file in UTF-8 that you may read.",
+)
 
 
 class YamlSyntax(ConfigProblem):
@@ -133,23 +101,19 @@ class YamlTooLarge(ConfigProblem):
     reason: str
 
 
-class DuplicateKey(ConfigProblem):
-    """A key that is given twice in one mapping; YAML libraries keep the last one silently."""
+DuplicateKey = ConfigProblem.define(
+    "NXDT-C005",
+    "A key that is given twice in one mapping; YAML libraries keep the last one silently.",
+    "the key occurs twice; first at {first}.",
+    "Remove one of them.",
+)
 
-    code = "NXDT-C005"
-    happened = "the key occurs twice; first at {first}."
-    remedy = "Remove one of them."
-    first: str
-
-
-class BadOverride(ConfigProblem):
-    """An argument of the command line that sets no key."""
-
-    code = "NXDT-C006"
-    happened = "'{text}' sets no key: {reason}."
-    remedy = "Write key.path=value, such as trainer.max_steps=100."
-    text: str
-    reason: str
+BadOverride = ConfigProblem.define(
+    "NXDT-C006",
+    "An argument of the command line that sets no key.",
+    "'{text}' sets no key: {reason}.",
+    "Write key.path=value, such as trainer.max_steps=100.",
+)
 
 
 class UnknownRecipe(ConfigProblem):
@@ -194,42 +158,37 @@ class UnknownKey(ConfigProblem):
         return {**super()._view(), "near": near}
 
 
-class MissingKey(ConfigProblem):
-    """A key that must be given."""
+MissingKey = ConfigProblem.define(
+    "NXDT-C011",
+    "A key that must be given.",
+    "required key is missing.",
+    "Give it {allowed}.",
+)
 
-    code = "NXDT-C011"
-    happened = "required key is missing."
-    remedy = "Give it {allowed}."
-    allowed: str
-
-
-class WrongValue(ConfigProblem):
-    """A value of the wrong type, out of bounds, or not among those allowed."""
-
-    code = "NXDT-C012"
-    happened = "found {found}; allowed: {allowed}."
-    remedy = "{hint}"
-    usual_remedy = "Write a value of the type and range that the message names."
-    found: str
-    allowed: str
-    hint: str = ""
+WrongValue = ConfigProblem.define(
+    "NXDT-C012",
+    "A value of the wrong type, out of bounds, or not among those allowed.",
+    "found {found}; allowed: {allowed}.",
+    "{hint}",
+    usual_remedy="Write a value of the type and range that the message names.",
+    defaults={"hint": ""},
+)
 
 
-class BadInterpolation(ConfigProblem):
-    """A ``${…}`` that cannot be resolved."""
+def _bad_interpolation(error: Any) -> dict[str, Any]:
+    meant = [f"${{{name}}}" for name in error.candidates]
+    return {"near": f"Did you mean {either(meant)}?" if meant else error.advice}
 
-    code = "NXDT-C013"
-    happened = "cannot resolve '{text}': {reason}."
-    remedy = "{near}"
-    usual_remedy = "Correct the name between the braces; it is a dotted key path or a resolver such as oc.env."
-    text: str
-    reason: str
-    advice: str = ""
-    candidates: tuple[str, ...] = ()
 
-    def _view(self) -> dict[str, Any]:
-        meant = [f"${{{name}}}" for name in self.candidates]
-        return {**super()._view(), "near": f"Did you mean {either(meant)}?" if meant else self.advice}
+BadInterpolation = ConfigProblem.define(
+    "NXDT-C013",
+    "A ``${…}`` that cannot be resolved.",
+    "cannot resolve '{text}': {reason}.",
+    "{near}",
+    usual_remedy="Correct the name between the braces; it is a dotted key path or a resolver such as oc.env.",
+    defaults={"advice": "", "candidates": ()},
+    also=_bad_interpolation,
+)
 
 
 class ConflictingKeys(ConfigProblem):
@@ -284,24 +243,15 @@ class ImpossibleCombination(ConfigProblem):
     """Where several values may not fit the same one."""
 
 
-class BadComponentChoice(ConfigProblem):
-    """A component is not available. The message is that of the kernel."""
-
-    code = "NXDT-C017"
-    happened = "{inner}{note}"
-    remedy = "{inner_remedy}"
-    usual_remedy = "Choose an available name, or install the plugin that the message names."
-    error: NxdtError
-    note: str = ""
-    """A sentence on where the choice comes from."""
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "inner": self.error.what(), "inner_remedy": self.error.do()}
-
-    @property
-    def shown_code(self) -> str:
-        """Return the code of the kernel's error."""
-        return self.error.code
+BadComponentChoice = ConfigProblem.define(
+    "NXDT-C017",
+    "A component is not available. The message is that of the kernel.",
+    "{inner}{note}",
+    "{inner_remedy}",
+    usual_remedy="Choose an available name, or install the plugin that the message names.",
+    defaults={"note": ""},
+    also=lambda error: {"inner": error.error.what(), "inner_remedy": error.error.do()},
+)
 
 
 class BadComponentConfig(ConfigProblem):
@@ -315,46 +265,43 @@ class BadComponentConfig(ConfigProblem):
     reason: str
 
 
-class ComponentFinding(ConfigProblem):
-    """What a component or a plugin finds wrong with its settings."""
+ComponentFinding = ConfigProblem.define(
+    "NXDT-C019",
+    "What a component or a plugin finds wrong with its settings.",
+    "{message}",
+    "{advice}",
+    usual_remedy="Change the value as the component's message says.",
+    defaults={"advice": ""},
+)
 
-    code = "NXDT-C019"
-    happened = "{message}"
-    remedy = "{advice}"
-    usual_remedy = "Change the value as the component's message says."
-    message: str
-    advice: str = ""
-
-
-class SecretNotKept(ConfigProblem):
-    """A mask in place of a secret: the file was written by a run, which does not keep secrets."""
-
-    code = "NXDT-C020"
-    happened = "the secret was masked when this configuration was written."
-    remedy = "Give {key} again, best as ${{oc.env:NAME}} with the secret in that variable."
+SecretNotKept = ConfigProblem.define(
+    "NXDT-C020",
+    "A mask in place of a secret: the file was written by a run, which does not keep secrets.",
+    "the secret was masked when this configuration was written.",
+    "Give {key} again, best as ${{oc.env:NAME}} with the secret in that variable.",
+)
 
 
-class CredentialsInAddress(ConfigProblem):
-    """A name, password or key within an address, which is printed and written."""
+def _credentials_in_address(error: Any) -> dict[str, Any]:
+    if error.scheme == "s3":
+        instead = (
+            "Give them where boto3 looks: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, a profile of "
+            "~/.aws, or a role."
+        )
+    elif error.key.startswith("checkpoint."):
+        instead = "Give them where the library of the storage backend looks."
+    else:
+        instead = "Put the whole address into a variable, and write ${oc.env:NAME}."
+    return {"instead": instead}
 
-    code = "NXDT-C021"
-    happened = "'{found}' holds credentials."
-    remedy = "Remove them from the address. {instead}"
-    found: str
-    """The address without them."""
-    scheme: str
 
-    def _view(self) -> dict[str, Any]:
-        if self.scheme == "s3":
-            instead = (
-                "Give them where boto3 looks: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, "
-                "a profile of ~/.aws, or a role."
-            )
-        elif self.key.startswith("checkpoint."):
-            instead = "Give them where the library of the storage backend looks."
-        else:
-            instead = "Put the whole address into a variable, and write ${oc.env:NAME}."
-        return {**super()._view(), "instead": instead}
+CredentialsInAddress = ConfigProblem.define(
+    "NXDT-C021",
+    "A name, password or key within an address, which is printed and written.",
+    "'{found}' holds credentials.",
+    "Remove them from the address. {instead}",
+    also=_credentials_in_address,
+)
 
 
 class CapabilityMissing(ConfigProblem):
@@ -389,66 +336,55 @@ class CapabilityMissing(ConfigProblem):
         return {**super()._view(), "role": role, "ways": ways}
 
 
-class MigrationTargetExists(NxdtError):
-    """A file that writing would replace."""
+MigrationTargetExists = NxdtError.define(
+    "NXDT-C031",
+    "A file that writing would replace.",
+    "{path} exists already.",
+    "Name another file, or say --force to replace it.",
+)
 
-    code = "NXDT-C031"
-    happened = "{path} exists already."
-    remedy = "Name another file, or say --force to replace it."
-    path: str
-
-
-class MigrationTargetUnwritable(NxdtError):
-    """A file that cannot be written where it was asked for."""
-
-    code = "NXDT-C032"
-    happened = "Cannot write {path}: {reason}."
-    remedy = "Name a file in a directory that exists and that you may write to."
-    path: str
-    reason: str
+MigrationTargetUnwritable = NxdtError.define(
+    "NXDT-C032",
+    "A file that cannot be written where it was asked for.",
+    "Cannot write {path}: {reason}.",
+    "Name a file in a directory that exists and that you may write to.",
+)
 
 
-class MigrationUnknown(NxdtError):
-    """A configuration that no installed migration recognises."""
-
-    code = "NXDT-C034"
-    happened = "No installed migration recognises '{source}'.{bad}"
-    remedy = "{known}{more}"
-    usual_remedy = "Name the program with --from, or install the migration that the message names."
-    source: str
-    installed: tuple[str, ...] = ()
-    """``name (program)`` of each installed migration."""
-    install: tuple[str, ...] = ()
-    """``pip install DIST (names)`` for each known distribution of migrations that is not installed."""
-    unusable: tuple[str, ...] = ()
-    """One sentence for each installed plugin that cannot be used and might have recognised it."""
-
-    def _view(self) -> dict[str, Any]:
-        known = f"Name the migration with --from: {', '.join(self.installed)}." if self.installed else ""
-        more = f"Install a migration: {'; '.join(self.install)}." if self.install else ""
-        return {
-            **super()._view(),
-            "bad": f" Installed but unusable: {'; '.join(self.unusable)}." if self.unusable else "",
-            "known": known or ("" if more else "No plugin offers any migration."),
-            "more": f" {more}" if known and more else more,
-        }
+def _migration_unknown(error: Any) -> dict[str, Any]:
+    known = f"Name the migration with --from: {', '.join(error.installed)}." if error.installed else ""
+    more = f"Install a migration: {'; '.join(error.install)}." if error.install else ""
+    return {
+        "bad": f" Installed but unusable: {'; '.join(error.unusable)}." if error.unusable else "",
+        "known": known or ("" if more else "No plugin offers any migration."),
+        "more": f" {more}" if known and more else more,
+    }
 
 
-class ValuesNotSet(NxdtError):
-    """A recipe whose placeholders, such as the paths of your data, are not replaced."""
+MigrationUnknown = NxdtError.define(
+    "NXDT-C034",
+    "A configuration that no installed migration recognises.",
+    "No installed migration recognises '{source}'.{bad}",
+    "{known}{more}",
+    usual_remedy="Name the program with --from, or install the migration that the message names.",
+    defaults={"installed": (), "install": (), "unusable": ()},
+    also=_migration_unknown,
+)
 
-    code = "NXDT-C040"
-    happened = "{source}: {count} to set: {listed}."
-    remedy = "Add {examples} to the command, or set {them} in a file that starts with 'base: {source}'."
-    source: str
-    keys: tuple[str, ...]
 
-    def _view(self) -> dict[str, Any]:
-        one = len(self.keys) == 1
-        return {
-            **super()._view(),
-            "count": "1 value" if one else f"{len(self.keys)} values",
-            "listed": ", ".join(self.keys),
-            "examples": " ".join(f"{key}=..." for key in self.keys),
-            "them": "it" if one else "them",
-        }
+def _values_not_set(error: Any) -> dict[str, Any]:
+    one = len(error.keys) == 1
+    return {
+        "count": "1 value" if one else f"{len(error.keys)} values",
+        "examples": " ".join(f"{key}=..." for key in error.keys),
+        "them": "it" if one else "them",
+    }
+
+
+ValuesNotSet = NxdtError.define(
+    "NXDT-C040",
+    "A recipe whose placeholders, such as the paths of your data, are not replaced.",
+    "{source}: {count} to set: {keys:, }.",
+    "Add {examples} to the command, or set {them} in a file that starts with 'base: {source}'.",
+    also=_values_not_set,
+)

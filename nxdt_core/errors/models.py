@@ -6,90 +6,41 @@ from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
 
-__all__ = [
-    "BadModelConfig",
-    "BuffersNotReset",
-    "HFExchangeUnsupported",
-    "HFFileDamaged",
-    "HFFileMissing",
-    "HFNotWritable",
-    "HFUnsupported",
-    "HeadNotLinear",
-    "InitRulesWrong",
-    "KeyMapIncomplete",
-    "LogitsAreSharded",
-    "LossesAreNotLogits",
-    "ModelReadsValues",
-    "ModelWithoutHead",
-    "NoInitRule",
-    "ObjectiveWeightsDiffer",
-    "SequenceTooLongForModel",
-    "UnknownRecomputeName",
-    "VocabularyTooSmall",
-    "WeightsDoNotFit",
-    "WeightsUnusable",
-]
+NoInitRule = NxdtError.define(
+    "NXDT-M001",
+    "No rule of the model says how a parameter starts.",
+    "No initialisation rule matches the parameter '{parameter}'; there are rules for {listed}.",
+    "Add a rule to the builder's or the adapter's init_rules(); the pattern '*' matches all others.",
+    also=lambda error: {"listed": listing(error.patterns) or "nothing"},
+)
 
+InitRulesWrong = NxdtError.define(
+    "NXDT-M003",
+    "Rules of a model or adapter that match nothing, or draw what must start constant.",
+    "The initialisation rules of {builder} do not fit its parameters: {problems:; }.",
+    "Correct init_rules(): a leading * stands for any depth, any other * for a part of one component.",
+)
 
-class NoInitRule(NxdtError):
-    """No rule of the model says how a parameter starts."""
+BuffersNotReset = NxdtError.define(
+    "NXDT-M004",
+    "Buffers of a model that was built on the meta device, which nothing computes on the device.",
+    "The model's buffers {buffers:list} hold uninitialised memory, since no reset_buffers() computes them.",
+    "Assign each buffer, or write to it in place, in a method reset_buffers() of the module that has it.",
+)
 
-    code = "NXDT-M001"
-    happened = "No initialisation rule matches the parameter '{parameter}'; there are rules for {listed}."
-    remedy = "Add a rule to the builder's or the adapter's init_rules(); the pattern '*' matches all others."
-    parameter: str
-    patterns: list[str]
+BadModelConfig = NxdtError.define(
+    "NXDT-M002",
+    "Values of a model's section cannot work together.",
+    "The model '{model}' cannot be built: {problems:; }.",
+    "Correct these keys of the section model.",
+)
 
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "listed": listing(self.patterns) or "nothing"}
-
-
-class InitRulesWrong(NxdtError):
-    """Rules of a model or adapter that match nothing, or draw what must start constant."""
-
-    code = "NXDT-M003"
-    happened = "The initialisation rules of {builder} do not fit its parameters: {listed}."
-    remedy = "Correct init_rules(): a leading * stands for any depth, any other * for a part of one component."
-    builder: str
-    problems: list[str]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "listed": "; ".join(self.problems)}
-
-
-class BuffersNotReset(NxdtError):
-    """Buffers of a model that was built on the meta device, which nothing computes on the device."""
-
-    code = "NXDT-M004"
-    happened = "The model's buffers {listed} hold uninitialised memory, since no reset_buffers() computes them."
-    remedy = "Assign each buffer, or write to it in place, in a method reset_buffers() of the module that has it."
-    buffers: list[str]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "listed": listing(self.buffers)}
-
-
-class BadModelConfig(NxdtError):
-    """Values of a model's section cannot work together."""
-
-    code = "NXDT-M002"
-    happened = "The model '{model}' cannot be built: {listed}."
-    remedy = "Correct these keys of the section model."
-    model: str
-    problems: list[str]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "listed": "; ".join(self.problems)}
-
-
-class HFFileMissing(NxdtError):
-    """A Hugging Face directory lacks a file."""
-
-    code = "NXDT-M010"
-    happened = "'{directory}' holds no {wanted}."
-    remedy = "Name a directory with config.json and safetensors weights; pickled weights (.bin, .pt) are never read."
-    directory: str
-    wanted: str
+HFFileMissing = NxdtError.define(
+    "NXDT-M010",
+    "A Hugging Face directory lacks a file.",
+    "'{directory}' holds no {wanted}.",
+    "Name a directory with config.json and safetensors weights; pickled weights (.bin, .pt) are never read.",
+)
 
 
 class HFFileDamaged(NxdtError):
@@ -128,33 +79,26 @@ class HFUnsupported(NxdtError):
         return {**super()._view(), "place": f" '{self.path}'" if self.path else "", "advice": advice}
 
 
-class HFNotWritable(NxdtError):
-    """An export would overwrite files."""
+HFNotWritable = NxdtError.define(
+    "NXDT-M013",
+    "An export would overwrite files.",
+    "'{directory}' is not an empty directory.",
+    "Export into a new one. (The same command resumes an interrupted export.)",
+)
 
-    code = "NXDT-M013"
-    happened = "'{directory}' is not an empty directory."
-    remedy = "Export into a new one. (The same command resumes an interrupted export.)"
-    directory: str
+HFExchangeUnsupported = NxdtError.define(
+    "NXDT-M014",
+    "A builder has no correspondence to Hugging Face's parameters.",
+    "The model builder '{builder}' does not read or write Hugging Face directories.",
+    "Let it implement nxdt_core.protocols.model.HFExchange.",
+)
 
-
-class HFExchangeUnsupported(NxdtError):
-    """A builder has no correspondence to Hugging Face's parameters."""
-
-    code = "NXDT-M014"
-    happened = "The model builder '{builder}' does not read or write Hugging Face directories."
-    remedy = "Let it implement nxdt_core.protocols.model.HFExchange."
-    builder: str
-
-
-class KeyMapIncomplete(NxdtError):
-    """A builder's key map does not cover a parameter, or covers it wrongly."""
-
-    code = "NXDT-M015"
-    happened = "The key map of '{builder}' does not fit the parameter '{parameter}': {reason}."
-    remedy = "Correct the builder's hf_key_map(): one entry per parameter, '*' for each number in its name."
-    builder: str
-    parameter: str
-    reason: str
+KeyMapIncomplete = NxdtError.define(
+    "NXDT-M015",
+    "A builder's key map does not cover a parameter, or covers it wrongly.",
+    "The key map of '{builder}' does not fit the parameter '{parameter}': {reason}.",
+    "Correct the builder's hf_key_map(): one entry per parameter, '*' for each number in its name.",
+)
 
 
 class WeightsUnusable(NxdtError):
@@ -216,45 +160,38 @@ class WeightsDoNotFit(NxdtError):
         )
 
 
-class VocabularyTooSmall(NxdtError):
-    """The tokenizer has more ids than the model has rows."""
+VocabularyTooSmall = NxdtError.define(
+    "NXDT-M051",
+    "The tokenizer has more ids than the model has rows.",
+    "The tokenizer has {tokenizer} ids, the model's vocabulary has {model} rows.",
+    "For a new model, set model.vocab_size to {tokenizer} or more (a multiple of 128 is quicker on accelerators). "
+    'To add rows to the model in a Hugging Face directory DIR: python -c "from transformers import '
+    "AutoModelForCausalLM as M; m = M.from_pretrained('DIR'); m.resize_token_embeddings({tokenizer}); "
+    "m.save_pretrained('NEW')\", and name NEW in model.model_config and checkpoint.resume_from. "
+    "'nxdt checkpoint export' makes such a directory of a checkpoint.",
+)
 
-    code = "NXDT-M051"
-    happened = "The tokenizer has {tokenizer} ids, the model's vocabulary has {model} rows."
-    remedy = (
-        "For a new model, set model.vocab_size to {tokenizer} or more (a multiple of 128 is quicker on accelerators). "
-        'To add rows to the model in a Hugging Face directory DIR: python -c "from transformers import '
-        "AutoModelForCausalLM as M; m = M.from_pretrained('DIR'); m.resize_token_embeddings({tokenizer}); "
-        "m.save_pretrained('NEW')\", and name NEW in model.model_config and checkpoint.resume_from. "
-        "'nxdt checkpoint export' makes such a directory of a checkpoint."
-    )
-    tokenizer: int
-    model: int
-
-
-class SequenceTooLongForModel(NxdtError):
-    """Positions end before the sequence does."""
-
-    code = "NXDT-M052"
-    happened = "Sequences have {sequence} tokens, the model has positions for {longest}."
-    remedy = "Shorten data.seq_length or raise model.max_position_embeddings."
-    sequence: int
-    longest: int
+SequenceTooLongForModel = NxdtError.define(
+    "NXDT-M052",
+    "Positions end before the sequence does.",
+    "Sequences have {sequence} tokens, the model has positions for {longest}.",
+    "Shorten data.seq_length or raise model.max_position_embeddings.",
+)
 
 
-class UnknownRecomputeName(NxdtError):
-    """``model.activations_checkpoint_recompute`` names something that the model's plan does not."""
+def _unknown_recompute_name(error: Any) -> dict[str, Any]:
+    advice = f"Choose from {listing(error.known)}." if error.known else "Leave it out: this model's plan names none."
+    return {"advice": advice}
 
-    code = "NXDT-M053"
-    happened = "model.activations_checkpoint_recompute names {unknown}, which this model's plan does not have."
-    remedy = "{advice}"
-    usual_remedy = "Choose from the names that the message lists."
-    names: list[str]
-    known: list[str]
 
-    def _view(self) -> dict[str, Any]:
-        advice = f"Choose from {listing(self.known)}." if self.known else "Leave it out: this model's plan names none."
-        return {**super()._view(), "unknown": listing(self.names), "advice": advice}
+UnknownRecomputeName = NxdtError.define(
+    "NXDT-M053",
+    "``model.activations_checkpoint_recompute`` names something that the model's plan does not.",
+    "model.activations_checkpoint_recompute names {names:list}, which this model's plan does not have.",
+    "{advice}",
+    usual_remedy="Choose from the names that the message lists.",
+    also=_unknown_recompute_name,
+)
 
 
 class ModelReadsValues(NxdtError):
@@ -266,56 +203,38 @@ class ModelReadsValues(NxdtError):
     reason: str
 
 
-class HeadNotLinear(NxdtError):
-    """A head whose logits cannot be computed some tokens at a time."""
+HeadNotLinear = NxdtError.define(
+    "NXDT-M090",
+    "A head whose logits cannot be computed some tokens at a time.",
+    "model.loss_chunk_tokens is set, and the model's head '{path}' is a {kind}, which is not a plain linear layer.",
+    "Set model.loss_chunk_tokens to null, or leave the head as it is.",
+)
 
-    code = "NXDT-M090"
-    happened = (
-        "model.loss_chunk_tokens is set, and the model's head '{path}' is a {kind}, which is not a plain linear layer."
-    )
-    remedy = "Set model.loss_chunk_tokens to null, or leave the head as it is."
-    path: str
-    kind: str
+ModelWithoutHead = NxdtError.define(
+    "NXDT-M091",
+    "A model whose plan names no head.",
+    "model.loss_chunk_tokens is set, and the model's plan names no head (style vocab_head).",
+    "Set model.loss_chunk_tokens to null, or name the output projection in the plan.",
+)
 
+LossesAreNotLogits = NxdtError.define(
+    "NXDT-M092",
+    "Code that needs logits got the losses of a head that holds none.",
+    "The model's head returns losses (model.loss_chunk_tokens), and what got them needs logits: {use}.",
+    "Set model.loss_chunk_tokens to null; it works with objectives that take cross_entropies alone.",
+)
 
-class ModelWithoutHead(NxdtError):
-    """A model whose plan names no head."""
+LogitsAreSharded = NxdtError.define(
+    "NXDT-M093",
+    "An objective computes with logits of which each tensor parallel rank holds a part.",
+    "The objective {objective} computes with logits that are sharded over the vocabulary: {reason}.",
+    "Let it pass them to cross_entropies, log_probs and log_partition of nxdt_core.nn.loss alone, which return "
+    "plain tensors, or set distributed_strategy.tensor_model_parallel_size=1.",
+)
 
-    code = "NXDT-M091"
-    happened = "model.loss_chunk_tokens is set, and the model's plan names no head (style vocab_head)."
-    remedy = "Set model.loss_chunk_tokens to null, or name the output projection in the plan."
-
-
-class LossesAreNotLogits(NxdtError):
-    """Code that needs logits got the losses of a head that holds none."""
-
-    code = "NXDT-M092"
-    happened = "The model's head returns losses (model.loss_chunk_tokens), and what got them needs logits: {use}."
-    remedy = "Set model.loss_chunk_tokens to null; it works with objectives that take cross_entropies alone."
-    use: str
-
-
-class LogitsAreSharded(NxdtError):
-    """An objective computes with logits of which each tensor parallel rank holds a part."""
-
-    code = "NXDT-M093"
-    happened = "The objective {objective} computes with logits that are sharded over the vocabulary: {reason}."
-    remedy = (
-        "Let it pass them to cross_entropies, log_probs and log_partition of nxdt_core.nn.loss alone, which return "
-        "plain tensors, or set distributed_strategy.tensor_model_parallel_size=1."
-    )
-    objective: str
-    reason: str
-
-
-class ObjectiveWeightsDiffer(NxdtError):
-    """An objective whose call reports another weight than the one that the step divides by."""
-
-    code = "NXDT-M094"
-    happened = (
-        "The objective {objective} reports the weight {reported} for a micro-batch, and its weight() gives {given}."
-    )
-    remedy = "Let both return what the loss is a mean over: the step divides by the sum of weight()."
-    objective: str
-    reported: float | list[float]
-    given: float | list[float]
+ObjectiveWeightsDiffer = NxdtError.define(
+    "NXDT-M094",
+    "An objective whose call reports another weight than the one that the step divides by.",
+    "The objective {objective} reports the weight {reported} for a micro-batch, and its weight() gives {given}.",
+    "Let both return what the loss is a mean over: the step divides by the sum of weight().",
+)

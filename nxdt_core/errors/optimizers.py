@@ -4,155 +4,80 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxdt_core.errors.base import NxdtError, listing
-
-__all__ = [
-    "GradientSumsRounded",
-    "HiddenObjectiveState",
-    "HiddenOptimizerState",
-    "ImpureSchedule",
-    "NoMasterWeights",
-    "OptimizerNeedsWholeParameters",
-    "OptimizerStateOfShards",
-    "ParameterGroupEmpty",
-]
+from nxdt_core.errors.base import NxdtError
 
 
-class ParameterGroupEmpty(NxdtError):
-    """A pattern of ``model.optim.param_groups`` that chooses nothing."""
-
-    code = "NXDT-T020"
-    happened = "model.optim.param_groups: {what} no trained parameter: {patterns}."
-    remedy = (
-        "Write paths as the checkpoint has them, as layers.*.mlp.router.weight; a leading * stands for any depth, any "
-        "other for one component, and the last entry that matches a parameter counts. It has, among others, {some}."
-    )
-    patterns: list[str]
-    names: list[str]
-    """Of the trained parameters."""
-
-    def _view(self) -> dict[str, Any]:
-        what = "this pattern chooses" if len(self.patterns) == 1 else "these patterns choose"
-        return super()._view() | {"what": what, "patterns": listing(self.patterns), "some": listing(self.names, 4)}
+def _parameter_group_empty(error: Any) -> dict[str, Any]:
+    what = "this pattern chooses" if len(error.patterns) == 1 else "these patterns choose"
+    return {"what": what}
 
 
-class OptimizerNeedsWholeParameters(NxdtError):
-    """An update that would take a shard of a parameter for the whole."""
+ParameterGroupEmpty = NxdtError.define(
+    "NXDT-T020",
+    "A pattern of ``model.optim.param_groups`` that chooses nothing.",
+    "model.optim.param_groups: {what} no trained parameter: {patterns:list}.",
+    "Write paths as the checkpoint has them, as layers.*.mlp.router.weight; a leading * stands for any depth, any "
+    "other for one component, and the last entry that matches a parameter counts. It has, among others, {names:list4}.",
+    also=_parameter_group_empty,
+)
 
-    code = "NXDT-T021"
-    happened = (
-        "torch.optim.{optimizer} computes with whole parameters, and this layout cuts {count} of them over ranks: "
-        "{cut}."
-    )
-    remedy = (
-        "Take adafactor or muon of nxdt, which compute over ranks, or an optimizer that works element by element; or "
-        "keep parameters whole: distributed_strategy.zero1=false, and no tensor or expert parallelism."
-    )
-    optimizer: str
-    parameters: list[str]
+OptimizerNeedsWholeParameters = NxdtError.define(
+    "NXDT-T021",
+    "An update that would take a shard of a parameter for the whole.",
+    "torch.optim.{optimizer} computes with whole parameters, and this layout cuts {count} of them over ranks: "
+    "{parameters:list3}.",
+    "Take adafactor or muon of nxdt, which compute over ranks, or an optimizer that works element by element; or "
+    "keep parameters whole: distributed_strategy.zero1=false, and no tensor or expert parallelism.",
+    also=lambda error: {"count": len(error.parameters)},
+)
 
-    def _view(self) -> dict[str, Any]:
-        return super()._view() | {"count": len(self.parameters), "cut": listing(self.parameters, 3)}
+OptimizerStateOfShards = NxdtError.define(
+    "NXDT-T025",
+    "Optimizer state that has neither the shape of its parameter nor the same values in each layout.",
+    "Optimizer state {problem}: {state:list3}.",
+    "Keep state of the parameter's shape, or state that all its ranks compute equally (shards_of in "
+    "nxdt_core.protocols.optimizer); or keep parameters whole: distributed_strategy.zero1=false, and no tensor or "
+    "expert parallelism.",
+)
 
+HiddenOptimizerState = NxdtError.define(
+    "NXDT-T022",
+    "An optimizer with attributes that change from step to step and are in no checkpoint; a warning.",
+    "Optimizer '{name}' ({dist}) changes {attributes:list4} at each step. No checkpoint keeps this, so that a "
+    "resumed run may differ from an uninterrupted one.",
+    "Keep it as tensors or numbers in optimizer.state[parameter], which checkpoints save, or compute it from the "
+    "state; a mere cache needs nothing.",
+)
 
-class OptimizerStateOfShards(NxdtError):
-    """Optimizer state that has neither the shape of its parameter nor the same values in each layout."""
+ImpureSchedule = NxdtError.define(
+    "NXDT-T023",
+    "A learning-rate schedule that gives one step two values; a warning.",
+    "Learning-rate schedule '{name}' ({dist}) gives step {step} the factor {first!r}, and {second!r} when it is "
+    "asked again. A resumed run then differs from an uninterrupted one.",
+    "Compute the factor from the step alone: no counter, clock or random number.",
+)
 
-    code = "NXDT-T025"
-    happened = "Optimizer state {problem}: {named}."
-    remedy = (
-        "Keep state of the parameter's shape, or state that all its ranks compute equally (shards_of in "
-        "nxdt_core.protocols.optimizer); or keep parameters whole: distributed_strategy.zero1=false, and no tensor or "
-        "expert parallelism."
-    )
-    state: list[str]
-    """``<parameter name>/<state name>``."""
-    problem: str
+HiddenObjectiveState = NxdtError.define(
+    "NXDT-T024",
+    "An objective with attributes that change from step to step; a warning.",
+    "Objective '{name}' ({dist}) changes {attributes:list4} at each step. No checkpoint keeps this, so that a "
+    "resumed run may differ from an uninterrupted one.",
+    "Compute the loss from the logits and the batch alone; a mere cache needs nothing.",
+)
 
-    def _view(self) -> dict[str, Any]:
-        return super()._view() | {"named": listing(self.state, 3)}
+GradientSumsRounded = NxdtError.define(
+    "NXDT-T031",
+    "Sums of gradients that a layout would keep in less than a precision says.",
+    "The precision {precision} sums up gradients in {sums} and keeps weights in {weights} alone; ZeRO-{stage} adds "
+    "up the {micro_batches} micro-batches of a step in the dtype of the weights that it shards.",
+    "Set distributed_strategy.zero_stage to 1, keep float32 weights (precision.master_weights: true under manual), "
+    "or let data.micro_batch_size make one micro-batch of a step.",
+)
 
-
-class HiddenOptimizerState(NxdtError):
-    """An optimizer with attributes that change from step to step and are in no checkpoint; a warning."""
-
-    code = "NXDT-T022"
-    happened = (
-        "Optimizer '{name}' ({dist}) changes {changed} at each step. No checkpoint keeps this, so that a "
-        "resumed run may differ from an uninterrupted one."
-    )
-    remedy = (
-        "Keep it as tensors or numbers in optimizer.state[parameter], which checkpoints save, or compute it from the "
-        "state; a mere cache needs nothing."
-    )
-    name: str
-    dist: str
-    attributes: list[str]
-
-    def _view(self) -> dict[str, Any]:
-        return super()._view() | {"changed": listing(self.attributes, 4)}
-
-
-class ImpureSchedule(NxdtError):
-    """A learning-rate schedule that gives one step two values; a warning."""
-
-    code = "NXDT-T023"
-    happened = (
-        "Learning-rate schedule '{name}' ({dist}) gives step {step} the factor {first!r}, and {second!r} when it is "
-        "asked again. A resumed run then differs from an uninterrupted one."
-    )
-    remedy = "Compute the factor from the step alone: no counter, clock or random number."
-    name: str
-    dist: str
-    step: int
-    first: float
-    second: float
-
-
-class HiddenObjectiveState(NxdtError):
-    """An objective with attributes that change from step to step; a warning."""
-
-    code = "NXDT-T024"
-    happened = (
-        "Objective '{name}' ({dist}) changes {changed} at each step. No checkpoint keeps this, so that a "
-        "resumed run may differ from an uninterrupted one."
-    )
-    remedy = "Compute the loss from the logits and the batch alone; a mere cache needs nothing."
-    name: str
-    dist: str
-    attributes: list[str]
-
-    def _view(self) -> dict[str, Any]:
-        return super()._view() | {"changed": listing(self.attributes, 4)}
-
-
-class GradientSumsRounded(NxdtError):
-    """Sums of gradients that a layout would keep in less than a precision says."""
-
-    code = "NXDT-T031"
-    happened = (
-        "The precision {precision} sums up gradients in {sums} and keeps weights in {weights} alone; ZeRO-{stage} adds "
-        "up the {micro_batches} micro-batches of a step in the dtype of the weights that it shards."
-    )
-    remedy = (
-        "Set distributed_strategy.zero_stage to 1, keep float32 weights (precision.master_weights: true under manual), "
-        "or let data.micro_batch_size make one micro-batch of a step."
-    )
-    precision: str
-    sums: str
-    weights: str
-    stage: int
-    micro_batches: int
-
-
-class NoMasterWeights(NxdtError):
-    """Master weights are to be saved where a precision keeps none."""
-
-    code = "NXDT-T030"
-    happened = (
-        "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt wants float32 as the model's weights, and "
-        "the precision {precision} keeps them in {dtype} alone."
-    )
-    remedy = "Set it to false, or choose a precision.type with float32 weights, such as mixed_precision."
-    precision: str
-    dtype: str
+NoMasterWeights = NxdtError.define(
+    "NXDT-T030",
+    "Master weights are to be saved where a precision keeps none.",
+    "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt wants float32 as the model's weights, and "
+    "the precision {precision} keeps them in {dtype} alone.",
+    "Set it to false, or choose a precision.type with float32 weights, such as mixed_precision.",
+)

@@ -7,46 +7,25 @@ from typing import Any
 
 from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
-__all__ = [
-    "AmbiguousComponent",
-    "BadComponentRecord",
-    "ComponentUnusable",
-    "KitsMissing",
-    "LocalPluginMissing",
-    "PipMissing",
-    "PluginHookFailed",
-    "PluginLockMismatch",
-    "PluginLockUnreadable",
-    "PluginLockUnwritable",
-    "PluginsUnusable",
-    "SchemeNotAllowed",
-    "UnknownComponent",
-    "UnknownErrorCode",
-    "UnknownKind",
-    "UnknownPlugin",
-    "UnknownScheme",
-]
-
 _LOCAL = "local"
 """What stands for the distribution of a plugin file."""
 
 
-class BadComponentRecord(NxdtError):
-    """A record that a plugin yields is malformed."""
+def _bad_component_record(error: Any) -> dict[str, Any]:
+    forms = {
+        "name": "letters, digits and '_ . + -', starting with a letter or digit",
+        **dict.fromkeys(("capabilities", "requires", "requires_of_model"), "a frozenset of names"),
+    }
+    return {"wanted": forms.get(error.field, "'package.module:attribute'")}
 
-    code = "NXDT-K001"
-    happened = "{record}.{field} cannot be {found!r}."
-    remedy = "Write {field} as {wanted}."
-    record: str
-    field: str
-    found: object
 
-    def _view(self) -> dict[str, Any]:
-        forms = {
-            "name": "letters, digits and '_ . + -', starting with a letter or digit",
-            **dict.fromkeys(("capabilities", "requires", "requires_of_model"), "a frozenset of names"),
-        }
-        return {**super()._view(), "wanted": forms.get(self.field, "'package.module:attribute'")}
+BadComponentRecord = NxdtError.define(
+    "NXDT-K001",
+    "A record that a plugin yields is malformed.",
+    "{record}.{field} cannot be {found!r}.",
+    "Write {field} as {wanted}.",
+    also=_bad_component_record,
+)
 
 
 class UnknownComponent(NxdtError):
@@ -85,55 +64,49 @@ class UnknownComponent(NxdtError):
         return " ".join(ways)
 
 
-class AmbiguousComponent(NxdtError):
-    """Several plugins offer one short name."""
-
-    code = "NXDT-K003"
-    happened = "The {kind} {name!r} is offered by several plugins: {by}."
-    remedy = "Write {written}, or name the plugin that is meant in plugins.prefer."
-    kind: str
-    name: str
-    offers: tuple[str, ...]
-    """Each as ``plugin:name``."""
-    dists: tuple[str, ...]
-    """Distribution and version of each offer."""
-
-    def _view(self) -> dict[str, Any]:
-        written = one_of(self.offers)
-        by = " and ".join(map(_offerer, self.dists, self.offers))
-        return {**super()._view(), "by": by, "written": written}
+def _ambiguous_component(error: Any) -> dict[str, Any]:
+    written = one_of(error.offers)
+    by = " and ".join(map(_offerer, error.dists, error.offers))
+    return {"by": by, "written": written}
 
 
-class UnknownKind(NxdtError):
-    """Code or a command asks for a kind of component that does not exist."""
-
-    code = "NXDT-K004"
-    happened = "There is no kind of component called {kind!r}."
-    remedy = "{hint}The kinds are {kinds}."
-    kind: str
-    close: tuple[str, ...]
-    available: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        hint = f"Did you mean {one_of(self.close)}? " if self.close else ""
-        return {**super()._view(), "hint": hint, "kinds": listing(self.available, limit=20)}
+AmbiguousComponent = NxdtError.define(
+    "NXDT-K003",
+    "Several plugins offer one short name.",
+    "The {kind} {name!r} is offered by several plugins: {by}.",
+    "Write {written}, or name the plugin that is meant in plugins.prefer.",
+    also=_ambiguous_component,
+)
 
 
-class UnknownScheme(NxdtError):
-    """No usable plugin stores checkpoints at addresses of a scheme."""
+def _unknown_kind(error: Any) -> dict[str, Any]:
+    hint = f"Did you mean {one_of(error.close)}? " if error.close else ""
+    return {"hint": hint}
 
-    code = "NXDT-K005"
-    happened = "No plugin stores checkpoints at {scheme}:// addresses.{bad}"
-    remedy = "{hint}Use a plain path, or an address that begins with {schemes}."
-    scheme: str
-    available: tuple[str, ...]
-    unusable: tuple[str, ...] = ()
-    install: str | None = None
 
-    def _view(self) -> dict[str, Any]:
-        hint = f"Install the plugin: pip install {self.install}. " if self.install else ""
-        schemes = either([f"{name}://" for name in self.available]) if self.available else "no scheme"
-        return {**super()._view(), "bad": _unusable(self.unusable), "hint": hint, "schemes": schemes}
+UnknownKind = NxdtError.define(
+    "NXDT-K004",
+    "Code or a command asks for a kind of component that does not exist.",
+    "There is no kind of component called {kind!r}.",
+    "{hint}The kinds are {available:list20}.",
+    also=_unknown_kind,
+)
+
+
+def _unknown_scheme(error: Any) -> dict[str, Any]:
+    hint = f"Install the plugin: pip install {error.install}. " if error.install else ""
+    schemes = either([f"{name}://" for name in error.available]) if error.available else "no scheme"
+    return {"bad": _unusable(error.unusable), "hint": hint, "schemes": schemes}
+
+
+UnknownScheme = NxdtError.define(
+    "NXDT-K005",
+    "No usable plugin stores checkpoints at addresses of a scheme.",
+    "No plugin stores checkpoints at {scheme}:// addresses.{bad}",
+    "{hint}Use a plain path, or an address that begins with {schemes}.",
+    defaults={"unusable": (), "install": None},
+    also=_unknown_scheme,
+)
 
 
 class ComponentUnusable(NxdtError):
@@ -173,39 +146,26 @@ class PluginHookFailed(NxdtError):
     reason: str
 
 
-class PluginsUnusable(NxdtError):
-    """Strict mode: an installed plugin cannot be used."""
+PluginsUnusable = NxdtError.define(
+    "NXDT-K008",
+    "Strict mode: an installed plugin cannot be used.",
+    "Installed plugins cannot be used: {problems:; }.",
+    "Repair, upgrade or remove them, or name them in plugins.block.",
+)
 
-    code = "NXDT-K008"
-    happened = "Installed plugins cannot be used: {list}."
-    remedy = "Repair, upgrade or remove them, or name them in plugins.block."
-    problems: tuple[str, ...]
+PluginLockMismatch = NxdtError.define(
+    "NXDT-K009",
+    "The installed plugins are not those of the lock file.",
+    "The plugins are not those of {path}: {differences:; }.",
+    "Install what the lock file names, or write it again with nxdt plugins lock.",
+)
 
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "list": "; ".join(self.problems)}
-
-
-class PluginLockMismatch(NxdtError):
-    """The installed plugins are not those of the lock file."""
-
-    code = "NXDT-K009"
-    happened = "The plugins are not those of {path}: {list}."
-    remedy = "Install what the lock file names, or write it again with nxdt plugins lock."
-    path: str
-    differences: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "list": "; ".join(self.differences)}
-
-
-class PluginLockUnreadable(NxdtError):
-    """A lock file is missing or malformed."""
-
-    code = "NXDT-K010"
-    happened = "The lock file {path} cannot be read: {reason}."
-    remedy = "Correct plugins.lock, or write the file with nxdt plugins lock."
-    path: str
-    reason: str
+PluginLockUnreadable = NxdtError.define(
+    "NXDT-K010",
+    "A lock file is missing or malformed.",
+    "The lock file {path} cannot be read: {reason}.",
+    "Correct plugins.lock, or write the file with nxdt plugins lock.",
+)
 
 
 class LocalPluginMissing(NxdtError):
@@ -217,45 +177,33 @@ class LocalPluginMissing(NxdtError):
     path: str
 
 
-class KitsMissing(NxdtError):
-    """The conformance kits are asked for where they are not installed."""
+KitsMissing = NxdtError.define(
+    "NXDT-K030",
+    "The conformance kits are asked for where they are not installed.",
+    "The kits that check {name!r} are not installed.",
+    "Install it: pip install nxdt-testing.",
+)
 
-    code = "NXDT-K030"
-    happened = "The kits that check {name!r} are not installed."
-    remedy = "Install it: pip install nxdt-testing."
-    name: str
+PipMissing = NxdtError.define(
+    "NXDT-K031",
+    "The index is asked for where pip is not installed.",
+    "{python} has no pip, which knows the package index.",
+    "Install it: python -m ensurepip; or compare the versions of nxdt plugins list with your index.",
+)
 
+SchemeNotAllowed = NxdtError.define(
+    "NXDT-K033",
+    "An address of checkpoints has a scheme that the configuration does not allow.",
+    "plugins.schemes does not allow addresses with '{scheme}://'; a plain path has the scheme 'file'.",
+    "Allowed are {allowed:list}: correct the address, or add '{scheme}' to plugins.schemes.",
+)
 
-class PipMissing(NxdtError):
-    """The index is asked for where pip is not installed."""
-
-    code = "NXDT-K031"
-    happened = "{python} has no pip, which knows the package index."
-    remedy = "Install it: python -m ensurepip; or compare the versions of nxdt plugins list with your index."
-    python: str
-
-
-class SchemeNotAllowed(NxdtError):
-    """An address of checkpoints has a scheme that the configuration does not allow."""
-
-    code = "NXDT-K033"
-    happened = "plugins.schemes does not allow addresses with '{scheme}://'; a plain path has the scheme 'file'."
-    remedy = "Allowed are {listed}: correct the address, or add '{scheme}' to plugins.schemes."
-    scheme: str
-    allowed: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "listed": listing(self.allowed)}
-
-
-class PluginLockUnwritable(NxdtError):
-    """The lock file cannot be written."""
-
-    code = "NXDT-K034"
-    happened = "The lock file {path} cannot be written: {reason}."
-    remedy = "Name a file in a directory that you can write to."
-    path: str
-    reason: str
+PluginLockUnwritable = NxdtError.define(
+    "NXDT-K034",
+    "The lock file cannot be written.",
+    "The lock file {path} cannot be written: {reason}.",
+    "Name a file in a directory that you can write to.",
+)
 
 
 def _amends(unusable: tuple[str, ...]) -> list[str]:
@@ -282,59 +230,44 @@ def _unusable(sentences: tuple[str, ...]) -> str:
     return f" Installed but unusable: {'; '.join(sentences)}." if sentences else ""
 
 
-class UnknownPlugin(NxdtError):
-    """A plugin that is asked for by name and is not installed."""
-
-    code = "NXDT-K020"
-    happened = "No plugin or distribution is called '{name}'."
-    remedy = "Installed are {installed}; 'nxdt plugins list' says more of them."
-    name: str
-    available: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "installed": listing(self.available)}
+UnknownPlugin = NxdtError.define(
+    "NXDT-K020",
+    "A plugin that is asked for by name and is not installed.",
+    "No plugin or distribution is called '{name}'.",
+    "Installed are {available:list}; 'nxdt plugins list' says more of them.",
+)
 
 
-class UnknownErrorCode(NxdtError):
-    """``nxdt explain`` was asked for a code that neither the core nor an installed plugin has."""
-
-    code = "NXDT-K040"
-    happened = "No error has the code '{wanted}'."
-    remedy = "{near}Copy the code from the message; codes of a plugin are known where it is installed."
-    wanted: str
-    known: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        close = get_close_matches(self.wanted, self.known, n=3, cutoff=0.8)
-        return {**super()._view(), "near": f"Did you mean {one_of(close)}? " if close else ""}
+def _unknown_error_code(error: Any) -> dict[str, Any]:
+    close = get_close_matches(error.wanted, error.known, n=3, cutoff=0.8)
+    return {"near": f"Did you mean {one_of(close)}? " if close else ""}
 
 
-class BadPluginName(NxdtError):
-    """A name for a plugin that a distribution and a Python package cannot both have."""
+UnknownErrorCode = NxdtError.define(
+    "NXDT-K040",
+    "``nxdt explain`` was asked for a code that neither the core nor an installed plugin has.",
+    "No error has the code '{wanted}'.",
+    "{near}Copy the code from the message; codes of a plugin are known where it is installed.",
+    also=_unknown_error_code,
+)
 
-    code = "NXDT-K036"
-    happened = "{name!r} cannot be the name of a plugin."
-    remedy = "Use lower-case letters, digits and hyphens, begin with a letter, and do not begin with nxdt: my-model."
-    name: str
+BadPluginName = NxdtError.define(
+    "NXDT-K036",
+    "A name for a plugin that a distribution and a Python package cannot both have.",
+    "{name!r} cannot be the name of a plugin.",
+    "Use lower-case letters, digits and hyphens, begin with a letter, and do not begin with nxdt: my-model.",
+)
 
+KindHasNoTemplates = NxdtError.define(
+    "NXDT-K037",
+    "``nxdt plugins new`` cannot write a plugin for a kind that has no templates.",
+    "There are no templates for a plugin of the kind {kind!r}.",
+    "The kinds with templates are {available:list20}. docs/plugins.md describes the files of a plugin of any kind.",
+)
 
-class KindHasNoTemplates(NxdtError):
-    """``nxdt plugins new`` cannot write a plugin for a kind that has no templates."""
-
-    code = "NXDT-K037"
-    happened = "There are no templates for a plugin of the kind {kind!r}."
-    remedy = "The kinds with templates are {kinds}. docs/plugins.md describes the files of a plugin of any kind."
-    kind: str
-    available: tuple[str, ...]
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "kinds": listing(self.available, limit=20)}
-
-
-class RepositoryPlaceTaken(NxdtError):
-    """The directory of a new plugin is not empty."""
-
-    code = "NXDT-K035"
-    happened = "{path} exists, and is not an empty directory."
-    remedy = "Take another name, or another place with --directory."
-    path: str
+RepositoryPlaceTaken = NxdtError.define(
+    "NXDT-K035",
+    "The directory of a new plugin is not empty.",
+    "{path} exists, and is not an empty directory.",
+    "Take another name, or another place with --directory.",
+)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.primitives import ArgumentMeansNothing, CallDoesNotBind
 
 __all__ = ["TakenArguments", "binds", "expect"]
@@ -82,7 +83,7 @@ class TakenArguments:
 
 def _unbound(
     name: str, parameters: Sequence[inspect.Parameter], given: int, kwargs: Mapping[str, Any], error: TypeError
-) -> CallDoesNotBind:
+) -> NxdtError:
     known = [each.name for each in parameters]
     unknown = [each for each in kwargs if each not in known]
     missing = [

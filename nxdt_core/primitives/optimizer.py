@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.primitives import ArgumentMeansNothing, NotOfThisModel
 from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.config import NxDConfig, config_of
@@ -164,5 +165,5 @@ def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:
     return cast("list[ParameterGroup]", made)
 
 
-def _unusable(argument: str, value: Any, reason: str, advice: str) -> ArgumentMeansNothing:
+def _unusable(argument: str, value: Any, reason: str, advice: str) -> NxdtError:
     return ArgumentMeansNothing(call=_CALL, argument=argument, value=repr(value), reason=reason, advice=advice)

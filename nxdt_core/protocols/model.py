@@ -2,10 +2,11 @@
 
 Example::
 
-    class TinyBuilder:
-        def __init__(self, config: TinyConfig) -> None: ...
-        def build(self) -> torch.nn.Module: return Tiny(self.config)
-        def plan(self) -> ParallelPlan: return ParallelPlan(tensor={"head": "vocab_head"})
+    class TinyBuilder(PlainBuilder):
+        def build(self) -> torch.nn.Module:
+            return Tiny(self.config)
+
+It trains with data parallelism under every engine. A plan adds the other layouts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HFExchange", "KeyMap", "ModelBuilder"]
+__all__ = ["HFExchange", "KeyMap", "ModelBuilder", "PlainBuilder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,11 @@ class ModelBuilder(Protocol):
         ...
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Distributions of fresh weights; the first rule whose pattern matches a parameter wins. Those of the plan's
-        ``norms`` are constant."""
+        """Distributions of fresh weights; the first rule whose pattern matches a parameter wins.
+
+        Scales in the plan's ``norms`` are one where only the rule for all others, ``*``, matches them. Another rule for
+        them must be constant.
+        """
         ...
 
     def flops_per_token(self, sequence_length: int) -> float:
@@ -85,6 +89,56 @@ class ModelBuilder(Protocol):
         Convention of PaLM (arXiv:2204.02311, appendix B) with causal attention counted in full.
         """
         ...
+
+
+class PlainBuilder:
+    """A :class:`ModelBuilder` whose subclass has nothing but ``build()``.
+
+    Nothing of the module is cut. Norms and tied parameters are found in it, biases start at zero, and all others are
+    normal with a standard deviation of 0.02. The configuration has ``vocab_size``.
+    """
+
+    max_sequence_length: int | None = None
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.vocab_size: int = config.vocab_size
+
+    def build(self) -> torch.nn.Module:
+        """Build the whole model: see :meth:`ModelBuilder.build`."""
+        raise NotImplementedError
+
+    def plan(self) -> ParallelPlan:
+        """Return the norms and the tied parameters of the module."""
+        modules, named = self._parts()
+        norms = {f"{path}.weight" for path, module in modules if type(module).__name__.endswith("Norm")}
+        first: dict[int, str] = {}
+        owners = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+        return ParallelPlan(
+            norms=tuple(name for name in owners if name in norms),
+            tied=tuple((owner, user) for user, owner in owners.items() if owner != user),
+        )
+
+    def init_rules(self) -> Sequence[InitRule]:
+        """Return zero for biases, and a normal distribution for all others."""
+        return (
+            InitRule(pattern="*.bias", distribution="constant"),
+            InitRule(pattern="*", distribution="normal"),
+        )
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Return six for each element of a matrix that is not an embedding table; attention is not counted."""
+        modules, named = self._parts()
+        tables = {f"{path}.weight" for path, module in modules if type(module).__name__ == "Embedding"}
+        return 6.0 * sum(each.numel() for name, each in named if each.ndim > 1 and name not in tables)
+
+    def _parts(self) -> tuple[list[tuple[str, torch.nn.Module]], list[tuple[str, torch.nn.Parameter]]]:
+        """The modules and the parameters by name, of the model without memory."""
+        import torch
+
+        with torch.device("meta"):
+            module = self.build()
+        return [*module.named_modules()], [*module.named_parameters(remove_duplicate=False)]
 
 
 @runtime_checkable

@@ -49,13 +49,14 @@ def _has_templates(kind: str) -> bool:
     return _TEMPLATES.joinpath(kind).is_dir()
 
 
-def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
+def write_repository(kind: str, name: str, directory: Path, *, plain: bool = False) -> list[Path]:
     """Write the repository of a plugin that brings one component of ``kind``, called ``name`` like its distribution.
 
     Args:
         kind: a kind of components.
         name: of the distribution, the plugin and the component.
         directory: to be made.
+        plain: of a model, take one in plain torch instead of a member of Llama's family.
 
     Returns:
         The files, relative to ``directory``.
@@ -69,14 +70,14 @@ def write_repository(kind: str, name: str, directory: Path) -> list[Path]:
     if kind not in {each.name for each in KINDS}:
         known = kind_names()
         raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, known)), available=known)
-    if not _has_templates(kind):
+    if not _has_templates(f"plain_{kind}" if plain else kind):
         raise KindHasNoTemplates(kind=kind, available=kind_names())
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or package.startswith("nxdt"):
         raise BadPluginName(name=name)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RepositoryPlaceTaken(path=str(directory))
-    texts = {**_texts("common"), **_texts(kind)}
+    texts = {**_texts("common"), **_texts(kind), **(_texts(f"plain_{kind}") if plain else {})}
     values = _values(kind, name, package, use=texts.pop(PurePosixPath("use.md")))
     written = []
     for place, text in sorted(texts.items()):

@@ -1,4 +1,4 @@
-"""Pages of the documentation about the stable Python modules, from their source; nothing is imported."""
+"""Pages of the documentation about the stable Python modules, from their source; only errors are imported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import groupby
 
 import public_api
@@ -30,7 +31,7 @@ class Module:
 
     def exported(self) -> Iterator[tuple[str, ast.stmt, str]]:
         """Yield the public names in the order of the source, with the statement that binds each and the text below."""
-        public = public_names(self.tree)
+        public = public_api.public_names(self.tree)
         for node, after in zip(self.tree.body, [*self.tree.body[1:], None], strict=True):
             for name in _bound(node):
                 if name in public:
@@ -62,7 +63,9 @@ def _modules() -> list[Module]:
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             page = name if name in stable else package
             found.append(Module(name, f"reference/api/{page}.md", ast.parse(path.read_text())))
-    return sorted((each for each in found if public_names(each.tree)), key=lambda each: (each.page, each.name))
+    return sorted(
+        (each for each in found if public_api.public_names(each.tree)), key=lambda each: (each.page, each.name)
+    )
 
 
 def _index(modules: list[Module]) -> Iterator[str]:
@@ -87,11 +90,11 @@ def _page(page: str, modules: list[Module], places: Mapping[str, str]) -> Iterat
         if module.name != name:
             yield from (f"## {module.name.rpartition('.')[2]} {{ #{module.name} }}", "", f"`{module.name}`", "")
         yield from (*_docstring(module.tree, links), "")
-        tabled = module.name.startswith("nxdt_core.errors.")
+        tabled = module.name.startswith("nxdt_core.errors.") and not module.name.endswith(".base")
         if tabled:
             yield from _errors(module, links)
         for exported, node, below in module.exported():
-            if tabled and isinstance(node, ast.ClassDef):
+            if tabled and not isinstance(node, ast.FunctionDef):
                 continue
             described = _described(exported, node, below, links)
             place = f"{module.name}.{exported}"
@@ -157,21 +160,18 @@ def _requirement(node: ast.FunctionDef | ast.AsyncFunctionDef, links: Links) -> 
 
 
 def _errors(module: Module, links: Links) -> Iterator[str]:
-    rows = []
+    yield from ("| Name | Code | Meaning |", "|---|---|---|")
+    found = vars(import_module(module.name))
     for name, node, _ in module.exported():
-        if isinstance(node, ast.ClassDef):
-            values = {_flat(part.targets[0]): part.value for part in node.body if isinstance(part, ast.Assign)}
-            code = values.get("code")
-            if isinstance(code, ast.Constant):
-                letter = str(code.value).removeprefix("NXDT-")[0]
-                text = f"[{code.value}](../errors/{letter}.md#{code.value})"
-            else:
-                text = "–"
-            doc = _first_sentence(ast.get_docstring(node) or "")
-            rows.append(
-                f'| <span id="{module.name}.{name}"></span>`{name}` | {text} | {_escaped(_inline(doc, links))} |'
-            )
-    yield from ("| Class | Code | Meaning |", "|---|---|---|", *rows, "") if rows else ()
+        if isinstance(node, ast.FunctionDef):
+            continue
+        code = getattr(found[name], "code", "")
+        letter = code.removeprefix("NXDT-")[:1]
+        text = f"[{code}](../errors/{letter}.md#{code})" if letter.isalpha() else "–"
+        meaning = found[name].cause if isinstance(node, ast.Assign) else ast.get_docstring(node) or ""
+        doc = _escaped(_inline(_first_sentence(meaning), links))
+        yield f'| <span id="{module.name}.{name}"></span>`{name}` | {text} | {doc} |'
+    yield ""
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -296,14 +296,6 @@ def _text(node: ast.stmt | None) -> str:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return inspect.cleandoc(node.value.value)
     return ""
-
-
-def public_names(tree: ast.Module) -> set[str]:
-    """Return the names in ``__all__`` of a module."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and [_flat(each) for each in node.targets] == ["__all__"]:
-            return set(ast.literal_eval(node.value))
-    return set()
 
 
 def _bound(node: ast.stmt) -> list[str]:

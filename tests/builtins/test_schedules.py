@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.schedules import annealing, holding
 from nxdt_core.builtins.schedules import config as sections
@@ -192,5 +193,5 @@ def test_a_decay_without_an_end_is_refused(name):
     record = next(record for record in SCHEDULES if record.name == name)
     factory = getattr(annealing, record.target.rpartition(":")[2])
     section = getattr(sections, record.config.rpartition(":")[2])
-    with pytest.raises(ScheduleHasNoEnd, match=f"{name}(.|\n)*max_steps"):
+    with raises(ScheduleHasNoEnd, match=f"{name}(.|\n)*max_steps"):
         factory(section(), ScheduleHorizon(max_steps=0, lr=1.0))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
@@ -155,7 +156,7 @@ def test_a_lone_file_has_the_special_tokens_that_the_section_names(directory, tm
     named = load(model=tmp_path, eos_token="<pad>", bos_token="<s>")
     assert (named.eos_id, named.bos_id) == (2, 1)
     assert named.fingerprint() != load(model=tmp_path).fingerprint()
-    with pytest.raises(BadTokenizerConfig, match=r"data\.tokenizer\.eos_token: '</s>' is not in the vocabulary"):
+    with raises(BadTokenizerConfig, match=r"data\.tokenizer\.eos_token: '</s>' is not in the vocabulary"):
         load(model=tmp_path, eos_token="</s>")
 
 
@@ -175,7 +176,7 @@ def test_vocab_and_merge_file_make_a_byte_level_tokenizer(trained, tokenizer, tm
     assert same.eos_id == 0
     assert same.decode([0, *same.encode("x")]) == "x"
     (tmp_path / "merges.txt").write_text("nonsense")
-    with pytest.raises(BadTokenizerFile, match=r"merges\.txt"):
+    with raises(BadTokenizerFile, match=r"merges\.txt"):
         load(**pair)
 
 
@@ -239,7 +240,7 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked_whether_to(trained, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     asked = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
-    with pytest.raises(BadTokenizerFile, match="custom code"):
+    with raises(BadTokenizerFile, match="custom code"):
         load(model=tmp_path)
     assert not asked
     assert not (tmp_path / "RAN").exists()
@@ -248,7 +249,7 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked_whether_to(trained, 
 @pytest.mark.parametrize("content", ["", "{}", "[1]"])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(BadTokenizerFile, match=r"tokenizer\.json is not a tokenizer\.json"):
+    with raises(BadTokenizerFile, match=r"tokenizer\.json is not a tokenizer\.json"):
         load(model=tmp_path / "tokenizer.json")
 
 
@@ -256,27 +257,27 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
 def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(tmp_path, directory, name):
     shutil.copytree(directory, tmp_path / "a")
     (tmp_path / "a" / name).write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(BadTokenizerFile, match=rf"{name} .*git lfs pull"):
+    with raises(BadTokenizerFile, match=rf"{name} .*git lfs pull"):
         load(model=tmp_path / "a")
 
 
 def test_a_damaged_file_of_special_tokens_is_refused(tmp_path, directory):
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(BadTokenizerFile, match=r"tokenizer_config\.json"):
+    with raises(BadTokenizerFile, match=r"tokenizer_config\.json"):
         load(model=tmp_path)
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    with pytest.raises(BadTokenizerFile, match=r"directory with a tokenizer\.json"):
+    with raises(BadTokenizerFile, match=r"directory with a tokenizer\.json"):
         load(model=tmp_path)
 
 
 @pytest.mark.parametrize("key", ["model", "type"])
 def test_a_missing_path_is_named_with_what_lies_nearby(directory, key):
     path = directory / "tokeniser.json"
-    with pytest.raises(TokenizerFileNotFound) as caught:
+    with raises(TokenizerFileNotFound) as caught:
         load(**{key: path if key == "model" else str(path)})
     assert f"data.tokenizer.{key}" in str(caught.value)
     assert str(directory / "tokenizer.json") in str(caught.value)
@@ -294,7 +295,7 @@ def test_a_missing_path_is_named_with_what_lies_nearby(directory, key):
 )
 def test_sections_that_name_no_or_two_tokenizers_are_refused(keys, key):
     assert [found for found, _ in HuggingFaceTokenizerConfig(**keys).check()] == [key]
-    with pytest.raises(BadTokenizerConfig, match=rf"data\.tokenizer\.{key}"):
+    with raises(BadTokenizerConfig, match=rf"data\.tokenizer\.{key}"):
         load(**keys)
 
 
@@ -302,7 +303,7 @@ def test_sections_that_name_no_or_two_tokenizers_are_refused(keys, key):
 def test_without_the_library_the_error_names_the_pip_command(tmp_path, missing, monkeypatch):
     name = str(tmp_path) if missing == "transformers" else "someone/little"
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(TokenizerLibraryMissing, match=re.escape("pip install nxdt-core[huggingface]")) as raised:
+    with raises(TokenizerLibraryMissing, match=re.escape("pip install nxdt-core[huggingface]")) as raised:
         load(type=name)
     assert missing in str(raised.value)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.tokenizers.config import (
     HuggingFaceTokenizerConfig,
@@ -164,7 +165,7 @@ def test_the_padding_token_of_gpt2_may_be_its_end(gpt2):
     padded = MegatronTokenizer(MegatronTokenizerConfig(**keys, pad_token="<|endoftext|>"))
     assert padded.pad_id == 50_256
     assert padded.encode("x") == gpt2.encode("x")
-    with pytest.raises(BadTokenizerConfig, match=r"data\.tokenizer\.pad_token: '<pad>' is not in the vocabulary"):
+    with raises(BadTokenizerConfig, match=r"data\.tokenizer\.pad_token: '<pad>' is not in the vocabulary"):
         MegatronTokenizer(MegatronTokenizerConfig(**keys, pad_token="<pad>"))
 
 
@@ -212,7 +213,7 @@ def test_other_special_tokens_and_another_pattern_make_another_tokenizer(llama3)
     ],
 )
 def test_settings_that_do_not_fit_the_ranks_are_refused_by_key(ranks_5000, keys, words):
-    with pytest.raises(BadTokenizerConfig, match=words):
+    with raises(BadTokenizerConfig, match=words):
         TiktokenTokenizer(TiktokenTokenizerConfig(model=ranks_5000, **keys))
 
 
@@ -228,9 +229,9 @@ def test_settings_that_do_not_fit_the_ranks_are_refused_by_key(ranks_5000, keys,
 def test_a_file_that_is_no_list_of_ranks_is_refused(tmp_path, content, reason):
     pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(BadTokenizerFile, match=rf"bad\.model is not a file of BPE ranks: .*{reason}"):
+    with raises(BadTokenizerFile, match=rf"bad\.model is not a file of BPE ranks: .*{reason}"):
         TiktokenTokenizer(TiktokenTokenizerConfig(model=tmp_path / "bad.model"))
-    with pytest.raises(TokenizerFileNotFound, match=r"bad\.model"):
+    with raises(TokenizerFileNotFound, match=r"bad\.model"):
         TiktokenTokenizer(TiktokenTokenizerConfig(model=tmp_path / "bat.model"))
 
 
@@ -270,7 +271,7 @@ def test_appended_tokens_are_the_same_in_transformers(appended, tmp_path):
     ],
 )
 def test_tokens_are_not_appended_unasked(mistral_model, keys, words):
-    with pytest.raises(BadTokenizerConfig, match=words):
+    with raises(BadTokenizerConfig, match=words):
         SentencePieceTokenizer(SentencePieceTokenizerConfig(model=mistral_model, **keys))
 
 

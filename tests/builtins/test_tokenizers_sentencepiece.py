@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.tokenizers.config import SentencePieceTokenizerConfig
 from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -96,10 +97,10 @@ def test_the_fingerprint_is_the_models(model, tokenizer, tmp_path):
 
 
 def test_a_missing_file_is_named_with_what_lies_nearby(model):
-    with pytest.raises(TokenizerFileNotFound) as caught:
+    with raises(TokenizerFileNotFound) as caught:
         load(model.with_name("traned.model"))
     assert str(model) in str(caught.value)
-    with pytest.raises(TokenizerFileNotFound, match=r"data\.tokenizer\.model"):
+    with raises(TokenizerFileNotFound, match=r"data\.tokenizer\.model"):
         load(model.parent)
 
 
@@ -110,19 +111,19 @@ def test_a_missing_file_is_named_with_what_lies_nearby(model):
 )
 def test_a_file_that_is_no_model_is_refused(tmp_path, content, said):
     (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(BadTokenizerFile, match=rf"bad\.model{said}"):
+    with raises(BadTokenizerFile, match=rf"bad\.model{said}"):
         load(tmp_path / "bad.model")
 
 
 def test_a_truncated_model_is_refused(tmp_path, model):
     (tmp_path / "cut.model").write_bytes(model.read_bytes()[:5_000])
-    with pytest.raises(BadTokenizerFile, match=r"cut\.model"):
+    with raises(BadTokenizerFile, match=r"cut\.model"):
         load(tmp_path / "cut.model")
 
 
 def test_without_the_library_the_error_names_the_pip_command(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(TokenizerLibraryMissing, match=re.escape("pip install nxdt-core[sentencepiece]")):
+    with raises(TokenizerLibraryMissing, match=re.escape("pip install nxdt-core[sentencepiece]")):
         SentencePieceTokenizer(SentencePieceTokenizerConfig(model=model))
 
 

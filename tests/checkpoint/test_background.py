@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.memory import MemoryStorage
 
@@ -135,7 +136,7 @@ def test_memory_of_copies_is_reused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
     manager = CheckpointManager(LocalStorage(str(tmp_path)))
-    with pytest.raises(UnsavableState, match="/thing"):
+    with raises(UnsavableState, match="/thing"):
         manager.save(step=1, model={}, optimizer={}, state={"thing": object()}, facts=CheckpointFacts())
     assert not manager.busy
     begin(manager, 1, 1.0)
@@ -185,7 +186,7 @@ def test_a_save_beyond_its_deadline_is_an_error_and_never_committed(tmp_path: Pa
     manager = CheckpointManager(storage, deadline_s=0.3)
     storage.gate.clear()
     begin(manager, 1, 1.0)
-    with pytest.raises(SaveTookTooLong, match="step-00000001") as caught:
+    with raises(SaveTookTooLong, match="step-00000001") as caught:
         poll_until(manager, lambda: False)
     assert caught.value.code == "NXDT-S051"
     thread = next(thread for thread in threading.enumerate() if thread.name.startswith("save "))
@@ -210,7 +211,7 @@ def test_stale_copies_are_not_committed_under_a_new_step(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(StagingBuffers, "stage", keep_old)
     begin(manager, 2, 2.0)
-    with pytest.raises(SameWeightsSaved, match="bitwise identical to those of step-00000001, and 1 update") as caught:
+    with raises(SameWeightsSaved, match="bitwise identical to those of step-00000001, and 1 update") as caught:
         manager.wait()
     assert caught.value.code == "NXDT-S050"
     assert committed(storage) == [1]
@@ -245,7 +246,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_counts_too() -> None:
     first.wait()
     second = CheckpointManager(storage, newest=read_manifest(storage, 1))
     begin(second, 2, 1.0)
-    with pytest.raises(SameWeightsSaved):
+    with raises(SameWeightsSaved):
         second.wait()
 
 

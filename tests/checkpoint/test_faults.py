@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.stores.faults import FaultyStorage, When
 from nxdt_testing.stores.memory import MemoryStorage
 
@@ -153,7 +154,7 @@ def test_a_late_writer_cannot_touch_what_another_committed(
         return getattr(MemoryStorage, moment)(late, *arguments)
 
     monkeypatch.setattr(late, moment, call)
-    with pytest.raises(CheckpointConflict, match="NXDT-S014"):
+    with raises(CheckpointConflict, match="NXDT-S014"):
         save(late, 1)
     assert read_manifest(other, 1).attempt == winners[0]
     assert verify(other, 1) == []

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from safetensors.torch import save_file
 
 from nxdt_core.builtins.stores.local import LocalStorage
@@ -251,7 +252,7 @@ def test_pickled_weights_of_hugging_face_are_never_opened(
     (hf / file).write_bytes(dressed(dress, marker))
     import_all(hf, builder)  # beside safetensors they do not matter
     (hf / "model.safetensors").unlink()
-    with pytest.raises(WeightsPickled, match=file):
+    with raises(WeightsPickled, match=file):
         import_all(hf, builder)
 
 

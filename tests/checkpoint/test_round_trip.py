@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
@@ -151,7 +152,7 @@ def test_only_the_blocks_of_asked_for_tensors_and_of_the_header_are_read(save: A
     storage.read = 0
     assert load_model(storage, manifest, ["z", "a"]).keys() == {"a", "z"}
     assert storage.read <= 3 * BLOCK_BYTES
-    with pytest.raises(TensorNotInCheckpoint, match="nowhere"):
+    with raises(TensorNotInCheckpoint, match="nowhere"):
         load_model(storage, manifest, ["nowhere"])
 
 

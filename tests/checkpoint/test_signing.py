@@ -17,6 +17,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, PublicFormat
+from nxdt_testing.errors import raises
 from nxdt_testing.stores.faults import FaultyStorage
 from nxdt_testing.stores.memory import MemoryStorage
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -116,7 +117,7 @@ def test_changed_weights_with_new_digests_are_refused(store: LocalStorage, save:
     signer, trusted = keys
     signature = read_signature(store, save(store, 1, signer=signer))
     forged = save(store, 1, model={}, signer=make_key(Path(store.uri).parent, "other")[0])
-    with pytest.raises(CheckpointSignedByOther) as raised:
+    with raises(CheckpointSignedByOther) as raised:
         find_checkpoint(store, None, warn=print, trusted=trusted)
     assert trusted.fingerprints[0] in str(raised.value)
     assert signature is not None
@@ -134,7 +135,7 @@ def test_a_checkpoint_without_a_signature_is_refused_and_not_passed_over(
     save(store, 1, signer=signer)
     manifest = save(store, 2)
     for step in (2, None):
-        with pytest.raises(CheckpointNotSigned, match="not signed"):
+        with raises(CheckpointNotSigned, match="not signed"):
             find_checkpoint(store, step, warn=pytest.fail, trusted=trusted)
     assert find_checkpoint(store, None, warn=pytest.fail) == manifest
     assert [status.signed_by for status in list_checkpoints(store)] == [*trusted.fingerprints, ""]
@@ -144,7 +145,7 @@ def test_a_signature_of_a_manifest_with_fast_digests_proves_nothing(store: Local
     signer, trusted = keys
     manifest = save(store, 1)
     write_signature(store, manifest, signer.sign(encode_manifest(manifest)))
-    with pytest.raises(CheckpointDigestsWeak, match="xxh3_128"):
+    with raises(CheckpointDigestsWeak, match="xxh3_128"):
         find_checkpoint(store, 1, warn=print, trusted=trusted)
 
 
@@ -199,7 +200,7 @@ def test_a_link_in_the_place_of_a_signature_is_not_followed(store: LocalStorage,
     path = path_of(store, save(store, 1, signer=signer), "manifest.sig")
     moved = path.rename(Path(store.uri).parent / "moved.sig")
     path.symlink_to(moved)
-    with pytest.raises(CheckpointIsNoFile):
+    with raises(CheckpointIsNoFile):
         load_trusted(store, trusted)
 
 
@@ -223,7 +224,7 @@ def test_a_save_that_replaces_a_step_leaves_the_older_one_whole_until_it_is_comm
 
 
 def test_an_unusable_key_prevents_the_commit(store: LocalStorage, save: Any, tmp_path: Path) -> None:
-    with pytest.raises(SigningKeyUnusable, match="No such file"):
+    with raises(SigningKeyUnusable, match="No such file"):
         save(store, 1, signer=Signer(tmp_path / "missing.pem"))
     assert list_checkpoints(store) == []
 
@@ -276,31 +277,31 @@ def test_the_documented_commands_make_usable_keys_and_print_the_fingerprint(tmp_
 
 def test_keys_of_another_kind_are_refused(tmp_path: Path, store: LocalStorage, save: Any) -> None:
     private, public = write_key(tmp_path / "rsa.pem", rsa.generate_private_key(public_exponent=65537, key_size=2048))
-    with pytest.raises(SigningKeyUnusable, match="RSAPrivateKey, not an Ed25519 key"):
+    with raises(SigningKeyUnusable, match="RSAPrivateKey, not an Ed25519 key"):
         Signer(private).check(None)
-    with pytest.raises(SigningKeyUnusable, match="RSAPublicKey, not an Ed25519 key"):
+    with raises(SigningKeyUnusable, match="RSAPublicKey, not an Ed25519 key"):
         find_checkpoint(store, save(store, 1).step, warn=print, trusted=TrustedKeys([public]))
 
 
 def test_files_that_hold_no_key_are_named_with_what_makes_one(tmp_path: Path) -> None:
     (tmp_path / "text.pem").write_text("no key")
-    with pytest.raises(SigningKeyUnusable, match="openssl genpkey"):
+    with raises(SigningKeyUnusable, match="openssl genpkey"):
         Signer(tmp_path / "text.pem").check(None)
     private, _ = write_key(tmp_path / "key.pem", Ed25519PrivateKey.generate())
-    with pytest.raises(SigningKeyUnusable, match="does not hold a public key"):
+    with raises(SigningKeyUnusable, match="does not hold a public key"):
         _ = TrustedKeys([private]).fingerprints
     encrypted = Ed25519PrivateKey.generate().private_bytes(
         Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
     )
     (tmp_path / "encrypted.pem").write_bytes(encrypted)
-    with pytest.raises(SigningKeyUnusable, match="passphrase"):
+    with raises(SigningKeyUnusable, match="passphrase"):
         Signer(tmp_path / "encrypted.pem").check(None)
 
 
 def test_a_run_that_would_refuse_its_own_checkpoints_is_told(tmp_path: Path) -> None:
     signer, trusted = make_key(tmp_path, "own")
     signer.check(trusted)
-    with pytest.raises(SigningKeyNotTrusted, match="Add its public key"):
+    with raises(SigningKeyNotTrusted, match="Add its public key"):
         signer.check(make_key(tmp_path, "other")[1])
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nxdt_testing.errors import raises
 from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import CheckpointFacts, load_state, read_manifest
@@ -111,7 +112,7 @@ class Thing:
 )
 def test_what_is_neither_json_nor_a_tensor_is_refused_by_name(save: Any, value: object, named: str) -> None:
     storage = MemoryStorage()
-    with pytest.raises(UnsavableState, match=r"/callbacks/mine/0.*" + named):
+    with raises(UnsavableState, match=r"/callbacks/mine/0.*" + named):
         save(storage, 1, state={"callbacks": {"mine": [value]}})
     assert not storage.objects, "nothing may be written of a state that cannot be saved"
 
@@ -119,7 +120,7 @@ def test_what_is_neither_json_nor_a_tensor_is_refused_by_name(save: Any, value: 
 def test_a_state_within_itself_is_refused(save: Any) -> None:
     state: dict[str, Any] = {}
     state["again"] = state
-    with pytest.raises(UnsavableState, match="within itself"):
+    with raises(UnsavableState, match="within itself"):
         save(MemoryStorage(), 1, state=state)
 
 
@@ -135,13 +136,13 @@ def test_a_state_within_itself_is_refused(save: Any) -> None:
 @pytest.mark.parametrize("part", ["model", "optimizer", "state"])
 def test_tensors_without_plain_bytes_are_refused_by_name(save: Any, tensor: Any, named: str, part: str) -> None:
     storage = MemoryStorage()
-    with pytest.raises(TensorStateUnsupported, match=f"inner.name.*{named}"):
+    with raises(TensorStateUnsupported, match=f"inner.name.*{named}"):
         save(storage, 1, **{part: {"inner.name": tensor}})
     assert not storage.objects
 
 
 def test_a_config_that_is_not_json_is_refused_by_name(save: Any) -> None:
-    with pytest.raises(UnsavableState, match="config/run/dir"):
+    with raises(UnsavableState, match="config/run/dir"):
         save(MemoryStorage(), 1, facts=CheckpointFacts(config={"run": {"dir": Path("x")}}))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.memory import MemoryStorage
 
@@ -68,14 +69,14 @@ def test_a_user_whose_owner_is_elsewhere_is_stored(save: Any) -> None:
 
 def test_a_tie_of_tensors_with_other_shapes_is_refused(save: Any) -> None:
     model = {"owner": torch.ones(2), "user": torch.ones(3)}
-    with pytest.raises(TensorStateUnsupported, match="tied to owner of another shape"):
+    with raises(TensorStateUnsupported, match="tied to owner of another shape"):
         save(MemoryStorage(), 1, model=model, ties={"user": "owner"})
 
 
 def test_a_tensor_whose_memory_was_freed_is_refused(save: Any) -> None:
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(TensorStateUnsupported, match="memory was freed"):
+    with raises(TensorStateUnsupported, match="memory was freed"):
         save(MemoryStorage(), 1, model={"w": freed})
 
 
@@ -92,7 +93,7 @@ def test_a_checkpoint_that_lacks_elements_of_the_model_is_damaged(tmp_path: Path
 
 def test_a_save_that_lacks_elements_of_the_model_is_not_committed(save: Any) -> None:
     storage = MemoryStorage()
-    with pytest.raises(SaveLacksElements, match="would store 12 elements of a model that has 13"):
+    with raises(SaveLacksElements, match="would store 12 elements of a model that has 13"):
         save(storage, 1, model={"w": torch.ones(12)}, facts=CheckpointFacts(elements=13))
     assert list(storage.list()) == []
 

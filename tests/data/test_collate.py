@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
+from nxdt_testing.errors import raises
 
 from nxdt_core.data.collate import blank_like, collate, count_loss_tokens
 from nxdt_core.errors.data import EmptyDataset, MixedSamples
@@ -88,10 +88,10 @@ def test_a_batch_that_moves_keeps_every_field():
 
 def test_samples_of_different_lengths_are_refused_with_the_lengths():
     short = Sample(input_ids=np.array([1]), labels=np.array([2]))
-    with pytest.raises(MixedSamples, match=r"\(3, 1\)"):
+    with raises(MixedSamples, match=r"\(3, 1\)"):
         collate([sample(), short])
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(EmptyDataset):
+    with raises(EmptyDataset):
         collate([])

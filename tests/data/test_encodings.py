@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 import zstandard
+from nxdt_testing.errors import raises
 
 from nxdt_core.data.files.encodings import _KNOWN, _spelled
 from nxdt_core.data.files.paths import decode, json_object, read_bytes
@@ -43,7 +44,7 @@ def test_the_command_of_the_error_makes_the_file_readable(tmp_path, encoding, te
     whole = f"first\n{text}\nlast\n"
     path = tmp_path / f"a b.txt{ending}"
     path.write_bytes(PACKED[ending](whole.encode(encoding)))
-    with pytest.raises(TextNotUtf8) as caught:
+    with raises(TextNotUtf8) as caught:
         decode(path, read_bytes(path))
     error = caught.value
     assert error.encoding == name
@@ -56,21 +57,21 @@ def test_the_command_of_the_error_makes_the_file_readable(tmp_path, encoding, te
 
 
 def test_the_byte_is_named_by_its_line_and_its_place_there(tmp_path):
-    with pytest.raises(TextNotUtf8, match=r"a\.txt is not UTF-8: byte 0xe9 at position 3 of line 2; .* reads 'café'\."):
+    with raises(TextNotUtf8, match=r"a\.txt is not UTF-8: byte 0xe9 at position 3 of line 2; .* reads 'café'\."):
         decode(tmp_path / "a.txt", b"good\ncaf\xe9\n")
-    with pytest.raises(TextNotUtf8, match="byte 0xe9 at position 10 of line 7;"):
+    with raises(TextNotUtf8, match="byte 0xe9 at position 10 of line 7;"):
         json_object(tmp_path / "a.jsonl", 7, b'{"a": "caf\xe9"}')
 
 
 def test_lines_far_from_the_byte_do_not_decide(tmp_path):
     lines = ["plain english, and more of it"] * 20_000
     lines[15_000] = "It’s “fine”"
-    with pytest.raises(TextNotUtf8, match="of line 15001; it looks like CP1252, in which the text reads 'It’s “fine”'"):
+    with raises(TextNotUtf8, match="of line 15001; it looks like CP1252, in which the text reads 'It’s “fine”'"):
         decode(tmp_path / "a.txt", "\n".join(lines).encode("cp1252"))
 
 
 def test_bytes_of_no_encoding_are_named_without_one(tmp_path):
-    with pytest.raises(TextNotUtf8) as caught:
+    with raises(TextNotUtf8) as caught:
         decode(tmp_path / "a.txt", bytes(range(254, 127, -1)) * 40)
     assert "looks like" not in str(caught.value)
     assert "iconv -f ENCODING -t UTF-8" in str(caught.value)

@@ -11,6 +11,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.data.loader import GlobalBatchLoader
@@ -202,7 +203,7 @@ def test_a_state_of_other_data_is_refused_naming_both(by_index, change, saved, f
     state = loader(by_index(30)).state_dict()
     digest = change.pop("digest", "by-index")
     other = loader(by_index(30, digest=digest), **change)
-    with pytest.raises(DataChanged) as caught:
+    with raises(DataChanged) as caught:
         other.load_state_dict(state)
     assert saved in str(caught.value)
     assert found in str(caught.value)
@@ -212,13 +213,13 @@ def test_a_state_of_other_data_is_refused_naming_both(by_index, change, saved, f
 @pytest.mark.parametrize("sizes", [(8, 3, 1), (8, 4, 4), (0, 1, 1), (4, 0, 1), (6, 2, 2)])
 def test_batch_sizes_that_do_not_divide_are_refused(by_index, sizes):
     global_batch, micro_batch, dp_size = sizes
-    with pytest.raises(BadBatchSize, match="does not divide"):
+    with raises(BadBatchSize, match="does not divide"):
         loader(by_index(30), global_batch, micro_batch, dp_rank=0, dp_size=dp_size)
 
 
 def in_one_of_several_processes(dataset):
     with process_group():
-        with pytest.raises(DataRankMissing, match="one of 2 processes") as refused:
+        with raises(DataRankMissing, match="one of 2 processes") as refused:
             loader(dataset)
         whole = next(iter(loader(dataset, dp_rank=0, dp_size=1)))
         own = next(iter(loader(dataset, dp_rank=dist.get_rank(), dp_size=2)))
@@ -242,9 +243,9 @@ def test_a_rank_outside_the_group_is_refused(by_index):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_empty_dataset_is_refused_and_not_waited_for(by_index, in_order, workers):
-    with pytest.raises(EmptyDataset):
+    with raises(EmptyDataset):
         loader(by_index(0))
-    with pytest.raises(EmptyDataset):
+    with raises(EmptyDataset):
         next(iter(loader(in_order(0), num_workers=workers)))
 
 

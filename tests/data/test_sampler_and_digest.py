@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nxdt_testing.errors import raises
 
 from nxdt_core.data import sampler
 from nxdt_core.data.digest import digest
@@ -34,7 +35,7 @@ def test_a_batch_larger_than_what_is_computed_together_is_whole():
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(EmptyDataset):
+    with raises(EmptyDataset):
         GlobalOrder(0, seed=0, shuffle=False)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.config.resolved import ResolvedConfig
@@ -91,7 +92,7 @@ def test_building_an_engine_registers_it(tmp_path: Path, implementation: str) ->
 
 def test_a_type_that_nobody_describes_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     config = config_with(tmp_path, "slide_rule", name="abacus", target="abacus_device:PROFILE")
-    with pytest.raises(UnknownAccelerator, match=r"(?s)'slide_rule'.*abacus.*neuron"):
+    with raises(UnknownAccelerator, match=r"(?s)'slide_rule'.*abacus.*neuron"):
         build.engine(config)
 
 
@@ -103,7 +104,7 @@ def test_a_record_that_names_something_else_is_refused(
     tmp_path: Path, implementation: str, name: str, attribute: str, found: str
 ) -> None:
     config = config_with(tmp_path, name, name=name, target=f"{implementation}:{attribute}")
-    with pytest.raises(BadDeviceProfile, match=f"(?s)NXDT-P006.*{found}"):
+    with raises(BadDeviceProfile, match=f"(?s)NXDT-P006.*{found}"):
         register_profile_of(config)
     assert name not in PROFILES
 
@@ -112,7 +113,7 @@ def test_two_that_describe_one_type_are_ambiguous_unless_one_is_preferred(tmp_pa
     source = (tmp_path / "abacus_device.py").read_text().replace('"abacus"', '"neuron"')
     (tmp_path / "abacus_device.py").write_text(source)
     target = f"{implementation}:PROFILE"
-    with pytest.raises(AmbiguousComponent):
+    with raises(AmbiguousComponent):
         register_profile_of(config_with(tmp_path, "neuron", name="neuron", target=target))
     register_profile_of(config_with(tmp_path, "neuron", name="neuron", target=target, prefer="abacus_plugin"))
     assert PROFILES["neuron"].process_group_backend == "gloo"

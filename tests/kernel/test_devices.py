@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from torch.nn import functional
 
 from nxdt_core.device_operations import DeviceOperations
@@ -74,13 +75,13 @@ def test_the_current_device_is_one_of_the_table():
 
 
 def test_an_accelerator_that_nobody_knows_is_refused():
-    with pytest.raises(UnknownAccelerator):
+    with raises(UnknownAccelerator):
         current_device("abacus")
 
 
 def test_an_accelerator_that_is_not_here_is_refused():
     absent = next(name for name in PROFILES if name not in {HOST.type, current_device().type})
-    with pytest.raises(AcceleratorMissing):
+    with raises(AcceleratorMissing):
         current_device(absent)
 
 
@@ -145,9 +146,9 @@ def test_a_run_uses_the_operations_of_the_profile():
         operations.drawn = 4
         restore_rng(state, device)
         assert (operations.drawn, max_memory_bytes(device)) == (3, 7)
-        with pytest.raises(NotEnoughDevices, match="3 ranks"):
+        with raises(NotEnoughDevices, match="3 ranks"):
             check_devices(device, 3, "here")
-    with pytest.raises(UnknownAccelerator):
+    with raises(UnknownAccelerator):
         current_device("xla")
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors.plugins import PluginsUnusable
 from nxdt_core.kernel import Kernel
@@ -296,7 +297,7 @@ def test_an_incompatible_plugin_does_not_run(site, plugin_named):
 def test_strict_mode_names_every_unusable_plugin_and_what_to_do(site):
     site.add("nxdt-plugin-bad", "1 / 0")
     site.add("nxdt-plugin-future", requires=["nxdt-core>=999"])
-    with pytest.raises(PluginsUnusable) as caught:
+    with raises(PluginsUnusable) as caught:
         site.start(strict=True)
     assert "ZeroDivisionError" in str(caught.value)
     assert "pip install --upgrade nxdt-plugin-future" in str(caught.value)
@@ -312,7 +313,7 @@ def test_strict_mode_refuses_an_entry_module_that_imports_torch(site, monkeypatc
     site.add("nxdt-plugin-heavy", "import torch", files={"torch.py": "# stands for the real one\n"})
     assert site.start().registry is not None
     del sys.modules["torch"], sys.modules["nxdt_plugin_heavy"]
-    with pytest.raises(PluginsUnusable, match="imports torch"):
+    with raises(PluginsUnusable, match="imports torch"):
         site.start(strict=True)
 
 

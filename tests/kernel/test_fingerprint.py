@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable
 from nxdt_core.kernel import Kernel, PluginPolicy
@@ -101,7 +102,7 @@ def test_what_was_locked_verifies(site, locked):
 def test_a_plugin_that_slipped_in_does_not_run(site, locked):
     witness = site.path / "witness"
     site.add("nxdt-plugin-spy", f"open({str(witness)!r}, 'w').close()")
-    with pytest.raises(PluginLockMismatch, match="'spy' of nxdt-plugin-spy is not in the file"):
+    with raises(PluginLockMismatch, match="'spy' of nxdt-plugin-spy is not in the file"):
         site.start(lock=locked)
     assert not witness.exists()
     site.start(lock=locked, block=("spy",))
@@ -114,7 +115,7 @@ def test_a_plugin_that_slipped_in_does_not_run(site, locked):
 def test_another_release_or_content_than_locked_is_refused(new_site, locked, version, name, words):
     other = new_site("other")
     other.add_optimizer("nxdt-plugin-wolf", name, version=version)
-    with pytest.raises(PluginLockMismatch) as caught:
+    with raises(PluginLockMismatch) as caught:
         compare_with_lock(Kernel.start(path=[str(other.path)]).plugins, locked)
     assert f"'wolf' of nxdt-plugin-wolf {words}" in str(caught.value)
     assert "'bad' of nxdt-plugin-bad is missing" in str(caught.value)
@@ -127,7 +128,7 @@ def test_a_lock_file_that_cannot_be_read_is_an_error(site, tmp_path, content):
     lock = tmp_path / "plugins.lock"
     if content is not None:
         lock.write_text(content)
-    with pytest.raises(PluginLockUnreadable, match="cannot be read"):
+    with raises(PluginLockUnreadable, match="cannot be read"):
         Kernel.start(PluginPolicy(lock=lock), path=[str(site.path)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.api import ConfigFinding
 from nxdt_core.errors.plugins import BadComponentRecord, PluginHookFailed
@@ -92,7 +93,7 @@ def test_a_failure_where_the_result_matters_stops_and_names_plugin_and_hook(kern
 
 def test_a_user_error_that_a_hook_raises_passes_as_it_is(kernel_of):
     kernel = kernel_of(a="@hookimpl\ndef nxdt_validate_config(context): Component(name='a b', target='m:f')")
-    with pytest.raises(BadComponentRecord):
+    with raises(BadComponentRecord):
         kernel.hooks.nxdt_validate_config(VALIDATE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors.plugins import AmbiguousComponent, ComponentUnusable, UnknownComponent, UnknownKind, UnknownScheme
 from nxdt_core.kernel import Kernel
@@ -31,7 +32,7 @@ def two_wolves(site):
 
 
 def test_two_plugins_with_one_name_are_ambiguous_and_the_error_names_both_and_the_ways_out(two_wolves):
-    with pytest.raises(AmbiguousComponent) as caught:
+    with raises(AmbiguousComponent) as caught:
         two_wolves.start(strict=True).registry.get("optimizer", "wolf")
     assert "nxdt-plugin-a 1.0 and nxdt-plugin-b 1.0" in str(caught.value)
     assert "'a:wolf' or 'b:wolf'" in str(caught.value)
@@ -56,7 +57,7 @@ def test_what_is_offered_twice_is_listed_once_by_name_and_twice_in_all(two_wolve
 
 def test_nobody_overrides_a_built_in(site):
     site.add_optimizer("nxdt-plugin-a", "adamw")
-    with pytest.raises(AmbiguousComponent, match="'builtin:adamw' or 'a:adamw'"):
+    with raises(AmbiguousComponent, match="'builtin:adamw' or 'a:adamw'"):
         site.start().registry.get("optimizer", "adamw")
 
 
@@ -65,7 +66,7 @@ def test_two_distributions_with_one_plugin_name_are_told_apart_by_distribution(s
         site.add_optimizer(dist, "wolf", plugins={"wolf": dist.replace("-", "_")})
     registry = site.start(strict=True).registry
     for name in ("wolf", "wolf:wolf"):
-        with pytest.raises(AmbiguousComponent, match="'first-wolf:wolf' or 'second-wolf:wolf'"):
+        with raises(AmbiguousComponent, match="'first-wolf:wolf' or 'second-wolf:wolf'"):
             registry.get("optimizer", name)
     assert registry.get("optimizer", "second-wolf:wolf").dist == "second-wolf"
 
@@ -153,7 +154,7 @@ def test_what_is_known_of_readers_is_what_the_plugins_say():
 def test_an_unknown_kind_is_answered_with_the_kinds(site):
     registry = site.start().registry
     for call in (lambda: registry.get("optimiser", "adamw"), lambda: registry.names("optimiser")):
-        with pytest.raises(UnknownKind, match="Did you mean 'optimizer'"):
+        with raises(UnknownKind, match="Did you mean 'optimizer'"):
             call()
 
 
@@ -168,25 +169,25 @@ def test_a_scheme_finds_its_store(site):
 def test_a_scheme_of_two_stores_is_ambiguous_unless_preferred(site):
     site.add("nxdt-plugin-a", STORE.format(name="one"))
     site.add("nxdt-plugin-b", STORE.format(name="two"))
-    with pytest.raises(AmbiguousComponent, match="'a:one' or 'b:two'"):
+    with raises(AmbiguousComponent, match="'a:one' or 'b:two'"):
         site.start().registry.storage_for_scheme("tape")
     assert site.start(prefer=("b",)).registry.storage_for_scheme("tape").record.name == "two"
 
 
 def test_an_unknown_scheme_is_answered_with_the_known_ones_and_the_pip_command(site):
-    with pytest.raises(UnknownScheme) as caught:
+    with raises(UnknownScheme) as caught:
         site.start().registry.storage_for_scheme("s3")
     assert "pip install nxdt-plugin-s3" in caught.value.do()
     assert "file://" in caught.value.do()
     site.add("nxdt-plugin-s3", "1 / 0")
-    with pytest.raises(UnknownScheme, match=r"'s3' \(nxdt-plugin-s3 1\.0\) is broken"):
+    with raises(UnknownScheme, match=r"'s3' \(nxdt-plugin-s3 1\.0\) is broken"):
         site.start().registry.storage_for_scheme("s3")
 
 
 def test_an_error_survives_the_way_between_processes(two_wolves):
     import pickle
 
-    with pytest.raises(AmbiguousComponent) as caught:
+    with raises(AmbiguousComponent) as caught:
         two_wolves.start().registry.get("optimizer", "wolf")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -215,7 +216,7 @@ def test_local_files_with_one_name_are_ambiguous_by_their_files(site, tmp_path):
     files = (tmp_path / "one.py", tmp_path / "two.py")
     for file in files:
         file.write_text(LOCAL_LION)
-    with pytest.raises(AmbiguousComponent, match=r"by several plugins: the local file one\.py and the local file two"):
+    with raises(AmbiguousComponent, match=r"by several plugins: the local file one\.py and the local file two"):
         site.start(local=files).registry.get("optimizer", "wolf")
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.distributed.environment import place_from_environment
@@ -58,7 +59,7 @@ def test_mpirun_in_a_slurm_job_wins_over_slurms_variables_of_the_script():
 )
 def test_a_missing_variable_of_mpi_is_named(name):
     missing = "MASTER_PORT" if name == "PMIX_NAMESPACE" else name
-    with pytest.raises(LaunchEnvironmentIncomplete, match=missing):
+    with raises(LaunchEnvironmentIncomplete, match=missing):
         place_from_environment({key: value for key, value in OMPI.items() if key != name})
 
 
@@ -74,7 +75,7 @@ def test_a_missing_variable_of_mpi_is_named(name):
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(changed, said):
-    with pytest.raises(LaunchersDisagree, match="NXDT-P110") as refused:
+    with raises(LaunchersDisagree, match="NXDT-P110") as refused:
         place_from_environment(changed)
     assert said in str(refused.value)
     assert place_from_environment({**changed, "NXDT_LAUNCHER": "local"}).world_size == 1
@@ -90,9 +91,9 @@ def test_ranks_of_an_agent_may_be_numbered_otherwise_than_the_tasks_around_it():
 
 
 def test_a_wrong_number_is_named():
-    with pytest.raises(BadLaunchVariable, match="OMPI_COMM_WORLD_SIZE is 'two'"):
+    with raises(BadLaunchVariable, match="OMPI_COMM_WORLD_SIZE is 'two'"):
         place_from_environment({**OMPI, "OMPI_COMM_WORLD_SIZE": "two"})
-    with pytest.raises(BadLaunchVariable, match="LOCAL_RANK is '7'"):
+    with raises(BadLaunchVariable, match="LOCAL_RANK is '7'"):
         place_from_environment({**USUAL, "LOCAL_RANK": "7"})
 
 
@@ -101,7 +102,7 @@ def test_a_named_launcher_is_the_only_one_that_counts():
     assert place_from_environment({**everything, "NXDT_LAUNCHER": "mpi"}).rank == 3
     assert place_from_environment({**everything, "NXDT_LAUNCHER": "slurm"}).rank == 0
     assert place_from_environment({**everything, "NXDT_LAUNCHER": "torchrun"}).rank == 1
-    with pytest.raises(NotStartedByLauncher, match="NXDT_LAUNCHER is 'mpi'"):
+    with raises(NotStartedByLauncher, match="NXDT_LAUNCHER is 'mpi'"):
         place_from_environment({**SLURM, "NXDT_LAUNCHER": "mpi"})
 
 

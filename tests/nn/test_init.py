@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nxdt_testing.errors import raises
 from torch.overrides import TorchFunctionMode
 
 from nxdt_core.errors.models import NoInitRule
@@ -249,7 +250,7 @@ def test_the_first_matching_rule_wins_and_others_are_not_asked():
 
 
 def test_a_parameter_without_a_rule_is_an_error_that_names_it():
-    with pytest.raises(NoInitRule, match=r"'weight'.*'\*\.bias'"):
+    with raises(NoInitRule, match=r"'weight'.*'\*\.bias'"):
         initialize(
             torch.nn.Linear(2, 2).named_parameters(), [InitRule(pattern="*.bias", distribution="normal")], seed=1
         )

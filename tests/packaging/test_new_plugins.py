@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.api import KINDS
 from nxdt_core.errors.plugins import KindHasNoTemplates
@@ -33,16 +34,16 @@ def _python(*words, cwd, path):
 
 
 def _chosen(config):
-    return ["model", *sampled(config, OTHERS, 1, of="new plugins")]
+    return ["model", "plain model", *sampled(config, OTHERS, 1, of="new plugins")]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, pytestconfig):
     """A directory into which the wheels of the chosen kinds are unpacked, and their repositories by kind."""
     place = tmp_path_factory.mktemp("new")
-    written = {kind: place / f"my-{kind.replace('_', '-')}" for kind in _chosen(pytestconfig)}
+    written = {kind: place / f"my-{kind.replace(' ', '-')}" for kind in _chosen(pytestconfig)}
     for kind, directory in written.items():
-        write_repository(kind, directory.name, directory)
+        write_repository(kind.removeprefix("plain "), directory.name, directory, plain=kind.startswith("plain"))
     wheels = place / "wheels"
     wheels.mkdir()
     build_wheels(written.values(), wheels)
@@ -68,10 +69,10 @@ def outcomes(site, pytestconfig):
     return lines
 
 
-@pytest.mark.parametrize("kind", ["model", "another"])
+@pytest.mark.parametrize("kind", ["model", "plain model", "another"])
 def test_a_new_repository_passes_its_own_tests(site, outcomes, kind):
     _, written = site
-    chosen = [kind] if kind in written else [each for each in written if each != "model"]
+    chosen = [kind] if kind in written else [each for each in written if not each.endswith("model")]
     for each in chosen:
         passed = [line for line in outcomes if f"{written[each].name}/tests/" in line and " PASSED" in line]
         assert len(passed) > 5, each
@@ -84,7 +85,7 @@ def test_a_new_plugin_is_usable_and_nothing_of_it_is_complained_of(site, tmp_pat
     for kind, directory in written.items():
         row = rows[directory.name]
         assert row["state"] == "ok"
-        assert [component["kind"] for component in row["components"]] == [kind]
+        assert [component["kind"] for component in row["components"]] == [kind.removeprefix("plain ")]
     assert "my-" not in done.stderr
 
 
@@ -99,11 +100,11 @@ def test_the_engine_of_a_new_repository_is_the_example(tmp_path):
 
 
 def test_every_kind_has_templates_and_code_of_one_style(tmp_path):
-    for kind in kind_names():
-        files = write_repository(kind, "my-own", tmp_path / kind)
+    for kind, plain in (*((each, False) for each in kind_names()), ("model", True)):
+        files = write_repository(kind, "my-own", tmp_path / f"{kind}-{plain}", plain=plain)
         assert {"README.md", "pyproject.toml", "tests/test_plugin.py"} <= set(map(str, files))
         for file in files:
-            text = (tmp_path / kind / file).read_text()
+            text = (tmp_path / f"{kind}-{plain}" / file).read_text()
             assert "{{" not in text.replace("${{", "")
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,UP,B", "--line-length", "125"]
     done = subprocess.run([*ruff, tmp_path], capture_output=True, text=True, check=False)
@@ -132,10 +133,10 @@ def test_what_cannot_be_written_is_an_error(tmp_path, words, code, said):
 
 def test_a_kind_without_templates_is_an_error(tmp_path, monkeypatch):
     """A kind of the core may have none, and every folder of templates is of a kind."""
-    assert {path.name for path in TEMPLATES.iterdir()} == {"common", "model", *OTHERS}
+    assert {path.name for path in TEMPLATES.iterdir()} == {"common", "model", "plain_model", *OTHERS}
     new = replace(KINDS[0], name="notifier")
     monkeypatch.setattr(repository, "KINDS", (*KINDS, new))
-    with pytest.raises(KindHasNoTemplates, match="'notifier'") as caught:
+    with raises(KindHasNoTemplates, match="'notifier'") as caught:
         write_repository("notifier", "my-notifier", tmp_path / "my-notifier")
     assert "notifier" not in caught.value.available
     assert not (tmp_path / "my-notifier").exists()

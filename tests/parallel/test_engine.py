@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from torch import nn
 
 from nxdt_core.builtins.objective_causal_lm import CausalLM
@@ -128,7 +129,7 @@ class CountsRows(CausalLM):
 @pytest.mark.parametrize("run", ["run_train", "run_eval"])
 def test_an_objective_that_reports_another_weight_than_it_announced_is_an_error_of_the_first_pass(run):
     made, whole = model(), batch(4)
-    with pytest.raises(ObjectiveWeightsDiffer, match=r"CountsRows.*24.* and its weight.* gives 2"):
+    with raises(ObjectiveWeightsDiffer, match=r"CountsRows.*24.* and its weight.* gives 2"):
         getattr(made, run)(split(whole, 2), CountsRows())
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -158,7 +159,7 @@ def test_backward_in_two_goes_as_zero_bubble_schedules_take_it(plain):
 
 
 def test_a_name_that_the_plan_lacks_is_refused_with_those_that_it_has(plain):
-    with pytest.raises(UnknownRecomputeName) as caught:
+    with raises(UnknownRecomputeName) as caught:
         apply_recompute(plain, PLAN, granularity="selective", names=("MLP", "CoreAttention"))
     assert "CoreAttention" in caught.value.what()
     assert "MLP," not in caught.value.what()

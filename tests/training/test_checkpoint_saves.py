@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core import checkpoint
@@ -138,7 +139,7 @@ def test_stale_copies_stop_a_run(small_run, monkeypatch):
 
     monkeypatch.setattr(StagingBuffers, "stage", once)
     config = small_run("trainer.max_steps=6", "checkpoint.every_n_train_steps=2")
-    with pytest.raises(SameWeightsSaved, match="bitwise identical to those of step-00000002, and 2 update"):
+    with raises(SameWeightsSaved, match="bitwise identical to those of step-00000002, and 2 update"):
         train(config)
     assert steps(config) == [2]
 

@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 from nxdt_plugin_megatron_data.writer import IndexedWriter
+from nxdt_testing.errors import raises
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
@@ -227,7 +228,7 @@ def test_fields_of_questions_that_nothing_uses_are_counted_or_refused(tmp_path):
     assert "d<|im_end|>" in tokenizer.spell(other.ids)
     ones = ("conversations", "messages.name", "messages.reasoning_content")
     assert unused.counts == {"id": 2, **dict.fromkeys(ones, 1)}
-    with pytest.raises(FieldsUnused, match=r"chats\.jsonl:1: .*'id'"):
+    with raises(FieldsUnused, match=r"chats\.jsonl:1: .*'id'"):
         list(questions([file], tokenizer, ChatKeys(), unused=UnusedFields("refuse")))
 
 
@@ -241,7 +242,7 @@ def test_a_question_that_spells_a_special_token_is_refused_as_in_training(tmp_pa
     if allowed:
         assert tokenizer.locate([special])[0].ids[0] in next(found).ids
         return
-    with pytest.raises(SpecialTokenInText) as raised:
+    with raises(SpecialTokenInText) as raised:
         next(found)
     assert special in raised.value.what()
     assert f"{file}:1" in raised.value.what()

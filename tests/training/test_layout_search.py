@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.errors.base import NxdtError
@@ -76,7 +77,7 @@ def test_sizes_are_tried_that_the_run_allows():
 
 
 def test_more_than_any_layout_holds_is_refused():
-    with pytest.raises(NoLayoutFits) as caught:
+    with raises(NoLayoutFits) as caught:
         search(
             loader(
                 "recipe:llama-tiny",
@@ -88,5 +89,5 @@ def test_more_than_any_layout_holds_is_refused():
 
 
 def test_a_product_without_known_links_is_refused():
-    with pytest.raises(NoTimesOfDevice, match=r"on trn2 in bfloat16"):
+    with raises(NoTimesOfDevice, match=r"on trn2 in bfloat16"):
         search(loader("recipe:llama-tiny", "precision.type=autocast"), product="trn2")

@@ -9,6 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
@@ -89,15 +90,15 @@ def test_a_run_refuses_what_a_trusted_key_has_not_signed(small_run, key, tmp_pat
     train(small_run("trainer.max_steps=1", name="plain"))
     trusting = [f"checkpoint.sign.trusted=['{key[1]}']", "trainer.max_steps=2"]
     plain = str(tmp_path / "plain/checkpoints")
-    with pytest.raises(CheckpointNotSigned, match=r"checkpoint\.sign\.trusted"):
+    with raises(CheckpointNotSigned, match=r"checkpoint\.sign\.trusted"):
         train(small_run(*trusting, RESUME, "exp_manager.resume_ignore_no_checkpoint=true", name="plain"))
     for weights_only in ("true", "false"):
         start = [f"checkpoint.resume_from={plain}", f"checkpoint.weight_init_only={weights_only}"]
-        with pytest.raises(CheckpointNotSigned):
+        with raises(CheckpointNotSigned):
             train(small_run(*trusting, *start, name=f"weights-{weights_only}"))
     other = write_key(tmp_path / "other.pem", Ed25519PrivateKey.generate())
     train(small_run("trainer.max_steps=1", *signing(other), name="other"))
-    with pytest.raises(CheckpointSignedByOther):
+    with raises(CheckpointSignedByOther):
         train(small_run(*trusting, f"checkpoint.resume_from={tmp_path}/other/checkpoints", name="third"))
 
 
@@ -126,18 +127,18 @@ def test_checkpoints_of_other_programs_are_refused_where_a_signature_is_required
     (directory / "config.json").write_text('{"model_type": "llama"}')
     (directory / "model.safetensors").write_bytes(b"")
     start = [f"checkpoint.resume_from={directory}", "checkpoint.weight_init_only=true"]
-    with pytest.raises(CheckpointNotSigned, match="another program"):
+    with raises(CheckpointNotSigned, match="another program"):
         train(small_run(f"checkpoint.sign.trusted=['{key[1]}']", *start, name="run"))
 
 
 def test_unusable_keys_stop_a_run_before_it_writes(small_run, key, tmp_path):
     wrong = write_key(tmp_path / "rsa.pem", rsa.generate_private_key(public_exponent=65537, key_size=2048))
-    with pytest.raises(SigningKeyUnusable, match="RSAPrivateKey"):
+    with raises(SigningKeyUnusable, match="RSAPrivateKey"):
         train(small_run(f"checkpoint.sign.key={wrong[0]}", name="run"))
-    with pytest.raises(SigningKeyUnusable, match="RSAPublicKey"):
+    with raises(SigningKeyUnusable, match="RSAPublicKey"):
         train(small_run(f"checkpoint.sign.trusted=['{wrong[1]}']", name="run"))
     other = write_key(tmp_path / "other.pem", Ed25519PrivateKey.generate())
-    with pytest.raises(SigningKeyNotTrusted):
+    with raises(SigningKeyNotTrusted):
         train(small_run(f"checkpoint.sign.key={key[0]}", f"checkpoint.sign.trusted=['{other[1]}']", name="run"))
     assert not (tmp_path / "run").exists()
 
@@ -156,7 +157,7 @@ def test_a_key_to_sign_with_and_trusted_ones_may_be_set_alone(small_run, key, tm
     train(small_run("trainer.max_steps=1", sign, name="signed"))
     start = (f"checkpoint.resume_from={tmp_path}/signed/checkpoints", "checkpoint.weight_init_only=true")
     train(small_run("trainer.max_steps=1", trust, *start, name="trusting"))
-    with pytest.raises(CheckpointNotSigned):
+    with raises(CheckpointNotSigned):
         train(small_run("trainer.max_steps=2", trust, RESUME, name="trusting"))
 
 
@@ -175,11 +176,11 @@ def test_a_loop_of_ones_own_signs_and_checks_as_configured(small_run, key):
     with TrainSession(config) as session:
         assert session.resume().step == 1
     next((config.run_dir / "checkpoints" / "step-00000001").rglob("manifest.sig")).unlink()
-    with TrainSession(config) as session, pytest.raises(CheckpointNotSigned):
+    with TrainSession(config) as session, raises(CheckpointNotSigned):
         session.resume()
-    with pytest.raises(CheckpointNotSigned):
+    with raises(CheckpointNotSigned):
         checkpoint.latest(store, warn=print, trusted=trusted)
-    with pytest.raises(CheckpointNotSigned):
+    with raises(CheckpointNotSigned):
         checkpoint.read_manifest(store, 1, trusted=trusted)
 
 

@@ -83,7 +83,7 @@ def _recognises(component: RegisteredComponent, path: Path) -> bool:
     return False
 
 
-def _unknown(path: Path, kernel: Kernel, reason: str) -> ForeignFormatUnknown:
+def _unknown(path: Path, kernel: Kernel, reason: str) -> NxdtError:
     formats = [f"{each.record.name}: {each.record.summary}" for each in kernel.registry.all(_KIND)]
     install, unusable = kernel.registry.not_offered(_KIND)
     return ForeignFormatUnknown(path=str(path), reason=reason, formats=formats, install=install, unusable=unusable)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Generic, Literal, TypeVar
 
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.checkpoints import SaveTookTooLong
+from nxdt_core.errors.checkpoints import SaveTookTooLong, StorageError
 
 __all__ = ["BackgroundJob"]
 
@@ -102,7 +102,7 @@ class BackgroundJob(Generic[T]):
         finally:
             self._ended.set()
 
-    def _too_late(self, cause: BaseException | None = None) -> SaveTookTooLong | None:
+    def _too_late(self, cause: BaseException | None = None) -> StorageError | None:
         """The error of a job beyond its deadline; ``cause``: what a wait for another rank ended in by then."""
         if time.monotonic() <= self._ends_at:
             return None

@@ -24,14 +24,14 @@ def explain(codes: tuple[str, ...], json_output: bool) -> None:
 
     The prefix NXDT- may be left out. A value that a message fills in is written ‹name›.
     """
-    from nxdt_core.cli.explain.catalogue import error_kinds, explanations
+    from nxdt_core.cli.explain.catalogue import error_codes, explanations
     from nxdt_core.errors.plugins import UnknownErrorCode
 
     wanted = [_PREFIX + code.strip("[]").upper().removeprefix(_PREFIX) for code in codes]
     known = explanations(wanted)
     for code in wanted:
         if code not in known:
-            raise UnknownErrorCode(wanted=code, known=tuple(sorted(kind.code for kind in error_kinds())))
+            raise UnknownErrorCode(wanted=code, known=tuple(sorted(error_codes())))
     if json_output:
         print_json(
             [

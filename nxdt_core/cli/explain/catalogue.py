@@ -1,7 +1,7 @@
 """What is known of every error code: its cause, its message, examples and a fix.
 
-All of it is read from the error classes and from the code that raises them. The documentation and ``nxdt explain``
-show the same.
+All of it is read from the catalogue of errors and from the code that raises them. The documentation and
+``nxdt explain`` show the same.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import ErrorCode, NxdtError
 from nxdt_core.kernel import Kernel
 
-__all__ = ["Explanation", "error_kinds", "explanations"]
+__all__ = ["Explanation", "error_codes", "explanations"]
 
 _EXAMPLES = 3
 _PLACEHOLDER = re.compile(r"'?\{(\w+)(?:![rsa])?(?::[^{}]*)?\}'?")
@@ -42,27 +42,36 @@ class Explanation:
 
 def explanations(codes: Collection[str] | None = None) -> dict[str, Explanation]:
     """Return the explanation of each of ``codes`` that exists, or of all codes, in their order."""
-    kinds = sorted(error_kinds(), key=lambda kind: kind.code)
-    packages = tuple(sorted({kind.__module__.partition(".")[0] for kind in kinds}))
-    if codes is not None:
-        kinds = [kind for kind in kinds if kind.code in codes]
-    uses = _uses(packages, frozenset(kind.__name__ for kind in kinds))
-    return {kind.code: _explained(kind, uses.get(kind.__name__, ())) for kind in kinds}
+    wanted = {code: found for code, found in sorted(error_codes().items()) if codes is None or code in codes}
+    packages = tuple(sorted({module.partition(".")[0] for module in _modules()}))
+    uses = _uses(packages, frozenset(name for name, _ in wanted.values()))
+    return {code: _explained(row, uses.get(name, ())) for code, (name, row) in wanted.items()}
 
 
-def error_kinds() -> list[type[NxdtError]]:
-    """Return every error with a sentence, of the core and of the plugins that are installed."""
+def error_codes() -> dict[str, tuple[str, ErrorCode[NxdtError]]]:
+    """Return the name in the source and the row of every error code of the core and of the installed plugins."""
+    found = {}
+    for module in map(import_module, _modules()):
+        for name, value in vars(module).items():
+            if isinstance(value, ErrorCode):
+                found[value.code] = name, value
+            elif isinstance(value, type) and issubclass(value, NxdtError) and hasattr(value, "happened"):
+                cause = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+                texts = {each: getattr(value, each) for each in ("happened", "remedy", "usual_remedy", "exit_status")}
+                found[value.code] = name, value.define(value.code, cause, **texts)
+    return found
+
+
+def _modules() -> list[str]:
     from nxdt_core import errors
 
     families = [f"{errors.__name__}.{module.name}" for module in pkgutil.iter_modules(errors.__path__)]
     families += [f"{plugin.module}.errors" for plugin in Kernel.start().plugins if plugin.module]
-    modules = [import_module(name) for name in families if find_spec(name) is not None]
-    found = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
-    return [kind for kind in found if issubclass(kind, NxdtError) and hasattr(kind, "happened")]
+    return [name for name in families if find_spec(name) is not None]
 
 
-def _explained(kind: type[NxdtError], uses: Sequence[Mapping[str, str]]) -> Explanation:
-    own = re.fullmatch(r"\{(\w+)\}", kind.remedy)
+def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> Explanation:
+    own = re.fullmatch(r"\{(\w+)\}", row.remedy)
     examples = []
     for use in uses:
         found = "; ".join(_filled(use[name]).rstrip(".") for name in ("reason", "problem") if name in use)
@@ -70,10 +79,10 @@ def _explained(kind: type[NxdtError], uses: Sequence[Mapping[str, str]]) -> Expl
         if found:
             examples.append((found, advice))
     return Explanation(
-        code=kind.code,
-        cause=_plain(" ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())),
-        message=_filled(kind.happened),
-        fix=re.sub(r"^(‹[^›]+›)+(?=[A-Z])", "", _filled(kind.usual_remedy or kind.remedy)),
+        code=row.code,
+        cause=_plain(row.cause),
+        message=_filled(row.happened),
+        fix=re.sub(r"^(‹[^›]+›)+(?=[A-Z])", "", _filled(row.usual_remedy or row.remedy)),
         depends=own is not None,
         examples=tuple(sorted(dict.fromkeys(examples), key=lambda example: not example[1])[:_EXAMPLES]),
     )

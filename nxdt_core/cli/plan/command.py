@@ -71,7 +71,7 @@ def plan(
     from nxdt_core.config import load
 
     if device is not None and memory_gib is not None:
-        raise TwoMemorySizes
+        raise TwoMemorySizes()
     if efficiency is not None and device is None:
         raise click.UsageError("--efficiency is that of a product: give --device too.")
     if search and device is None:

@@ -147,7 +147,8 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
 @click.argument("kind")
 @click.argument("name")
 @click.option("--directory", type=click.Path(path_type=Path), help="Where to write it. Default: a directory NAME here.")
-def new(kind: str, name: str, directory: Path | None) -> None:
+@click.option("--plain", is_flag=True, help="Of a model: in plain torch, instead of a member of Llama's family.")
+def new(kind: str, name: str, directory: Path | None, plain: bool) -> None:
     """Write the repository of a new plugin, which installs and passes its own tests.
 
     KIND is a kind of components, such as model, dataset, tokenizer, optimizer, schedule, precision, store, adapter,
@@ -158,7 +159,7 @@ def new(kind: str, name: str, directory: Path | None) -> None:
     from nxdt_core.scaffold.repository import write_repository
 
     target = Path(name) if directory is None else directory
-    for path in write_repository(kind, name, target):
+    for path in write_repository(kind, name, target, plain=plain):
         say(str(target / path))
     say(f"\ncd {target} && pip install . && nxdt plugins check .")
 

@@ -45,7 +45,7 @@ def mandatory_keys(given: Node) -> dict[str, Origin]:
     return {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
 
 
-def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[MissingKey]:
+def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[ConfigProblem]:
     """Yield an error for each key of ``mandatory`` that has no value but a default's."""
     for path, origin in mandatory.items():
         found = tree.find(path)

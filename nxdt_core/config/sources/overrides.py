@@ -58,5 +58,5 @@ def _reason(problems: list[ConfigProblem]) -> str:
     return f"the value cannot be used: {problem.what().rstrip('.')}"
 
 
-def _bad(text: str, reason: str) -> BadOverride:
+def _bad(text: str, reason: str) -> ConfigProblem:
     return BadOverride(place=COMMAND_LINE.where, key="", text=text, reason=reason)

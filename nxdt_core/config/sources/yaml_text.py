@@ -204,7 +204,7 @@ class _Document:
     def _tagged(self, node: Any, path: str, origin: Origin) -> None:
         self._wrong(path, origin, f"the tag {node.tag.replace(_TAG, '!!')}", "plain values without tags")
 
-    def _duplicate(self, key: str, line: int, first: Origin) -> DuplicateKey:
+    def _duplicate(self, key: str, line: int, first: Origin) -> ConfigProblem:
         return DuplicateKey(place=f"{self.source}:{line}", line=line, key=key, first=first.where)
 
     def _wrong(self, key: str, origin: Origin, found: str, allowed: str) -> None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from nxdt_core.api import ModelComponent
 from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.validate.checked import Checked
-from nxdt_core.errors.configuration import WrongValue
+from nxdt_core.errors.configuration import ConfigProblem, WrongValue
 
 __all__ = ["find_unknown_recompute"]
 
@@ -16,7 +16,7 @@ _GRANULARITY = "model.activations_checkpoint_granularity"
 _NAMES = "model.activations_checkpoint_recompute"
 
 
-def find_unknown_recompute(checked: Checked, composition: Composition) -> Iterator[WrongValue]:
+def find_unknown_recompute(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
     """Report names that the model lacks, where its record lists the names that it has."""
     model = composition.components.get("model")
     known = model.record.recompute_names if model is not None and isinstance(model.record, ModelComponent) else None

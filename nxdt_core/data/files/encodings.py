@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import TextNotUtf8
 
 __all__ = ["check_wide", "iconv_name", "not_utf8"]
@@ -76,7 +77,7 @@ def iconv_name(content: bytes, at: int) -> str | None:
     return _spelled(best[0].encoding) if best else None
 
 
-def not_utf8(path: Path, content: bytes, at: int, *, first_line: int = 1) -> TextNotUtf8:
+def not_utf8(path: Path, content: bytes, at: int, *, first_line: int = 1) -> NxdtError:
     """Return the error of ``content``, whose byte ``at`` is not UTF-8, with the command that converts the file.
 
     Args:

@@ -20,6 +20,8 @@ class RegisteredComponent:
 
     kind: str
     record: Component
+    config: str | None
+    """Reference to the dataclass of its section."""
     plugin: str
     dist: str
     version: str
@@ -43,11 +45,11 @@ class RegisteredComponent:
         Raises:
             ComponentUnusable: as :meth:`load_target`, or what the record names is not a dataclass.
         """
-        if self.record.config is None:
+        if self.config is None:
             return None
-        loaded = self._load("config", self.record.config)
+        loaded = self._load("config", self.config)
         if not (isinstance(loaded, type) and is_dataclass(loaded)):
-            raise self._unusable("config", self.record.config, "it is not a dataclass")
+            raise self._unusable("config", self.config, "it is not a dataclass")
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:

@@ -139,7 +139,12 @@ def _registered(plugin: PluginInfo, kind: Kind, record: Component) -> Registered
         wanted, known = record.requires_of_model, CAPABILITIES["model"]
         _refuse_unknown("requires of the model", kind, record, wanted, known)
     return RegisteredComponent(
-        kind=kind.name, record=record, plugin=plugin.name, dist=plugin.dist, version=plugin.version
+        kind=kind.name,
+        record=record,
+        config=record.config or kind.config,
+        plugin=plugin.name,
+        dist=plugin.dist,
+        version=plugin.version,
     )
 
 

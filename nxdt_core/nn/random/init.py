@@ -18,13 +18,14 @@ import torch
 
 from nxdt_core.devices import HOST, profile_of
 from nxdt_core.errors.models import NoInitRule
-from nxdt_core.nn.patterns import matches
+from nxdt_core.nn.patterns import matches, matches_any
 from nxdt_core.nn.random.positions import Rows, rows_of
 from nxdt_core.nn.random.quantiles import normal_quantiles, quantile_table
 from nxdt_core.nn.random.streams import Stream
 from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import ModelBuilder
 
-__all__ = ["draw", "fill", "initialize", "rule_for"]
+__all__ = ["draw", "fill", "fresh_rules", "initialize", "rule_for"]
 
 _TILE_ON_HOST = 1 << 15
 """Elements that are drawn at a time, in a core's cache. For more, each operation of torch would use several threads."""
@@ -40,6 +41,24 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequ
     """
     for name, parameter in named_parameters:
         fill(parameter, rule_for(name, rules), name=name, seed=seed)
+
+
+def fresh_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[InitRule, ...]:
+    """Return a builder's rules, with those of the norms that its plan names: one, unless a rule makes them constant.
+
+    Args:
+        builder: of the model.
+        names: of the model's parameters.
+    """
+    rules, norms = tuple(builder.init_rules()), builder.plan().norms
+    left = [name for name in names if matches_any(norms, name) and _is_for_all(name, rules)]
+    return (*(InitRule(pattern=name, distribution="constant", mean=1.0) for name in left), *rules)
+
+
+def _is_for_all(name: str, rules: Sequence[InitRule]) -> bool:
+    """Whether only the rule for all others is for a parameter, or none."""
+    first = next((rule for rule in rules if matches(rule.pattern, name)), None)
+    return first is None or (first.pattern == "*" and first.distribution != "constant")
 
 
 def rule_for(name: str, rules: Sequence[InitRule]) -> InitRule:

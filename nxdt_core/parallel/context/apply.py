@@ -15,6 +15,7 @@ from torch import nn
 
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (
     AttentionCoreMissing,
     AttentionCoreUnknown,
@@ -154,7 +155,7 @@ def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
 def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
     """What ``core`` computes, as its class says. A subclass that computes something else must say so itself."""
 
-    def refusal(reason: str) -> AttentionCoreUnknown:
+    def refusal(reason: str) -> NxdtError:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
 
     said = next((depth for depth, kind in enumerate(type(core).__mro__) if "semantics" in vars(kind)), None)

@@ -26,7 +26,7 @@ from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.placement import local_of, piece_of
-from nxdt_core.errors.base import listing
+from nxdt_core.errors.base import NxdtError, listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.primitives import (
     ArgumentMeansNothing,
@@ -314,7 +314,7 @@ def _tp_box(tensor: torch.Tensor) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _refused(call: str, argument: str, value: Any, reason: str, advice: str) -> ArgumentMeansNothing:
+def _refused(call: str, argument: str, value: Any, reason: str, advice: str) -> NxdtError:
     return ArgumentMeansNothing(call=call, argument=argument, value=str(value), reason=reason, advice=advice)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, open_storage
 from nxdt_core.checkpoint.collective import on_first_rank
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.primitives import ArgumentMeansNothing, CheckpointTagMissing, NotOfThisModel
 from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.config import NxDConfig
@@ -278,5 +279,5 @@ def _check_arguments(call: str, path: Any, scheduler: Any, number: int) -> None:
         raise _meaningless(call, "num_workers", number, "is not from 1 to 32", "Leave it out: it has no effect here.")
 
 
-def _meaningless(call: str, argument: str, value: Any, reason: str, advice: str) -> ArgumentMeansNothing:
+def _meaningless(call: str, argument: str, value: Any, reason: str, advice: str) -> NxdtError:
     return ArgumentMeansNothing(call=call, argument=argument, value=repr(value), reason=reason, advice=advice)

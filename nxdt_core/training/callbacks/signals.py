@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.errors.training import CannotWriteRunDirectory
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.training.callbacks.console import Console
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class StopSignals(Callback):
         self._because: str | None = None
         self.received: signal.Signals | None = None
         """The signal that all ranks stop for."""
-        self.failure: CannotWriteRunDirectory | None = None
+        self.failure: NxdtError | None = None
         """Why the run cannot continue; the same on all ranks once training has ended."""
 
     def on_fit_start(self, run: Run) -> None:
@@ -106,10 +106,10 @@ class StopSignals(Callback):
             if self._ranks.world_size == 1:
                 self._announce(number)
 
-    def fail(self, error: CannotWriteRunDirectory) -> None:
+    def fail(self, error: NxdtError) -> None:
         """Stop after this step, with a checkpoint, for ``error`` on the first rank: what was trained is not lost."""
         self.failure = self.failure or error
-        self.request(signal.SIGTERM, because=f"{error.path} cannot be written ({error.reason})")
+        self.request(signal.SIGTERM, because=error.what().rstrip("."))
 
     def on_fit_end(self, run: Run) -> None:
         """Complete pending communication between the ranks, and agree on what failed."""

@@ -16,6 +16,7 @@ from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.secrets.command_line import shown_words
 from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve_path
 from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
@@ -108,7 +109,7 @@ def run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
         raise cannot_write(config.run_dir, error) from error
 
 
-def cannot_write(run_dir: Path, error: OSError) -> CannotWriteRunDirectory:
+def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
     """Return the error of a run whose directory cannot be written; its reason names the file, if the system does."""
     reason = error.strerror or str(error)
     name = os.path.relpath(os.fsdecode(error.filename), run_dir) if error.filename is not None else "."

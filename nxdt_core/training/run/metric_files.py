@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from nxdt_core.errors.training import CannotWriteRunDirectory
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.regular_files import regular_opener
 from nxdt_core.training.monitoring.log_lines import strict_json
 from nxdt_core.training.run.files import cannot_write
@@ -33,7 +33,7 @@ class FigureFiles:
         fail: called with the error when a row cannot be written. That file gets no more rows.
     """
 
-    def __init__(self, run_dir: Path | None, fail: Callable[[CannotWriteRunDirectory], None]) -> None:
+    def __init__(self, run_dir: Path | None, fail: Callable[[NxdtError], None]) -> None:
         self._run_dir = run_dir
         self._fail = fail
         self._failed: set[str] = set()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import max_memory_bytes, profile_of
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.ranks import OutOfMemory
 from nxdt_core.training.session import TrainSession
 
@@ -57,7 +58,7 @@ def memory_errors_explained(session: TrainSession) -> Iterator[None]:
         raise _explained(session) from error
 
 
-def _explained(session: TrainSession) -> OutOfMemory:
+def _explained(session: TrainSession) -> NxdtError:
     engine = session.engine
     profile = profile_of(engine.device)
     peak, total = max_memory_bytes(engine.device), profile.operations.total_memory_bytes(engine.device)

@@ -16,7 +16,7 @@ from nxdt_core.checkpoint.formats.installed import format_of, open_checkpoint
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
-from nxdt_core.nn.random.init import draw, rule_for
+from nxdt_core.nn.random.init import draw, fresh_rules, rule_for
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
@@ -111,7 +111,7 @@ def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
         users = {user for _, user in builder.plan().tied}
         named = builder.build().named_parameters(remove_duplicate=False)
         specs = {name: TensorSpec(dtype, tuple(p.shape)) for name, p in named if name not in users}
-    rules = builder.init_rules()
+    rules = fresh_rules(builder, specs)
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
         for name in names:

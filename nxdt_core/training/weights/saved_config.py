@@ -25,6 +25,7 @@ from nxdt_core.config.sources.node import Node, from_plain, merge, to_plain
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.templates import is_template, named_template
 from nxdt_core.data.files.keys import RecordFiles
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.kernel import Kernel
@@ -252,7 +253,7 @@ def _store(uri: str) -> str:
     return "file" if parts.scheme in ("", "file") else f"{parts.scheme}://{parts.netloc}"
 
 
-def _unusable(problems: Sequence[ConfigProblem], where: str, files: Any = None) -> SavedConfigUnusable:
+def _unusable(problems: Sequence[ConfigProblem], where: str, files: Any = None) -> NxdtError:
     lines = [f"{problem.key}: {problem.what()} {problem.do()}".strip() for problem in problems]
     if files:
         lines += [f"plugins.local: its run loaded {files!r}, and no checkpoint loads plugin files.", _OTHERWISE]

@@ -31,7 +31,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
 from nxdt_core.nn.loss.cross_entropy import cross_entropies, cross_entropy_sum
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.random.init import fresh_rules, initialize
 from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
@@ -510,7 +510,7 @@ def _share(batches: Sequence[Batch], engine: ParallelEngine) -> list[Batch]:
 def _fresh(config: ResolvedConfig, dtype: torch.dtype) -> nn.Module:
     builder = build.model_builder(config)
     module = builder.build().to(dtype)
-    initialize(module.named_parameters(), builder.init_rules(), _SEED)
+    initialize(module.named_parameters(), fresh_rules(builder, dict(module.named_parameters())), _SEED)
     return module
 
 

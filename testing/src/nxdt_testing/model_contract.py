@@ -34,7 +34,7 @@ from nxdt_core.engines.stages import cut_stage
 from nxdt_core.engines.weights import check_rules
 from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.random.init import fresh_rules, initialize
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_testing.models.hf_config import config_from_hf
@@ -188,7 +188,7 @@ class ModelContract:
         idle = [path for path in _module_patterns(plan) if not any(matches(path, name) for name in modules)]
         idle += [path for path in _parameter_patterns(plan) if not any(matches(path, name) for name in parameters)]
         assert not idle
-        check_rules(builder.init_rules(), parameters, norms=plan.norms, of=type(builder).__name__)
+        check_rules(fresh_rules(builder, parameters), parameters, norms=plan.norms, of=type(builder).__name__)
 
     def test_each_matrix_is_planned_once(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Match each parameter with one pattern of ``tensor`` or ``expert_tensor``, a router, or one of
@@ -278,7 +278,7 @@ class ModelContract:
         whole = dict(model.named_parameters(remove_duplicate=False))
         found: Counter[str] = Counter()
         for stage in _stages(builder):
-            initialize(stage.named_parameters(), builder.init_rules(), _SEED)
+            initialize(stage.named_parameters(), fresh_rules(builder, whole), _SEED)
             for name, parameter in stage.named_parameters(remove_duplicate=False):
                 found[name] += 1
                 user_of = [owner for owner, user in builder.plan().tied if user == name]
@@ -378,7 +378,7 @@ class _HalfPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _fresh(builder: ModelBuilder, seed: int = _SEED) -> nn.Module:
     module = builder.build()
-    initialize(module.named_parameters(), builder.init_rules(), seed)
+    initialize(module.named_parameters(), fresh_rules(builder, dict(module.named_parameters())), seed)
     return module
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, RanksFailed
 from nxdt_testing.stores.faults import FaultyStorage
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -192,17 +193,17 @@ def test_an_interrupted_export_of_something_else_is_not_mixed_with(tmp_path, sav
     with pytest.raises(StorageFull):
         hf_write.write_hf(FaultyStorage(target, 20), plan, read, origin="one")
     before = {path.name for path in (tmp_path / "hf").iterdir()}
-    with pytest.raises(HFNotWritable):
+    with raises(HFNotWritable):
         hf_write.write_hf(target, plan, read, origin="another")
     other, _ = plan_export(saved_run(manifest, where=""), manifest, max_shard_bytes=30_000)
-    with pytest.raises(HFNotWritable):
+    with raises(HFNotWritable):
         hf_write.write_hf(target, other, read, origin="one")
     assert {path.name for path in (tmp_path / "hf").iterdir()} == before
 
 
 def test_a_place_that_is_taken_is_refused(tmp_path, saved):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(HFNotWritable):
+    with raises(HFNotWritable):
         export_hf(saved, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
@@ -147,7 +148,7 @@ def test_a_checkpoints_own_configuration_is_limited_by_its_tensors(tmp_path: Pat
     config = {**manifest.facts.config, "model": {**manifest.facts.config["model"], key: value}}
     forged = dataclasses.replace(manifest, facts=dataclasses.replace(manifest.facts, config=config))
     (Path(storage.uri) / manifest_key(0)).write_bytes(encode_manifest(forged))
-    with pytest.raises(SavedConfigUnusable, match=f"model.{key} is {value}"):
+    with raises(SavedConfigUnusable, match=f"model.{key} is {value}"):
         saved_run(checkpoint.read_manifest(storage, 0), where="here")
 
 

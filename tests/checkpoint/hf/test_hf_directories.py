@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -235,14 +236,14 @@ def test_a_link_to_a_file_is_read_and_a_pipe_is_not(saved, tmp_path, name):
     if name.endswith("index.json"):
         load_hf(saved, ToyBuilder())  # from model.safetensors, as without an index
     else:
-        with pytest.raises((HFFileDamaged, HFFileMissing), match=re.escape(name)):
+        with raises(HFFileDamaged, HFFileMissing, match=re.escape(name)):
             (read_hf_config(saved) if name == "config.json" else load_hf(saved, ToyBuilder()))
 
 
 def test_a_missing_shard_is_named(tmp_path, state):
     save_hf(tmp_path / "out", ToyBuilder(), state, max_shard_bytes=1000)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
-    with pytest.raises(HFFileMissing, match="model-00002-"):
+    with raises(HFFileMissing, match="model-00002-"):
         load_hf(tmp_path / "out", ToyBuilder())
 
 
@@ -294,7 +295,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, saved):
     (saved / "model.safetensors").rename(elsewhere)
     names = dict.fromkeys(load_file(elsewhere), "../elsewhere.safetensors")
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(HFFileMissing):
+    with raises(HFFileMissing):
         load_hf(saved, ToyBuilder())
 
 
@@ -308,7 +309,7 @@ def test_pickled_weights_are_never_opened(tmp_path):
     with pytest.raises(HFFileDamaged):
         load_hf(tmp_path, ToyBuilder())
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(WeightsPickled, match="safetensors"):
+    with raises(WeightsPickled, match="safetensors"):
         load_hf(tmp_path, ToyBuilder())
     assert not (tmp_path / "went off").exists()
 
@@ -323,7 +324,7 @@ def test_a_bad_config_is_named(tmp_path, content, error):
 
 def test_a_directory_with_files_is_not_written_into(saved, state):
     before = (saved / "model.safetensors").read_bytes()
-    with pytest.raises(HFNotWritable):
+    with raises(HFNotWritable):
         save_hf(saved, ToyBuilder(), state)
     assert (saved / "model.safetensors").read_bytes() == before
 
@@ -359,11 +360,11 @@ def test_a_tensor_without_a_parameter_is_not_dropped_in_silence(tmp_path, state)
 )
 def test_a_wrong_key_map_is_the_builders_error(tmp_path, state, entry, reason):
     key_map = (*(() if entry is None else (entry,)), *KEY_MAP[1:])
-    with pytest.raises(KeyMapIncomplete, match=r"'embed\.weight'") as caught:
+    with raises(KeyMapIncomplete, match=r"'embed\.weight'") as caught:
         save_hf(tmp_path / "out", ToyBuilder(key_map), state)
     assert reason in str(caught.value)
 
 
 def test_a_builder_without_a_key_map_is_refused(saved):
-    with pytest.raises(HFExchangeUnsupported, match="SimpleNamespace"):
+    with raises(HFExchangeUnsupported, match="SimpleNamespace"):
         load_hf(saved, SimpleNamespace())

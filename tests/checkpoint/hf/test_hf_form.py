@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.faults import FaultyStorage
 
@@ -91,5 +92,5 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
 
 def test_a_model_without_a_counterpart_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_form.build, "model_builder", lambda config: SimpleNamespace())
-    with pytest.raises(HFExchangeUnsupported):
+    with raises(HFExchangeUnsupported):
         HFForm(llama(), LocalStorage(str(tmp_path)), Ranks(Place(host="here")), every=1)

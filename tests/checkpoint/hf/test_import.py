@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.faults import FaultyStorage
 
@@ -143,7 +144,7 @@ def test_a_run_names_a_directory_to_begin_with(tmp_path, theirs):
     start = decide_start(llama(*wanted, "checkpoint.weight_init_only=true"), own, print)
     assert isinstance(start, ForeignStart)
     assert start.path == theirs
-    with pytest.raises(ForeignHasWeightsOnly, match="weight_init_only=true"):
+    with raises(ForeignHasWeightsOnly, match="weight_init_only=true"):
         decide_start(llama(*wanted), own, print)
 
 
@@ -206,7 +207,7 @@ def test_an_import_that_fails_leaves_nothing_and_can_be_repeated(tmp_path, their
 
 def test_a_place_with_a_checkpoint_is_refused(tmp_path, theirs):
     import_checkpoint(str(theirs), str(tmp_path / "store"))
-    with pytest.raises(ImportPlaceTaken, match="step 0"):
+    with raises(ImportPlaceTaken, match="step 0"):
         import_checkpoint(str(theirs), str(tmp_path / "store"))
 
 
@@ -229,7 +230,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path, theirs):
 def test_an_architecture_that_nobody_reads_is_refused(tmp_path, theirs, architectures):
     config = {**json.loads((theirs / "config.json").read_text()), "architectures": architectures}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ArchitectureUnread, match="LlamaForCausalLM"):
+    with raises(ArchitectureUnread, match="LlamaForCausalLM"):
         import_checkpoint(str(tmp_path), str(tmp_path / "store"))
 
 
@@ -304,7 +305,7 @@ def test_pickled_weights_are_refused_and_not_run(tmp_path, theirs):
 
     (tmp_path / "config.json").write_text((theirs / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(WeightsPickled, match=r"(?s)pytorch_model\.bin.*save_pretrained"):
+    with raises(WeightsPickled, match=r"(?s)pytorch_model\.bin.*save_pretrained"):
         import_checkpoint(str(tmp_path), str(tmp_path / "store"))
     assert not (tmp_path / "went off").exists()
     assert not (tmp_path / "store").exists()
@@ -323,9 +324,9 @@ def test_a_truncated_file_is_named_and_nothing_committed(tmp_path):
 def test_what_is_no_checkpoint_is_told_with_what_would_be(tmp_path, format):
     kernel = Kernel.start()
     (tmp_path / "model.onnx").write_text("")
-    with pytest.raises(ForeignFormatUnknown, match=r"config\.json"):
+    with raises(ForeignFormatUnknown, match=r"config\.json"):
         open_checkpoint(tmp_path, kernel, format)
-    with pytest.raises(ForeignFormatUnknown, match="does not exist"):
+    with raises(ForeignFormatUnknown, match="does not exist"):
         open_checkpoint(tmp_path / "none", kernel, format)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from safetensors import safe_open
 
@@ -264,7 +265,7 @@ def test_tensors_are_tied_only_where_all_their_holders_say_so():
 
 
 def test_a_tensor_that_is_not_all_there_is_refused():
-    with pytest.raises(TensorStateUnsupported, match="of its 8 elements the ranks hold 4"):
+    with raises(TensorStateUnsupported, match="of its 8 elements the ranks hold 4"):
         assign([{("model", "a"): held(Box((0,), (4,)))}])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.stores.config import LocalStorageConfig
 from nxdt_core.builtins.stores.local import LocalStorage
@@ -83,7 +84,7 @@ def test_paths_need_no_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("uri", "hint"), [("s3://bucket/x", "nxdt-plugin-s3.* is blocked"), ("ftp://host/x", "ftp")])
 def test_an_unknown_scheme_says_what_to_do(kernel: Kernel, uri: str, hint: str) -> None:
-    with pytest.raises(UnknownScheme, match=hint) as caught:
+    with raises(UnknownScheme, match=hint) as caught:
         open_storage(uri, kernel)
     assert "ram" in str(caught.value)
 

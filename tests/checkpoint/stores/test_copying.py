@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.stores.faults import FaultyStorage
 from nxdt_testing.stores.memory import MemoryStorage
 
@@ -202,7 +203,7 @@ def test_another_checkpoint_of_the_step_is_refused_and_left_alone(source: Memory
     destination = MemoryStorage("memory://other")
     save(destination, STEP)
     before = content(destination)
-    with pytest.raises(CopyHasOtherCheckpoint, match="memory://other/step-00000004 holds another checkpoint"):
+    with raises(CopyHasOtherCheckpoint, match="memory://other/step-00000004 holds another checkpoint"):
         copy_checkpoint(source, destination, STEP)
     assert content(destination) == before
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.stores.config import LocalStorageConfig
 from nxdt_core.builtins.stores.local import LocalStorage
@@ -68,7 +69,7 @@ def test_relative_addresses_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("uri", ["", "  ", "file://host/a", "file:a", "file://~/a", "a\0b"])
 def test_addresses_without_a_meaning_are_refused(uri: str) -> None:
-    with pytest.raises(BadStorageUri):
+    with raises(BadStorageUri):
         LocalStorage(uri)
 
 
@@ -85,9 +86,9 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, save: Any) -> None:
     file = tmp_path / "taken"
     file.write_text("mine")
     for uri in (file, file / "below"):
-        with pytest.raises(StoragePathIsFile, match=f"NXDT-S003.*{file} cannot hold checkpoints"):
+        with raises(StoragePathIsFile, match=f"NXDT-S003.*{file} cannot hold checkpoints"):
             save(LocalStorage(str(uri)), 1)
-    with pytest.raises(StoragePathIsFile, match=str(file)):
+    with raises(StoragePathIsFile, match=str(file)):
         list_checkpoints(LocalStorage(str(file)))
     assert file.read_text() == "mine"
 
@@ -95,7 +96,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, save: Any) -> None:
 def test_a_directory_where_an_object_shall_be_is_named(tmp_path: Path) -> None:
     store = LocalStorage(str(tmp_path))
     (tmp_path / "k").mkdir()
-    with pytest.raises(StoragePathIsFile, match="k"), store.open_write("k") as stream:
+    with raises(StoragePathIsFile, match="k"), store.open_write("k") as stream:
         stream.write(b"x")
     assert [path.name for path in tmp_path.rglob("*")] == ["k"]
 
@@ -292,7 +293,7 @@ def test_a_lock_is_never_written_into_another_file(three: LocalStorage, tmp_path
         lock.mkdir()
     else:
         lock.symlink_to(victim)
-    with pytest.raises(LockIsNoFile, match=r"(?s)NXDT-S020.*\.nxdt-lock-owner: .*delete what has the name"):
+    with raises(LockIsNoFile, match=r"(?s)NXDT-S020.*\.nxdt-lock-owner: .*delete what has the name"):
         three.try_lock("owner", b"me")
     assert not victim.exists() if kind == "dangling link" else victim.read_text() == "precious"
 
@@ -325,11 +326,11 @@ def test_nothing_is_written_or_deleted_behind_a_link(three: LocalStorage, tmp_pa
     moved_and_linked(Path(three.uri) / "step-00000001", other)
     before = sorted(other.rglob("*"))
     assert prune(three, 1) == [2]
-    with pytest.raises(CheckpointIsNoFile):
+    with raises(CheckpointIsNoFile):
         three.delete_many(["step-00000001/manifest.json"])
-    with pytest.raises(CheckpointIsNoFile), three.open_write("step-00000001/new/file") as stream:
+    with raises(CheckpointIsNoFile), three.open_write("step-00000001/new/file") as stream:
         stream.write(b"x")
-    with pytest.raises(CheckpointIsNoFile):
+    with raises(CheckpointIsNoFile):
         three.put_if_absent("step-00000001/file", b"x")
     assert sorted(other.rglob("*")) == before
     assert (Path(three.uri) / "step-00000001").is_symlink()

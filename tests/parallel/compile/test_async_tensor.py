@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.devices import PROFILES
@@ -129,7 +130,7 @@ def test_it_needs_what_the_pass_needs() -> None:
 
 def test_devices_without_symmetric_memory_are_refused_and_others_planned() -> None:
     wanted = [*TP2, ASYNC, SP, "model.compile=true"]
-    with pytest.raises(NoSymmetricMemory, match="NXDT-P039"):
+    with raises(NoSymmetricMemory, match="NXDT-P039"):
         plan(load("recipe:llama-tiny", [*wanted, "trainer.accelerator=cpu"]))
     planned = plan(load("recipe:llama-tiny", [*wanted, "trainer.accelerator=cuda"]))
     assert "asynchronous TP" in planned.estimate.layout

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from nxdt_plugin_llama.builder import LlamaBuilder
 from nxdt_plugin_llama.config import LlamaConfig
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import process_group
 from torch import nn
 
@@ -103,7 +104,7 @@ def test_one_rank_keeps_the_batch():
 @pytest.mark.parametrize("length", [0, 4, 12, 15])
 def test_a_sequence_that_does_not_divide_is_refused_with_the_numbers(length):
     tokens = torch.zeros(1, length, dtype=torch.int64)
-    with pytest.raises(ContextSequenceDoesNotDivide) as refused:
+    with raises(ContextSequenceDoesNotDivide) as refused:
         shard_sequence(Batch(input_ids=tokens, labels=tokens), mesh_of(4))
     assert f"{length} tokens" in str(refused.value)
     assert "8 equal chunks" in str(refused.value)
@@ -139,18 +140,18 @@ def refusals() -> dict[str, str]:
         mesh = ParallelMesh.build(MeshSizes(cp=2), "cpu")
         for core in (nn.Identity(), Windowed(), Encoder()):
             model = nn.ModuleDict({"core": core})
-            with pytest.raises(AttentionCoreUnknown) as refused:
+            with raises(AttentionCoreUnknown) as refused:
                 apply_context_parallel(model, ParallelPlan(attention_cores=("core",)), mesh, method="ring")
             assert model["core"] is core
             found[type(core).__name__] = refused.value.what()
         for name, plan in (("none", ParallelPlan()), ("absent", ParallelPlan(attention_cores=("layers.*.kernel",)))):
-            with pytest.raises(AttentionCoreMissing) as missing:
+            with raises(AttentionCoreMissing) as missing:
                 apply_context_parallel(LlamaBuilder(CONFIG).build(), plan, mesh, method="ring")
             found[name] = missing.value.what()
         only_collectives = dataclasses.replace(profile_of(HOST), point_to_point=False)
         with (
             unittest.mock.patch.dict("nxdt_core.devices.PROFILES", {HOST.type: only_collectives}),
-            pytest.raises(RingNeedsPointToPoint) as refused,
+            raises(RingNeedsPointToPoint) as refused,
         ):
             apply_context_parallel(LlamaBuilder(CONFIG).build(), LlamaBuilder(CONFIG).plan(), mesh, method="ring")
         found["hops"] = refused.value.what()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxdt_plugin_llama.modeling import Llama
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.errors.launch import UnknownAccelerator
@@ -191,7 +192,7 @@ def test_a_run_can_be_planned_for_devices_that_are_not_here():
     whole, alike = "data.reset_attention_mask=false", "model.num_kv_heads=4"
     for accelerator in ("cuda", "neuron"):
         assert planned(f"trainer.accelerator={accelerator}", whole, alike) == planned(whole, alike)
-    with pytest.raises(UnknownAccelerator, match="abacus"):
+    with raises(UnknownAccelerator, match="abacus"):
         planned("trainer.accelerator=abacus")
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 
@@ -34,12 +35,12 @@ def test_experts_must_divide():
 
 
 def test_the_width_of_experts_must_divide():
-    with pytest.raises(ShardDoesNotDivide, match=r"'layers.0.moe.experts.gate_proj' has 30 output features"):
+    with raises(ShardDoesNotDivide, match=r"'layers.0.moe.experts.gate_proj' has 30 output features"):
         apply(MoEModelConfig(ffn_hidden_size=30), tp=4)
 
 
 def test_a_model_without_experts_cannot_share_them():
-    with pytest.raises(ModelWithoutExperts, match=r"is 2, and the model's plan names no experts"):
+    with raises(ModelWithoutExperts, match=r"is 2, and the model's plan names no experts"):
         apply(MoEModelConfig(), plan=ParallelPlan(), dp_shard=2, ep=2)
 
 

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,14 +168,14 @@ def test_losses_are_not_taken_for_logits(use):
     labels = labels_of()
     losses = head_output(module["head"], hidden, StepContext(labels=labels))
     assert isinstance(losses, TokenLosses)
-    with pytest.raises(LossesAreNotLogits, match="loss_chunk_tokens"):
+    with raises(LossesAreNotLogits, match="loss_chunk_tokens"):
         use(losses, labels)
 
 
 def test_heads_that_cannot_be_chunked_are_refused():
-    with pytest.raises(ModelWithoutHead):
+    with raises(ModelWithoutHead):
         chunk_loss(nn.ModuleDict({"head": nn.Linear(2, 2)}), ParallelPlan(), tokens=4)
-    with pytest.raises(HeadNotLinear, match="'head' is a Sequential"):
+    with raises(HeadNotLinear, match="'head' is a Sequential"):
         chunk_loss(nn.ModuleDict({"head": nn.Sequential()}), PLAN, tokens=4)
     chunk_loss(nn.ModuleDict({"head": nn.Identity()}), PLAN, tokens=4)  # of a stage that is not the last
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -128,7 +129,7 @@ def refusals() -> list[str]:
         logits = DTensor.from_local(torch.zeros(1, 4, VOCAB // 2), mesh, [Shard(-1)], run_check=False)
         found = []
         for alone in (False, True):
-            with pytest.raises(LogitsAreSharded) as raised:
+            with raises(LogitsAreSharded) as raised:
                 objective_output(ReadsLogits(alone), logits, Batch(input_ids=labels, labels=labels), SHARDED)
             found.append(str(raised.value))
         return found

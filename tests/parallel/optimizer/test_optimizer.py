@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from torch import nn
 
 from nxdt_core.builtins.optimizers.config import AdamWConfig
@@ -191,13 +192,13 @@ def test_state_that_no_checkpoint_can_hold_is_refused_with_its_name():
     optimizer = optimizer_over(groups, lambda shards: Counting(shards, lr=0.1))
     optimizer.inner.extra = {"a": 1}
     optimizer.step()
-    with pytest.raises(OptimizerStateNotTensor, match="'extra'"):
+    with raises(OptimizerStateNotTensor, match="'extra'"):
         optimizer.state_dict()
 
 
 def test_state_of_unknown_parameters_is_refused():
     _, optimizer = optimizer_with_gradients()
-    with pytest.raises(OptimizerStateDoesNotFit, match="elsewhere"):
+    with raises(OptimizerStateDoesNotFit, match="elsewhere"):
         optimizer.load_state_dict({"elsewhere/exp_avg": torch.zeros(1)})
 
 

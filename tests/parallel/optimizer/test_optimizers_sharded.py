@@ -7,7 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, ParameterGroupEmpty
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.training import build, primitives
 from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, clipped, configuration, saved, train, train_rows
 from tests.sampling import asked, slow_except
@@ -111,7 +111,7 @@ def build_stock(directory, optimizer):
 
     try:
         engine.initialize_optimizer(model, factory, config.selected("optimizer").config, decay_norms=False)
-    except OptimizerNeedsWholeParameters as error:
+    except NxdtError as error:
         return str(error)
     finally:
         engine.shutdown()
@@ -151,7 +151,7 @@ def build_groups(directory, overrides):
     try:
         model = primitives.initialize_parallel_model(config, engine)
         optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
-    except ParameterGroupEmpty as error:
+    except NxdtError as error:
         return str(error)
     finally:
         engine.shutdown()

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.engines.stages import stage_layers
@@ -104,7 +105,7 @@ def test_a_head_that_is_longer_than_all_layers_has_a_rank_for_itself():
 
 
 def test_fewer_layers_than_stages_are_refused():
-    with pytest.raises(FewerLayersThanStages, match="3 layers cannot fill 4 pipeline stages"):
+    with raises(FewerLayersThanStages, match="3 layers cannot fill 4 pipeline stages"):
         choose_cuts(parts([1] * 3), SCHEDULES["1f1b"], micro_batches=8)
 
 

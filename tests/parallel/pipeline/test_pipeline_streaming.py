@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RanksFailed, process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -326,7 +327,7 @@ def count_wrongly(case):
     with process_group():
         run = pipeline(case)
         run.batches = [micro_batch(index) for index in range(5)]
-        with pytest.raises(MicroBatchesDoNotFit) as refused:
+        with raises(MicroBatchesDoNotFit) as refused:
             run.step()
         run.batches = [micro_batch(index) for index in range(4)]
         run.step()

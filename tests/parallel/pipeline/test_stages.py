@@ -7,6 +7,7 @@ import pytest
 import torch
 from nxdt_plugin_llama.builder import LlamaBuilder
 from nxdt_plugin_llama.config import LlamaConfig
+from nxdt_testing.errors import raises
 from torch import nn
 
 from nxdt_core.engines.stages import cut_stage, stage_layers, stages_of_rank
@@ -53,20 +54,20 @@ def test_layers_are_cut_evenly_or_where_the_cuts_say():
 
 
 def test_layers_that_do_not_divide_are_refused_with_the_numbers():
-    with pytest.raises(LayersDoNotDivide, match="6 layers do not divide into 4") as refused:
+    with raises(LayersDoNotDivide, match="6 layers do not divide into 4") as refused:
         stage_layers(LAYERS, 4)
     assert "the 3 modules" in refused.value.do()
 
 
 def test_an_unknown_cut_is_refused_with_what_was_probably_meant():
-    with pytest.raises(UnknownPipelineCut, match=r"Did you mean 'layers\.3'") as refused:
+    with raises(UnknownPipelineCut, match=r"Did you mean 'layers\.3'") as refused:
         stage_layers(LAYERS, 2, ["layer.3"])
     assert "'layers.0' to 'layers.5'" in refused.value.do()
 
 
 @pytest.mark.parametrize("cuts", [["layers.1"], ["layers.3", "layers.1"], ["layers.1", "layers.1"]])
 def test_cuts_that_make_other_stages_are_refused(cuts):
-    with pytest.raises(PipelineCutsDoNotFit, match="3 pipeline stages"):
+    with raises(PipelineCutsDoNotFit, match="3 pipeline stages"):
         stage_layers(LAYERS, 3, cuts)
 
 
@@ -105,14 +106,14 @@ def test_tied_ends_are_cut_apart_and_tied_layers_are_not():
     for pair, refused in ((across, True), (within, False)):
         plan = ParallelPlan(tied=(pair,), pipeline=llama().plan().pipeline)
         if refused:
-            with pytest.raises(TiedParametersCutApart, match="stages 0 and 2"):
+            with raises(TiedParametersCutApart, match="stages 0 and 2"):
                 cut_stage(model, plan, stage=0, stages=3)
         else:
             cut_stage(model, plan, stage=0, stages=3)
 
 
 def test_a_plan_without_a_pipeline_is_refused():
-    with pytest.raises(PipelinePlanMissing, match="2 pipeline stages"):
+    with raises(PipelinePlanMissing, match="2 pipeline stages"):
         cut_stage(nn.Linear(1, 1), ParallelPlan(), stage=0, stages=2)
 
 
@@ -144,7 +145,7 @@ def test_micro_batches_are_refused_exactly_where_the_stock_schedule_refuses_them
             check_micro_batches(schedule, pp=pp, micro_batches=number)
             make_schedule(schedule, stages, number, None)
         else:
-            with pytest.raises(MicroBatchesDoNotFit, match=f"with PP {pp} wants .* and there are {number} ") as refused:
+            with raises(MicroBatchesDoNotFit, match=f"with PP {pp} wants .* and there are {number} ") as refused:
                 check_micro_batches(schedule, pp=pp, micro_batches=number)
             assert refused.value.example == min(fitted for fitted in {*fitting, 12} if fitted >= number)
             with pytest.raises(ValueError, match="microbatches"):
@@ -157,13 +158,13 @@ def test_one_pipeline_rank_takes_any_number_of_micro_batches():
 
 
 def test_zero_bubble_refuses_what_needs_backward_in_one_piece():
-    with pytest.raises(ZeroBubbleCannot, match="activation recomputation"):
+    with raises(ZeroBubbleCannot, match="activation recomputation"):
         check_whole_backward("zbv", recompute=True, compiled=False)
-    with pytest.raises(ZeroBubbleCannot, match="compiled"):
+    with raises(ZeroBubbleCannot, match="compiled"):
         check_whole_backward("zbv", recompute=False, compiled=True)
     check_whole_backward("interleaved", recompute=True, compiled=True)
     mesh = ParallelMesh(MeshSizes(pp=2, vpp=2, schedule="zbv"), None)
-    with pytest.raises(ZeroBubbleCannot, match="activation recomputation"):
+    with raises(ZeroBubbleCannot, match="activation recomputation"):
         lay_out(llama(), mesh, LayoutOptions(recompute_granularity="full"), PrecisionPolicy(name="fp32"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import process_group
 
 from nxdt_core.config import load
@@ -84,8 +85,8 @@ def test_sums_in_bfloat16_do(both, overrides):
 def test_sums_that_shards_would_round_are_refused_and_planned_to_be(stage):
     overrides = [*SMALL, WIDE, f"{STRATEGY}zero_stage={stage}", "data.micro_batch_size=2"]
     words = rf"manual sums up gradients in float32 .* bfloat16 alone; ZeRO-{stage} adds up the 4 micro-batches"
-    with pytest.raises(GradientSumsRounded, match=words):
+    with raises(GradientSumsRounded, match=words):
         gradients(overrides, 4)
-    with pytest.raises(GradientSumsRounded, match=words):
+    with raises(GradientSumsRounded, match=words):
         plan(load("recipe:llama-tiny", overrides))
     plan(load("recipe:llama-tiny", [*overrides, "data.micro_batch_size=8"]))

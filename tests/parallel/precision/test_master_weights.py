@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
@@ -117,7 +118,7 @@ def test_rounded_weights_may_stay_the_same_while_their_masters_move(stale):
         manager.wait()
 
     save(1, 1.0)
-    with pytest.raises(SameWeightsSaved) if stale else nullcontext():
+    with raises(SameWeightsSaved) if stale else nullcontext():
         save(2, 1.0 if stale else 1.0001)
 
 
@@ -142,5 +143,5 @@ def test_a_run_that_insists_on_masters_refuses_a_precision_without(precision, ke
     if kept:
         build.precision(config)
     else:
-        with pytest.raises(NoMasterWeights, match="keeps them in bfloat16 alone"):
+        with raises(NoMasterWeights, match="keeps them in bfloat16 alone"):
             build.precision(config)

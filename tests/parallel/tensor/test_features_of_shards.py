@@ -7,7 +7,7 @@ import torch
 from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 
-from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -67,7 +67,7 @@ def on_a_rank(channels, saved, reset):
         mesh = ParallelMesh.build(MeshSizes(tp=2), "cpu")
         try:
             apply_tensor_parallel(made, PLAN, mesh, sequence_parallel=False)
-        except (ShardDoesNotDivide, TensorPlanUnusable) as error:
+        except NxdtError as error:
             return str(error)
         if reset:
             with torch.no_grad():

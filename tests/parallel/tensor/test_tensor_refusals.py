@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from nxdt_testing.errors import raises
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -44,14 +45,14 @@ def biased(heads: int = 4, kv_heads: int = 4) -> tuple[nn.Module, ParallelPlan]:
 )
 def test_uneven_heads_are_refused_with_sizes_that_work(query: int, kv: int, tp: int, possible: str) -> None:
     heads = AttentionHeads(query_heads=query, kv_heads=kv, query=("q",), key_value=("k",), output=("o",))
-    with pytest.raises(HeadsDoNotDivide, match=rf"{query} query heads.*{kv} key/value.*{tp} tensor") as error:
+    with raises(HeadsDoNotDivide, match=rf"{query} query heads.*{kv} key/value.*{tp} tensor") as error:
         HeadLayout.of(heads, tp)
     assert f"({possible})" in error.value.do()
     assert HeadLayout.of(heads, tp, pad=True).padded
 
 
 def test_copies_need_a_plan_that_names_the_projections() -> None:
-    with pytest.raises(HeadsDoNotDivide, match="does not say which modules"):
+    with raises(HeadsDoNotDivide, match="does not say which modules"):
         HeadLayout.of(AttentionHeads(query_heads=8, kv_heads=2), 4)
 
 
@@ -100,7 +101,7 @@ def test_uneven_matrices_are_refused_with_the_next_size(
 ) -> None:
     model, plan = biased()
     model.set_submodule(path, module)
-    with pytest.raises(ShardDoesNotDivide, match=wanted) as error:
+    with raises(ShardDoesNotDivide, match=wanted) as error:
         apply_tensor_parallel(model, plan, mesh_of(4), sequence_parallel=False)
     assert error.value.do().startswith(f"Make it {52 if error.value.size == 49 else 68} (a multiple of 4)")
 
@@ -175,7 +176,7 @@ def test_sequence_must_divide(mesh_of: Meshes) -> None:
     model, plan = biased()
     apply_tensor_parallel(model, plan, mesh_of(2), sequence_parallel=True)
     model.to_empty(device="cpu")
-    with pytest.raises(SequenceDoesNotDivide, match="15 tokens does not fall into 2 equal parts"):
+    with raises(SequenceDoesNotDivide, match="15 tokens does not fall into 2 equal parts"):
         model(torch.zeros(1, 15, dtype=torch.long))
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from nxdt_testing.migration_contract import MigrationContract
 
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.configuration import MigrationUnknown
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, MigratedKey
 
@@ -110,7 +111,7 @@ class MigratesAnything(Right):
     def migrate(self, source, target, kernel):
         try:
             return super().migrate(source, target, kernel)
-        except MigrationUnknown:
+        except NxdtError:
             return MigratedConfig(source=source, target=target, program="Mine", text="{}\n", keys=())
 
 

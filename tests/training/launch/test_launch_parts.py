@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.callback import Run
@@ -18,6 +19,7 @@ from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.distributed.slurm import first_host
 from nxdt_core.distributed.store import connect_store
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.errors.ranks import (
     BadLaunchVariable,
@@ -91,7 +93,7 @@ def test_the_first_host_of_slurms_notation(hosts, first):
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(name):
-    with pytest.raises(LaunchEnvironmentIncomplete, match=f"and {name} is missing"):
+    with raises(LaunchEnvironmentIncomplete, match=f"and {name} is missing"):
         place_from_environment({key: value for key, value in USUAL.items() if key != name})
 
 
@@ -99,16 +101,16 @@ def test_a_missing_variable_is_named(name):
     ("name", "value"), [("RANK", "4"), ("RANK", "one"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "70000")]
 )
 def test_a_wrong_variable_is_named_with_its_value(name, value):
-    with pytest.raises(BadLaunchVariable, match=f"{name} is '{value}'"):
+    with raises(BadLaunchVariable, match=f"{name} is '{value}'"):
         place_from_environment({**USUAL, name: value})
 
 
 def test_several_nodes_need_their_number_and_a_meeting_point():
-    with pytest.raises(NodePlaceMissing, match="NODE_RANK, MASTER_PORT"):
+    with raises(NodePlaceMissing, match="NODE_RANK, MASTER_PORT"):
         node_from_environment(4, 2, {"MASTER_ADDR": "a"})
     node = node_from_environment(4, 2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "1"})
     assert (node.number, node.count, node.devices, node.address, node.port) == (1, 2, 4, "a", 1234)
-    with pytest.raises(BadLaunchVariable, match="NODE_RANK is '2'"):
+    with raises(BadLaunchVariable, match="NODE_RANK is '2'"):
         node_from_environment(4, 2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "2"})
 
 
@@ -241,18 +243,18 @@ def test_a_store_where_another_program_listens_is_told_by_rank_zero_and_by_the_o
     monkeypatch.setenv("NXDT_JOIN_TIMEOUT_S", "1")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(PortTaken, match=f"Port {port}"):
+        with raises(PortTaken, match=f"Port {port}"):
             connect_store(place(port, rank=0))
-        with pytest.raises(CannotReachRankZero, match="does not answer as the store"):
+        with raises(CannotReachRankZero, match="does not answer as the store"):
             connect_store(place(port, rank=1))
 
 
 def test_a_store_that_nobody_serves_is_told(monkeypatch):
     monkeypatch.setenv("NXDT_JOIN_TIMEOUT_S", "1")
-    with pytest.raises(CannotReachRankZero, match=r"rank 1 on here could not reach rank 0 at 127.0.0.1:1 within 1 s"):
+    with raises(CannotReachRankZero, match=r"rank 1 on here could not reach rank 0 at 127.0.0.1:1 within 1 s"):
         connect_store(place(1, rank=1))
     monkeypatch.setenv("NXDT_JOIN_TIMEOUT_S", "soon")
-    with pytest.raises(BadLaunchVariable, match="NXDT_JOIN_TIMEOUT_S"):
+    with raises(BadLaunchVariable, match="NXDT_JOIN_TIMEOUT_S"):
         connect_store(place(1, rank=1))
 
 
@@ -299,7 +301,7 @@ def agree():
     }
     try:
         ranks.on_rank_zero(lambda: raise_mistake(ranks.rank))
-    except DataFileNotFound as error:
+    except NxdtError as error:
         found["mistake"] = error.path
     ranks.barrier()
     ranks.stop()
@@ -403,7 +405,7 @@ class Session:
 )
 def test_running_out_of_memory_is_told_with_rank_and_figures(error):
     with (
-        pytest.raises(OutOfMemory, match=r"Rank 3 on here ran out of memory on cpu: .* GiB"),
+        raises(OutOfMemory, match=r"Rank 3 on here ran out of memory on cpu: .* GiB"),
         memory_errors_explained(Session()),
     ):
         raise error

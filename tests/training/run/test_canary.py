@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
@@ -219,7 +220,7 @@ def test_a_checkpoint_is_used_without_variables_and_by_a_named_configuration_wit
     train(config)
     manifest = checkpoint.latest(build.storage(config), warn=print)
     assert manifest.facts.config["model"]["hidden_size"] == "${oc.decode:${oc.env:NXDT_HIDDEN}}"
-    with pytest.raises(SavedConfigUnusable, match=r"model\.hidden_size: it is the reference .*NXDT_HIDDEN.*") as caught:
+    with raises(SavedConfigUnusable, match=r"model\.hidden_size: it is the reference .*NXDT_HIDDEN.*") as caught:
         saved_run(manifest, where="here")
     assert "--config" in str(caught.value)
     assert "NXDT_NAME" not in str(caught.value), "loggers are not needed"

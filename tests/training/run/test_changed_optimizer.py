@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
 from nxdt_core.errors.training import OptimizerChanged
@@ -39,9 +40,9 @@ def section(name, *more):
 def test_another_optimizer_does_not_continue_with_saved_state(small_run, before, after):
     train(resumed(small_run, before, steps=STEPS))
     changed = resumed(small_run, after)
-    with pytest.raises(OptimizerChanged, match=r"step-0+2 has the state of .*\s.*optimizer_on_change=reset"):
+    with raises(OptimizerChanged, match=r"step-0+2 has the state of .*\s.*optimizer_on_change=reset"):
         train(changed)
-    with TrainSession(changed) as session, pytest.raises(OptimizerChanged):
+    with TrainSession(changed) as session, raises(OptimizerChanged):
         session.resume()
 
 

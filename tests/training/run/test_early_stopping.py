@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
@@ -77,7 +78,7 @@ def test_a_metric_that_nobody_logs_is_named_with_those_that_exist(small_run, str
     if not strict:
         assert train(config).step == 2
         return
-    with pytest.raises(MetricNotLogged, match=r"'accuracy'.*'val_loss'"):
+    with raises(MetricNotLogged, match=r"'accuracy'.*'val_loss'"):
         train(config)
 
 

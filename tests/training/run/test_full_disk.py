@@ -8,6 +8,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core import checkpoint
@@ -121,7 +122,7 @@ def train_here(arguments):
 @pytest.mark.parametrize("name", ["saves.jsonl", "validation.jsonl"])
 def test_a_record_that_cannot_be_written_ends_the_run_with_a_checkpoint(small_run, full, capsys, name):
     config = small_run("trainer.max_steps=40", *full(name), *SAVES)
-    with pytest.raises(CannotWriteRunDirectory, match="No space left on device"):
+    with raises(CannotWriteRunDirectory, match="No space left on device"):
         train(config)
     said = capsys.readouterr().err
     assert said.count("stopping after this step") == 1
@@ -168,7 +169,7 @@ def test_a_full_disk_does_not_empty_the_configuration_of_an_earlier_start(small_
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) - 100, hard))
     try:
-        with pytest.raises(CannotWriteRunDirectory, match="File too large"):
+        with raises(CannotWriteRunDirectory, match="File too large"):
             train(small_run("trainer.max_steps=2", "checkpoint.resume_if_exists=true"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
@@ -126,14 +127,14 @@ def test_two_trainings_of_a_process_are_in_their_own_mlflow_stores(small_run):
 
 def test_a_logger_that_cannot_start_is_told_in_words(small_run):
     kwargs = "exp_manager.mlflow_logger_kwargs={tracking_uri: 'nowhere://x'}"
-    with pytest.raises(LoggerCannotStart, match=r"logger 'mlflow' cannot start: .*nowhere[\s\S]*tracking_uri"):
+    with raises(LoggerCannotStart, match=r"logger 'mlflow' cannot start: .*nowhere[\s\S]*tracking_uri"):
         train(small_run("trainer.max_steps=1", *MLFLOW, kwargs))
 
 
 @pytest.mark.parametrize("logger", ["wandb", "mlflow"])
 def test_a_missing_package_is_told_with_what_to_install(small_run, monkeypatch, logger):
     monkeypatch.setitem(sys.modules, logger, None)
-    with pytest.raises(LoggerLibraryMissing, match=rf"pip install 'nxdt-core\[{logger}\]'"):
+    with raises(LoggerLibraryMissing, match=rf"pip install 'nxdt-core\[{logger}\]'"):
         train(small_run("trainer.max_steps=1", f"exp_manager.create_{logger}_logger=true"))
 
 

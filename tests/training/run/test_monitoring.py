@@ -13,6 +13,7 @@ import urllib.request
 from importlib.util import find_spec
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
@@ -115,7 +116,7 @@ def test_a_run_that_fails_says_with_which_error(small_run):
 @pytest.mark.parametrize("key", ["health_file", "metrics_file"])
 def test_a_file_that_cannot_be_written_ends_the_run_before_it_trains(small_run, tmp_path, key):
     name = tmp_path / "missing" / "nxdt.prom"
-    with pytest.raises(MonitoringFileUnwritable, match=rf"exp_manager\.monitoring\.{key}: .*nxdt\.prom"):
+    with raises(MonitoringFileUnwritable, match=rf"exp_manager\.monitoring\.{key}: .*nxdt\.prom"):
         train(small_run("trainer.max_steps=1", f"exp_manager.monitoring.{key}={name}"))
 
 
@@ -211,7 +212,7 @@ def test_a_port_that_is_taken_is_an_error_before_training(small_run):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(MonitoringPortUnusable, match=rf"Port {port} of 127\.0\.0\.1"):
+        with raises(MonitoringPortUnusable, match=rf"Port {port} of 127\.0\.0\.1"):
             train(small_run("trainer.max_steps=1", f"exp_manager.monitoring.port={port}"))
 
 

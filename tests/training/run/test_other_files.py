@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
@@ -41,13 +42,13 @@ def test_nothing_is_written_through_what_stands_in_the_place_of_a_file(used, tmp
         if name == "config.yaml":  # it is replaced whole, and what was there is not opened to write
             (used.run_dir / "cmd-args.log").unlink()
             (used.run_dir / "cmd-args.log").mkdir()
-            with pytest.raises(CannotWriteRunDirectory, match=r"cmd-args\.log: Is a directory"):
+            with raises(CannotWriteRunDirectory, match=r"cmd-args\.log: Is a directory"):
                 train(used)
             (used.run_dir / "cmd-args.log").rmdir()
             assert (used.run_dir / name).is_file()
             assert not (used.run_dir / name).is_symlink()
         else:
-            with pytest.raises(CannotWriteRunDirectory) as caught:
+            with raises(CannotWriteRunDirectory) as caught:
                 train(used)
             assert f"{name}: " in str(caught.value)
             assert KINDS[kind] in str(caught.value)
@@ -76,7 +77,7 @@ def test_a_copied_file_replaces_a_link_and_a_pipe_is_not_copied(small_run, tmp_p
     assert precious.read_text() == PRECIOUS
     assert (config.run_dir / "files" / "notes.txt").read_text() == "mine"
     put("pipe", tmp_path / "notes.txt", tmp_path)
-    with pytest.raises(CannotCopyFile, match="it is a named pipe"):
+    with raises(CannotCopyFile, match="it is a named pipe"):
         train(config)
 
 
@@ -89,7 +90,7 @@ def test_a_link_to_a_directory_is_no_directory_of_a_run(small_run, tmp_path, nam
     )
     config.run_dir.mkdir()
     (config.run_dir / name).symlink_to(tmp_path / "theirs")
-    with pytest.raises(CannotWriteRunDirectory, match=rf"{name}: it is a symbolic link, not a directory"):
+    with raises(CannotWriteRunDirectory, match=rf"{name}: it is a symbolic link, not a directory"):
         train(config)
     assert not list((tmp_path / "theirs").iterdir())
 
@@ -109,7 +110,7 @@ def test_a_profile_is_not_written_through_what_stands_in_its_place(small_run, tm
     config = small_run("trainer.max_steps=1", "trainer.profiler=simple")
     (config.run_dir / "profile" / "rank-00000").mkdir(parents=True)
     precious = put(kind, config.run_dir / "profile" / "rank-00000" / "fit-profile.txt", tmp_path)
-    with pytest.raises(CannotWriteRunDirectory, match=rf"fit-profile\.txt: .*{KINDS[kind]}"):
+    with raises(CannotWriteRunDirectory, match=rf"fit-profile\.txt: .*{KINDS[kind]}"):
         train(config)
     assert precious.read_text() == PRECIOUS
 

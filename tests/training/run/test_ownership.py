@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
@@ -149,7 +150,7 @@ def test_a_lock_of_a_run_directory_is_not_written_through_a_link(small_run, tmp_
     config.run_dir.mkdir()
     (tmp_path / "other").mkdir()
     (config.run_dir / ".nxdt-lock-run").symlink_to(tmp_path / "other")
-    with pytest.raises(CannotWriteRunDirectory, match=r"\.nxdt-lock-run is a symbolic link"):
+    with raises(CannotWriteRunDirectory, match=r"\.nxdt-lock-run is a symbolic link"):
         train(config)
     assert list((tmp_path / "other").iterdir()) == []
 
@@ -209,7 +210,7 @@ def test_a_run_whose_place_was_taken_commits_nothing_more(small_run, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.CheckpointManager, "save", move_away_first)
-        with pytest.raises(OwnershipLost, match="another run began to save there, 'other'"):
+        with raises(OwnershipLost, match="another run began to save there, 'other'"):
             train(config)
     assert checkpoint.list_checkpoints(store) == []
     taken[0].check()

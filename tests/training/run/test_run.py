@@ -10,6 +10,7 @@ from importlib import metadata
 import pytest
 import torch
 import yaml
+from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
 from nxdt_core.errors import NxdtError
@@ -240,12 +241,12 @@ def test_checkpoints_are_saved_at_the_interval_and_the_newest_kept(small_run):
 def test_a_new_run_does_not_mix_with_an_older_ones_checkpoints(small_run):
     config = small_run("trainer.max_steps=1", "exp_manager.resume_if_exists=false")
     train(config)
-    with pytest.raises(RunAlreadyHasCheckpoints, match="up to step 1"):
+    with raises(RunAlreadyHasCheckpoints, match="up to step 1"):
         train(config)
 
 
 def test_told_to_resume_from_nothing_is_an_error(small_run):
-    with pytest.raises(NoCheckpointToResume):
+    with raises(NoCheckpointToResume):
         train(small_run("trainer.max_steps=1", "exp_manager.resume_ignore_no_checkpoint=false"))
 
 
@@ -304,7 +305,7 @@ def test_what_cannot_fit_is_said_before_training(small_run, override, error):
 
 def test_a_run_directory_that_cannot_be_made_is_an_error(small_run, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CannotWriteRunDirectory):
+    with raises(CannotWriteRunDirectory):
         train(small_run("trainer.max_steps=1", exp_dir=tmp_path / "file"))
 
 

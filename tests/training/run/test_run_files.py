@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
@@ -138,7 +139,7 @@ def test_a_file_that_cannot_be_copied_is_named(small_run, tmp_path, names, reaso
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x").write_text("")
     files = ", ".join(f"'{tmp_path}/{name}'" for name in names)
-    with pytest.raises(CannotCopyFile, match=reason):
+    with raises(CannotCopyFile, match=reason):
         train(small_run("trainer.max_steps=1", f"exp_manager.files_to_copy=[{files}]"))
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
@@ -116,7 +117,7 @@ model: {name: llama, vocab_size: 64, num_attention_heads: 2, optim: {lr: 1e-3}}
     )
     local = f"plugins.local=['{tmp_path}/streams.py']"
     overrides = (*SMALL, f"exp_manager.exp_dir={tmp_path}", local, override)
-    with pytest.raises(LengthUnknown, match=override.partition("=")[0]):
+    with raises(LengthUnknown, match=override.partition("=")[0]):
         train(load(str(tmp_path / "run.yaml"), overrides))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.nn.random.init import fresh_rules, initialize
 from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.model import ModelBuilder
@@ -32,7 +32,8 @@ class SoloModel:
             self.module = builder.build().to(getattr(torch, precision.parameters))
         for part in self.module.modules():
             getattr(part, "reset_buffers", lambda: None)()
-        initialize(self.named_parameters(), builder.init_rules(), seed)
+        named = dict(self.named_parameters())
+        initialize(named.items(), fresh_rules(builder, named), seed)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters under their global names."""

@@ -16,6 +16,7 @@ from nxdt_plugin_lora.errors import AdapterDiffers
 from nxdt_plugin_lora.peft.files import write_peft
 from nxdt_plugin_lora.run_files import write_options
 from nxdt_plugin_s3.config import S3StorageConfig
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
@@ -200,18 +201,18 @@ def test_weights_with_trained_norms_are_a_start_as_they_are(run):
 
 def test_an_adapter_of_another_base_is_refused(run):
     directory = run("tuned", "trainer.max_steps=2")
-    with pytest.raises(AdapterOfAnotherBase, match="NXDT-S091"):
+    with raises(AdapterOfAnotherBase, match="NXDT-S091"):
         run("tuned", "seed=77")
     load_it = ("adapter.load_lora_from_ckpt=true", f"adapter.lora_save_dir={directory / 'checkpoints'}")
     run("started", *load_it, "adapter.lora_load_tag=2")
-    with pytest.raises(AdapterOfAnotherBase):
+    with raises(AdapterOfAnotherBase):
         run("other", *load_it, "seed=77")
 
 
 @pytest.mark.parametrize("key", [slow("lora_alpha=64"), "lora_rank=4", "use_rslora=true", slow("use_dora=true")])
 def test_a_run_does_not_go_on_under_options_that_give_its_adapter_another_meaning(run, key):
     run("tuned", "trainer.max_steps=2")
-    with pytest.raises(AdapterDiffers, match="NXDT-L005") as raised:
+    with raises(AdapterDiffers, match="NXDT-L005") as raised:
         run("tuned", f"adapter.{key}")
     assert key.partition("=")[0] in raised.value.what()
     run("tuned", "adapter.lora_dropout=0.2")
@@ -220,7 +221,7 @@ def test_a_run_does_not_go_on_under_options_that_give_its_adapter_another_meanin
 def test_a_run_does_not_start_from_an_adapter_s_weights_under_another_scale(run):
     first = run("first", "adapter.save_lora_base=true", "trainer.max_steps=2") / "checkpoints"
     over = (f"checkpoint.resume_from={first}", "checkpoint.weight_init_only=true", "trainer.max_steps=1")
-    with pytest.raises(AdapterDiffers, match="NXDT-L005"):
+    with raises(AdapterDiffers, match="NXDT-L005"):
         run("other", *over, "adapter.lora_alpha=64")
     run("same", *over)
 
@@ -330,7 +331,7 @@ def test_options_and_exports_replace_a_link_and_a_pipe(tmp_path, kind):
 def test_options_are_not_written_to_another_directory(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "lora_adapter").symlink_to(tmp_path / "theirs")
-    with pytest.raises(CannotWriteRunDirectory, match="it is a symbolic link"):
+    with raises(CannotWriteRunDirectory, match="it is a symbolic link"):
         write_options(LoraConfig(lora_rank=2), tmp_path)
     assert not list((tmp_path / "theirs").iterdir())
 

@@ -15,6 +15,7 @@ from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft.config import shortened
 from nxdt_plugin_lora.peft.export import describe
 from nxdt_plugin_lora.peft.files import CONFIG, WEIGHTS, write_peft
+from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.hf.directory import save_hf
@@ -149,7 +150,7 @@ def test_a_merged_adapter_is_what_peft_merges(run, base, opened, tmp_path, ids, 
     kept, place = (checkpoint.open_storage(str(tmp_path / name)) for name in ("kept", "merged"))
     TrainSession(run.config, engine=run.engine, model=run.model, state=TrainState(step=1)).save(kept)
     if request.node.callspec.params["run"] in UNTIED:
-        with pytest.raises(MergeUnties):
+        with raises(MergeUnties):
             merge_lora(kept, None, place)
         return
     merge_lora(kept, None, place)
@@ -192,7 +193,7 @@ def test_dropout_drops_what_an_update_is_given_and_nothing_else(start, ids):
 def test_an_adapter_of_other_options_is_refused(start, queries, change, said):
     directory, load = queries
     changed(directory, **change)
-    with pytest.raises(AdapterDiffers, match=said):
+    with raises(AdapterDiffers, match=said):
         start("llama", load)
 
 
@@ -242,7 +243,7 @@ def changed(directory, **options):
 def test_an_adapter_that_computes_what_is_not_implemented_is_refused(start, queries, key, value):
     directory, load = queries
     changed(directory, **{key: value})
-    with pytest.raises(AdapterDiffers, match="NXDT-L005") as raised:
+    with raises(AdapterDiffers, match="NXDT-L005") as raised:
         start("llama", load)
     assert key in raised.value.what()
     assert "merge_and_unload" in raised.value.do()
@@ -257,7 +258,7 @@ def test_every_variant_that_peft_has_is_known():
 
 def test_norms_that_count_rows_which_fill_the_vocabulary_up_have_no_form_in_peft(start, tmp_path):
     run = start("gpt2", {"target_modules": ["embedding.tokens"], "use_dora": True})
-    with pytest.raises(NoPeftForm, match="NXDT-L003"):
+    with raises(NoPeftForm, match="NXDT-L003"):
         written(run, tmp_path / "adapter")
 
 
@@ -276,7 +277,7 @@ def test_norms_that_count_rows_which_fill_the_vocabulary_up_have_no_form_in_peft
 )
 def test_what_peft_would_open_as_something_else_is_refused(start, tmp_path, model, adapter, said):
     run = start(model, {"target_modules": ["q_proj"], **adapter})
-    with pytest.raises(NoPeftForm, match=said) as raised:
+    with raises(NoPeftForm, match=said) as raised:
         written(run, tmp_path / "adapter")
     assert "merge-lora" in raised.value.do()
     assert not (tmp_path / "adapter").exists()
@@ -309,7 +310,7 @@ def test_an_adapter_that_trained_the_head_apart_from_the_embedding_is_refused(st
     options = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], modules_to_save=whole)
     peft.get_peft_model(base, options).save_pretrained(tmp_path / "theirs")
     load = {"load_lora_from_ckpt": True, "lora_save_dir": str(tmp_path / "theirs")}
-    with pytest.raises(AdapterDiffers, match="trained them apart") as raised:
+    with raises(AdapterDiffers, match="trained them apart") as raised:
         start("tied", {"target_modules": ["q_proj"], "modules_to_save": whole, **load})
     assert "merge_and_unload" in raised.value.do()
 
@@ -347,7 +348,7 @@ def test_an_adapter_of_other_layers_is_refused(start, queries):
 def test_an_adapter_of_another_base_is_refused(start, queries):
     _, load = queries
     start("llama", load)
-    with pytest.raises(AdapterOfAnotherBase):
+    with raises(AdapterOfAnotherBase):
         start("llama", load, seed=99)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSavedWhole
+from nxdt_testing.errors import raises
 
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.layout import LayoutOptions, lay_out
@@ -56,7 +57,7 @@ def test_all_linear_leaves_embedding_and_head_alone(start):
     ],
 )
 def test_a_name_that_means_nothing_is_told_with_the_nearest(start, key, names, near):
-    with pytest.raises(TargetNotFound) as raised:
+    with raises(TargetNotFound) as raised:
         start("llama", {key: names})
     assert near in str(raised.value)
     assert names[-1] in raised.value.what()
@@ -80,7 +81,7 @@ def test_layers_within_modules_that_train_whole_get_no_update(start, whole, left
     ],
 )
 def test_a_layer_is_not_updated_and_trained_whole(start, targets, whole, named):
-    with pytest.raises(TargetSavedWhole, match="NXDT-L008") as raised:
+    with raises(TargetSavedWhole, match="NXDT-L008") as raised:
         start("llama", {"target_modules": targets, "modules_to_save": whole})
     assert named in raised.value.what()
     assert "target_modules" in raised.value.what()
@@ -89,7 +90,7 @@ def test_a_layer_is_not_updated_and_trained_whole(start, targets, whole, named):
 
 @pytest.mark.parametrize("model", ["mixtral", "hf-mixture"])
 def test_dora_is_refused_of_experts(start, model):
-    with pytest.raises(LayerNotAdaptable, match="NXDT-L002"):
+    with raises(LayerNotAdaptable, match="NXDT-L002"):
         start(model, {"target_modules": ["experts"], "use_dora": True})
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from nxdt_plugin_fsx.config import FsxStorageConfig
 from nxdt_plugin_fsx.storage import FsxStorage
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
@@ -60,7 +61,7 @@ def test_the_scheme_is_served_and_addresses_lead_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uri", ["fsx://host/a", "fsx:a", "fsx://", " "])
 def test_addresses_without_a_meaning_are_refused(uri: str) -> None:
-    with pytest.raises(BadStorageUri):
+    with raises(BadStorageUri):
         FsxStorage(uri)
 
 

@@ -11,6 +11,7 @@ import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT, READER, refuse_s3
+from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.storage import check_writable
@@ -170,13 +171,13 @@ def test_answers_that_stay_bad(behind, proxy, status, code, expected, kind):
     ],
 )
 def test_addresses_that_name_no_bucket(uri):
-    with pytest.raises(BadStorageUri) as caught:
+    with raises(BadStorageUri) as caught:
         S3Storage(uri)
     assert caught.value.code == "NXDT-S107"
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():
-    with pytest.raises(BadStorageUri) as caught:
+    with raises(BadStorageUri) as caught:
         S3Storage("s3://id:hush@bucket/a")
     assert "hush" not in str(caught.value)
 
@@ -195,7 +196,7 @@ def test_addresses_are_shown_without_a_slash_at_their_end_and_never_decoded(uri,
 
 @pytest.mark.parametrize("key", ["a\x01b", "a\x7f", pytest.param("x" * 1020, id="1,020 letters")])
 def test_keys_that_s3_cannot_hold(s3_uri, key):
-    with pytest.raises(BadStorageKey):
+    with raises(BadStorageKey):
         S3Storage(s3_uri).stat(key)
 
 

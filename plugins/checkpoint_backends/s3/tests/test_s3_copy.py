@@ -15,6 +15,7 @@ import pytest
 import torch
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import S3Server
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, save_checkpoint, verify
@@ -111,5 +112,5 @@ def test_a_signature_is_written_read_and_copied(storage: S3Storage, tmp_path: Pa
     assert list_checkpoints(storage)[0].signed_by == trusted.fingerprints[0]
     (key,) = [info.key for info in storage.list() if info.key.endswith("manifest.sig")]
     storage.delete_many([key])
-    with pytest.raises(CheckpointNotSigned):
+    with raises(CheckpointNotSigned):
         load_trusted(storage, trusted)

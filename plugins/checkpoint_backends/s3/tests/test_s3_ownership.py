@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
+from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import Ownership, list_checkpoints
 from nxdt_core.checkpoint.ownership.owner import this_process
@@ -41,7 +42,7 @@ def test_a_silent_owner_is_followed_and_finds_out(storage: S3Storage) -> None:
     second = take(storage, "second", lines=lines)
     assert len(lines) == 1
     second.check()
-    with pytest.raises(OwnershipLost, match="'second'"):
+    with raises(OwnershipLost, match="'second'"):
         first.check()
     first.release()
     second.check()

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
+from nxdt_testing.errors import raises
 
 from nxdt_core.data.files.records import read_records
 from nxdt_core.errors import NxdtError
@@ -316,7 +317,7 @@ def test_offsets_that_lead_out_of_an_arrow_file_are_refused(loader, tmp_path, fo
     broken_offsets(path, form, pa.array(["aa", "bb", "cc"]) if kind == "texts" else None)
     made = loader(train_dir=path, streaming=True, packing=True, seq_length=2)
     refused(lambda: made.split("train"), "NXDT-D201", "a.arrow")
-    with pytest.raises(ArrowUnreadable):
+    with raises(ArrowUnreadable):
         read_records([path], "data.train_files")
 
 
@@ -349,5 +350,5 @@ def test_files_that_change_between_passes_are_told(loader, tmp_path):
     next(rows)
     with path.open("a") as file:
         file.write(line)
-    with pytest.raises(DataFileChanged, match=r"a\.jsonl has changed"):
+    with raises(DataFileChanged, match=r"a\.jsonl has changed"):
         list(islice(rows, 100))

@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 from nxdt_plugin_hf_data.errors import MixtureInSequence
+from nxdt_testing.errors import raises
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.data.loader import GlobalBatchLoader
@@ -74,7 +75,7 @@ def test_the_order_is_the_seeds_and_goes_on_on_other_ranks(loader, sources, stre
 
 def test_sources_in_sequence_are_refused_unless_they_are_streams(loader, sources):
     section = weighted(sources, a=1, b=1)
-    with pytest.raises(MixtureInSequence, match=r"'a', 'b'[\s\S]*data\.shuffle"):
+    with raises(MixtureInSequence, match=r"'a', 'b'[\s\S]*data\.shuffle"):
         loader(sources=section, shuffle=False).split("train")
     stream = loader(sources=section, shuffle=False, streaming=True).split("train")
     assert [int(sample.input_ids[0]) for sample in islice(stream, 6)] == [0, 50, 1, 51, 2, 52]

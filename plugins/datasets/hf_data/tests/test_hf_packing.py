@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pytest
 from nxdt_plugin_hf_data.errors import CacheUnwritable, PaddedDocuments
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokens import tokenize
@@ -73,7 +74,7 @@ def test_labels_are_packed_beside_their_tokens(loader, saved, tmp_path, document
 
 def test_padded_rows_are_not_packed(loader, saved, tmp_path):
     mask = [[1, 1, 0], [1, 1, 1, 1]]
-    with pytest.raises(PaddedDocuments, match="attention_mask has zeros"):
+    with raises(PaddedDocuments, match="attention_mask has zeros"):
         loader(train_dir=saved(tmp_path / "a", [[1, 2, 3], [4, 5, 6, 7]], attention_mask=mask)).split("train")
 
 
@@ -107,17 +108,17 @@ def test_text_needs_a_tokenizer_with_the_tokens_that_are_asked_for(loader, saved
         eos_id = None
 
     path = saved(tmp_path / "a", text=["a text that is long enough"])
-    with pytest.raises(DataNeedsTokenizer):
+    with raises(DataNeedsTokenizer):
         loader(train_dir=path, tokenizer=None).split("train")
-    with pytest.raises(SpecialTokenMissing, match=r"data\.add_eos"):
+    with raises(SpecialTokenMissing, match=r"data\.add_eos"):
         loader(train_dir=path, tokenizer=Bare()).split("train")
     assert loader(train_dir=path, tokenizer=Bare(), add_eos=False).split("train")
-    with pytest.raises(SpecialTokenMissing, match=r"data\.eod_mask_loss"):
+    with raises(SpecialTokenMissing, match=r"data\.eod_mask_loss"):
         loader(train_dir=saved(tmp_path / "b", [[1] * 20]), tokenizer=None, eod_mask_loss=True)
 
 
 def test_too_few_tokens_are_refused_with_both_numbers(loader, saved, tmp_path):
-    with pytest.raises(TooFewTokens, match=r"train data has 5 tokens.* 8 needs 9"):
+    with raises(TooFewTokens, match=r"train data has 5 tokens.* 8 needs 9"):
         loader(train_dir=saved(tmp_path / "a", [[1, 2], [3, 4, 5]])).split("train")
 
 
@@ -183,7 +184,7 @@ def test_of_several_processes_one_tokenises_and_all_have_the_tokens(tmp_path):
 def test_a_full_or_forbidden_directory_is_told_by_its_key(loader, saved, tmp_path, verses):
     (tmp_path / "file").write_text("")
     made = loader(train_dir=saved(tmp_path / "a", text=verses), cache_dir=tmp_path / "file")
-    with pytest.raises(CacheUnwritable, match=r"file cannot be written, .*\n?.*data\.cache_dir"):
+    with raises(CacheUnwritable, match=r"file cannot be written, .*\n?.*data\.cache_dir"):
         made.split("train")
 
 

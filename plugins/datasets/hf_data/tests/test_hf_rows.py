@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 from nxdt_plugin_hf_data.errors import ColumnUnread, MisfitRows, RowTooLong
+from nxdt_testing.errors import raises
 
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataset import DatasetSplits, MapDataset
@@ -111,7 +112,7 @@ def test_positions_that_count_on_mark_one_document(saved, loader, tmp_path, cont
 )
 def test_columns_of_documents_and_labels_that_are_not_read_are_refused(saved, loader, tmp_path, column, instead):
     other = {column: [[1] * SEQ] * len(ROWS)}
-    with pytest.raises(ColumnUnread, match=f"has a column '{column}', .* none called '{instead}'") as caught:
+    with raises(ColumnUnread, match=f"has a column '{column}', .* none called '{instead}'") as caught:
         loader(train_dir=saved(tmp_path / "a", ROWS, **other)).split("train")
     assert caught.value.code == "NXDT-D219"
     saved(tmp_path / "b", ROWS, **other, **{instead: [[*range(SEQ)]] * len(ROWS)})
@@ -131,13 +132,13 @@ def test_rows_that_are_not_to_be_packed_are_padded(contents, saved, loader, tmp_
 
 def test_a_row_that_does_not_fit_is_refused_not_cut(saved, loader, tmp_path):
     made = loader(train_dir=saved(tmp_path / "a", [[1], [2] * 11]), packing=False)
-    with pytest.raises(RowTooLong, match=r"Row 1 of .* has 11 tokens; a sample has 8"):
+    with raises(RowTooLong, match=r"Row 1 of .* has 11 tokens; a sample has 8"):
         made.split("train")
 
 
 def test_rows_cut_for_another_length_are_refused_unless_they_are_to_be_packed(saved, loader, tmp_path):
     saved(tmp_path / "a", [[1] * 16] * 4)
-    with pytest.raises(MisfitRows, match=r"Each row of .* has 16 tokens; a sample of this run has 8"):
+    with raises(MisfitRows, match=r"Each row of .* has 16 tokens; a sample of this run has 8"):
         loader(train_dir=tmp_path / "a").split("train")
     assert len(loader(train_dir=tmp_path / "a", packing=True).split("train")) == 7
 

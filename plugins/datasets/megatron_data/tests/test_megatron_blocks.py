@@ -10,6 +10,7 @@ import zstandard
 from nxdt_plugin_megatron_data.preprocess import blocks
 from nxdt_plugin_megatron_data.preprocess.blocks import Place, read_blocks
 from nxdt_plugin_megatron_data.preprocess.records import Recipe, RecordEncoder
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataFileUnreadable
@@ -103,7 +104,7 @@ def test_damaged_and_cut_compression_is_told_with_the_file(tmp_path, lines, endi
     packed = PACK[ending](b"\n".join(lines * 20))
     for broken in (b"no such format", packed[: len(packed) // 2], packed[:40] + b"\0" * 40 + packed[80:]):
         (tmp_path / f"a.jsonl{ending}").write_bytes(broken)
-        with pytest.raises(DataFileUnreadable, match=rf"a\.jsonl{ending} cannot be read"):
+        with raises(DataFileUnreadable, match=rf"a\.jsonl{ending} cannot be read"):
             list(read_blocks([tmp_path / f"a.jsonl{ending}"], Place(), None))
 
 

@@ -18,6 +18,7 @@ from nxdt_plugin_megatron_data.errors import (
 from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_megatron_data.prefixes import short_names
 from nxdt_plugin_megatron_data.provenance import Note, note_path
+from nxdt_testing.errors import raises
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core import config
@@ -249,7 +250,7 @@ def test_a_run_goes_on_in_the_middle_of_a_pass_on_another_number_of_ranks(two):
 )
 def test_a_split_without_a_sample_is_refused_with_its_figures(by_hand, name, share, documents):
     prefix = by_hand("corpus", [[1] * 16] * 40)
-    with pytest.raises(EmptySplit, match=rf"{name} split of .* has {documents} documents with {16 * documents} tokens"):
+    with raises(EmptySplit, match=rf"{name} split of .* has {documents} documents with {16 * documents} tokens"):
         dataloader(prefix, splits_string=share).split(name)
 
 
@@ -258,22 +259,22 @@ def test_a_token_outside_the_vocabulary_is_told_with_its_place(by_hand, known, o
     context = replace(BYTES if "tokenizer" in known else CONTEXT, vocab_size=known.get("vocab_size"))
     prefix = by_hand("corpus", [[1] * 20, [1] * 9 + [259] + [1] * 10])
     rows = train(prefix, context)
-    with pytest.raises(TokenOutsideVocabulary, match=rf"sequence 1 holds the token 259; the {owner}|{owner}"):
+    with raises(TokenOutsideVocabulary, match=rf"sequence 1 holds the token 259; the {owner}|{owner}"):
         inputs(rows)
 
 
 def test_a_negative_token_is_told(by_hand):
-    with pytest.raises(TokenOutsideVocabulary, match="token -3"):
+    with raises(TokenOutsideVocabulary, match="token -3"):
         inputs(train(by_hand("corpus", [[1] * 9 + [-3] * 9], code=4), BYTES))
 
 
 def test_data_of_another_tokenizer_are_refused(corpus):
     note = Note(tokenizer="x", fingerprint="byte-0", vocab_size=259, eod_id=257)
     note_path(corpus).write_text(note.text())
-    with pytest.raises(OtherTokenizer, match=r"fingerprint is byte-0, that of data\.tokenizer byte-1"):
+    with raises(OtherTokenizer, match=r"fingerprint is byte-0, that of data\.tokenizer byte-1"):
         train(corpus, BYTES)
     note_path(corpus).write_text(replace(note, vocab_size=50257).text())
-    with pytest.raises(OtherTokenizer, match=r"vocabulary is 50257, that of data\.tokenizer 259"):
+    with raises(OtherTokenizer, match=r"vocabulary is 50257, that of data\.tokenizer 259"):
         train(corpus, BYTES)
     assert train(corpus)
     note_path(corpus).write_text(replace(note, fingerprint="byte-1").text())
@@ -285,7 +286,7 @@ def test_data_of_another_tokenizer_are_refused(corpus):
 
 
 def test_end_tokens_cannot_be_masked_where_nobody_knows_them(corpus):
-    with pytest.raises(EndOfDocumentUnknown, match=r"data\.eod_mask_loss"):
+    with raises(EndOfDocumentUnknown, match=r"data\.eod_mask_loss"):
         dataloader(corpus, eod_mask_loss=True)
 
 

@@ -12,6 +12,7 @@ from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex,
 from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from nxdt_plugin_megatron_data.writer import IndexedWriter
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
 
@@ -98,10 +99,10 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
 
 def test_a_missing_file_is_told_with_its_neighbours(by_hand, tmp_path):
     by_hand("corpus_text", [[1]])
-    with pytest.raises(IndexedFileMissing, match=r"no .*corpus_txt\.idx; found nearby: .*corpus_text'"):
+    with raises(IndexedFileMissing, match=r"no .*corpus_txt\.idx; found nearby: .*corpus_text'"):
         IndexedTokens(tmp_path / "corpus_txt")
     bin_path(tmp_path / "corpus_text").unlink()
-    with pytest.raises(IndexedFileMissing, match=r"corpus_text\.bin"):
+    with raises(IndexedFileMissing, match=r"corpus_text\.bin"):
         IndexedTokens(tmp_path / "corpus_text")
 
 
@@ -109,7 +110,7 @@ def test_a_missing_file_is_told_with_its_neighbours(by_hand, tmp_path):
 def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(by_hand, path_of):
     prefix = by_hand("cloned", [[1, 2], [3]])
     path_of(prefix).write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(DataFileUnreadable, match="git lfs pull"):
+    with raises(DataFileUnreadable, match="git lfs pull"):
         IndexedTokens(prefix)
 
 
@@ -118,7 +119,7 @@ def test_every_cut_of_an_index_is_refused(by_hand):
     whole = idx_path(prefix).read_bytes()
     for size in range(len(whole)):
         idx_path(prefix).write_bytes(whole[:size])
-        with pytest.raises(BadIndexFile, match=r"cut\.idx is not a complete Megatron index"):
+        with raises(BadIndexFile, match=r"cut\.idx is not a complete Megatron index"):
             IndexedTokens(prefix)
 
 
@@ -141,14 +142,14 @@ def test_what_contradicts_itself_is_refused(by_hand, place, value, said):
     whole = bytearray(idx_path(prefix).read_bytes())
     whole[place : place + len(value)] = value
     idx_path(prefix).write_bytes(whole)
-    with pytest.raises(BadIndexFile, match=said):
+    with raises(BadIndexFile, match=said):
         IndexedTokens(prefix)
 
 
 def test_data_shorter_than_its_index_is_refused_with_both_numbers(by_hand):
     prefix = by_hand("short", [[1, 2], [3]])
     bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-1])
-    with pytest.raises(DataShorterThanIndex, match=r"short\.bin has 5 bytes, and its index needs 6"):
+    with raises(DataShorterThanIndex, match=r"short\.bin has 5 bytes, and its index needs 6"):
         IndexedTokens(prefix)
 
 
@@ -157,7 +158,7 @@ def test_a_place_that_no_file_reaches_is_refused(by_hand):
     whole = bytearray(idx_path(prefix).read_bytes())
     whole[42:50] = struct.pack("<q", 2**63 - 2)
     idx_path(prefix).write_bytes(whole)
-    with pytest.raises(DataShorterThanIndex, match=f"its index needs {2**63 + 2}"):
+    with raises(DataShorterThanIndex, match=f"its index needs {2**63 + 2}"):
         IndexedTokens(prefix)
 
 
@@ -167,7 +168,7 @@ def test_counts_whose_sum_would_wrap_are_refused(by_hand):
     whole = bytearray(idx_path(prefix).read_bytes())
     whole[18:34] = struct.pack("<QQ", 2**60, 2**59 + (len(whole) - 34) // 8)
     idx_path(prefix).write_bytes(whole)
-    with pytest.raises(BadIndexFile, match=r"sequences and .* document borders need"):
+    with raises(BadIndexFile, match=r"sequences and .* document borders need"):
         IndexedTokens(prefix)
 
 
@@ -178,7 +179,7 @@ def test_sequences_that_share_tokens_are_refused(by_hand):
     whole[50:58] = struct.pack("<q", 0)
     whole[34:42] = struct.pack("<ii", 4, 4)
     idx_path(prefix).write_bytes(whole)
-    with pytest.raises(BadIndexFile, match=r"have 8 tokens, and .*shared\.bin has 4"):
+    with raises(BadIndexFile, match=r"have 8 tokens, and .*shared\.bin has 4"):
         IndexedTokens(prefix)
 
 
@@ -187,8 +188,8 @@ def test_tokens_that_a_file_has_lost_since_are_told(by_hand):
     source = IndexedTokens(prefix)
     os.truncate(bin_path(prefix), 4)
     assert source[0].tolist() == [1, 2]
-    with pytest.raises(DataFileChanged, match=r"lost\.bin has changed .* had 8 bytes, and now has 4"):
+    with raises(DataFileChanged, match=r"lost\.bin has changed .* had 8 bytes, and now has 4"):
         source[1]
     os.truncate(idx_path(prefix), 40)
-    with pytest.raises(DataFileChanged, match=r"lost\.idx has changed"):
+    with raises(DataFileChanged, match=r"lost\.idx has changed"):
         source.check()

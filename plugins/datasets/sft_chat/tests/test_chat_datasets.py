@@ -16,6 +16,7 @@ from nxdt_plugin_sft_chat.errors import (
     NothingTrained,
 )
 from nxdt_plugin_sft_chat.loader import ChatData
+from nxdt_testing.errors import raises
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
@@ -179,7 +180,7 @@ def test_a_conversation_fits_to_the_last_token(load, write, tokenizer):
     path = write(long(20))
     length = int(load(path, seq_length=256).report().lengths[0])
     assert len(load(path, seq_length=length - 1)) == 1
-    with pytest.raises(ChatTooLong):
+    with raises(ChatTooLong):
         load(path, seq_length=length - 2)
 
 
@@ -222,7 +223,7 @@ def test_dropped_records_are_counted_and_told(load, write, caplog):
     ],
 )
 def test_a_set_in_which_nothing_is_trained_is_refused(records, keys, reason, load, write):
-    with pytest.raises(NothingTrained, match="Nothing of the train data would be trained") as caught:
+    with raises(NothingTrained, match="Nothing of the train data would be trained") as caught:
         load(write(*records), **keys)
     assert reason in str(caught.value)
 
@@ -231,7 +232,7 @@ def test_a_set_in_which_everything_is_trained_is_refused(load, write, tmp_path):
     answers = "{% for m in messages if m.role == 'assistant' %}"
     template = tmp_path / "answers.jinja"
     template.write_text(answers + "{% generation %}{{ m.content }}|{% endgeneration %}{% endfor %}")
-    with pytest.raises(EverythingTrained, match="All 1 tokens of the train data would be trained, prompts included"):
+    with raises(EverythingTrained, match="All 1 tokens of the train data would be trained, prompts included"):
         load(write(turn("a", "b")), tokenizer=BYTES, chat_template_file=template)
 
 
@@ -258,7 +259,7 @@ def test_only_the_first_records_are_used_where_that_is_asked_for(load, chats_fil
 
 def test_a_share_of_too_few_records_is_refused(load, write):
     path = write(turn("a", "b"), turn("c", "d"))
-    with pytest.raises(EmptySplit, match=r"0\.1 of 2 records leaves none to validation"):
+    with raises(EmptySplit, match=r"0\.1 of 2 records leaves none to validation"):
         load(path, validation_fraction=0.1)
 
 
@@ -299,7 +300,7 @@ def test_the_report_counts_tokens_by_role_and_turn(load, write, tokenizer, talk)
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|pad|>"])
 def test_texts_that_spell_special_tokens_are_refused_unless_allowed(token, load, write, tokenizer):
     path = write(turn("a", "b"), turn(f"say {token}", "b"))
-    with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:2, message 1: .* spells the special token"):
+    with raises(SpecialTokenInText, match=r"chats\.jsonl:2, message 1: .* spells the special token"):
         load(path)
     assert tokenizer.encode(token)[0] in load(path, special_tokens_in_text=True)[1].input_ids.tolist()
 
@@ -317,11 +318,11 @@ def test_packed_sequences_are_in_the_order_of_their_first_records(load, write, t
 def test_calls_and_tools_that_spell_special_tokens_are_refused(load, write, call):
     calls = json.loads(json.dumps(call))
     calls["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"zone": ["<|im_end|>"]}
-    with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:1, message 2: "):
+    with raises(SpecialTokenInText, match=r"chats\.jsonl:1, message 2: "):
         load(write(calls))
     tools = json.loads(json.dumps(call))
     tools["tools"][0]["function"]["description"] = "<|im_start|>"
-    with pytest.raises(SpecialTokenInText, match=r"chats\.jsonl:1, its tools: "):
+    with raises(SpecialTokenInText, match=r"chats\.jsonl:1, its tools: "):
         load(write(tools))
 
 
@@ -336,18 +337,18 @@ class WithoutPlaces:
 
 
 def test_tokenizers_that_cannot_serve_are_refused(load, chats_file):
-    with pytest.raises(DataNeedsTokenizer):
+    with raises(DataNeedsTokenizer):
         load(chats_file, tokenizer=None)
-    with pytest.raises(NotAChatTokenizer, match="WithoutPlaces"):
+    with raises(NotAChatTokenizer, match="WithoutPlaces"):
         load(chats_file, tokenizer=WithoutPlaces())
-    with pytest.raises(TemplateMissing, match="'chatml'"):
+    with raises(TemplateMissing, match="'chatml'"):
         load(chats_file, tokenizer=BYTES)
-    with pytest.raises(TemplateNeedsToken, match="writes eos_token, and the tokenizer has no such token"):
+    with raises(TemplateNeedsToken, match="writes eos_token, and the tokenizer has no such token"):
         load(chats_file, tokenizer=BYTES, chat_template="plain")
-    with pytest.raises(TemplateNeedsToken, match=r"\(chatml\) writes <\|im_end\|>, .* has no such token\.\n  Add <"):
+    with raises(TemplateNeedsToken, match=r"\(chatml\) writes <\|im_end\|>, .* has no such token\.\n  Add <"):
         load(chats_file, tokenizer=BYTES, chat_template="chatml")
     bracketed = "{% for m in messages %}{{ m.content }}[/END]{% endfor %}"
-    with pytest.raises(TemplateNeedsToken, match=r"writes \[/END\]"):
+    with raises(TemplateNeedsToken, match=r"writes \[/END\]"):
         load(chats_file, chat_template=bracketed)
-    with pytest.raises(TemplateUnknown, match=r"no template 'chatlm'[\s\S]*Did you mean 'chatml'"):
+    with raises(TemplateUnknown, match=r"no template 'chatlm'[\s\S]*Did you mean 'chatml'"):
         load(chats_file, chat_template="chatlm")

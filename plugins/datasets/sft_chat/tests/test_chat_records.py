@@ -9,6 +9,7 @@ import lzma
 import shutil
 
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES
@@ -134,7 +135,7 @@ def test_conversations_whose_speakers_take_turns_pass(messages):
     ],
 )
 def test_speakers_out_of_turn_are_named(messages, number, found):
-    with pytest.raises(RolesOutOfOrder) as caught:
+    with raises(RolesOutOfOrder) as caught:
         read({"messages": messages})
     assert f"a.jsonl:7, message {number}: {found}" in str(caught.value)
 
@@ -179,23 +180,23 @@ def test_results_without_ids_stay_where_they_are_where_that_is_clear(turns):
     ],
 )
 def test_results_that_do_not_match_their_calls_are_named(turns, found):
-    with pytest.raises(BadMessage) as caught:
+    with raises(BadMessage) as caught:
         read({"messages": [USER, *turns, ANSWER], "system": "s"})
     assert f"a.jsonl:7, {found}" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["", " \n", None])
 def test_an_empty_turn_of_the_assistant_is_refused(content):
-    with pytest.raises(EmptyTurn, match=r"a\.jsonl:7, message 2"):
+    with raises(EmptyTurn, match=r"a\.jsonl:7, message 2"):
         read({"messages": [USER, {"role": "assistant", "content": content}]})
 
 
 @pytest.mark.parametrize(("role", "hint"), [("asistant", "'assistant'"), ("Tool", "'tool'"), ("bot", "Roles are")])
 def test_an_unknown_role_is_named_with_the_nearest(role, hint):
-    with pytest.raises(UnknownRole, match=r"a\.jsonl:7, message 1") as caught:
+    with raises(UnknownRole, match=r"a\.jsonl:7, message 1") as caught:
         read({"messages": [{"role": role, "content": "x"}]})
     assert hint in str(caught.value)
-    with pytest.raises(UnknownRole):
+    with raises(UnknownRole):
         read({"conversations": [{"from": role, "value": "x"}]})
 
 
@@ -244,7 +245,7 @@ def test_a_record_of_no_form_is_named_with_its_keys(record, found):
     ],
 )
 def test_messages_that_are_none_are_named_with_the_reason(record, found):
-    with pytest.raises(BadMessage, match=r"a\.jsonl:7") as caught:
+    with raises(BadMessage, match=r"a\.jsonl:7") as caught:
         read(record)
     assert found in str(caught.value)
 
@@ -301,14 +302,14 @@ def test_a_column_that_says_it_is_json_and_is_not_is_refused(tmp_path, text, rea
     pa = pytest.importorskip("pyarrow", minversion="19", reason="pyarrow has no JSON type")
     pq = pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"messages": pa.array([text], pa.json_())}), tmp_path / "a.parquet")
-    with pytest.raises(ArrowUnreadable, match=reason):
+    with raises(ArrowUnreadable, match=reason):
         read_records([tmp_path / "a.parquet"], "data.train_files")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "a.jsonl.gz"])
 def test_a_git_lfs_pointer_is_named_with_what_fetches_the_file(tmp_path, name):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(DataFileUnreadable, match="git lfs pull"):
+    with raises(DataFileUnreadable, match="git lfs pull"):
         read_records([tmp_path / name], "data.train_files")
 
 
@@ -335,7 +336,7 @@ def test_a_directory_stands_for_its_files_of_one_format(tmp_path, write, talk):
     for name, count in (("lines", 2), ("tables", 1), ("splits/train", 1)):
         found, _ = read_records([tmp_path / name], "data.train_files")
         assert [record for _, record in found] == [talk] * count
-    with pytest.raises(DataFileNotFound, match=r"found nearby: '.*splits/test', '.*splits/train'"):
+    with raises(DataFileNotFound, match=r"found nearby: '.*splits/test', '.*splits/train'"):
         read_records([tmp_path / "splits"], "data.train_files")
 
 
@@ -389,14 +390,14 @@ def test_a_parquet_file_that_expands_without_end_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr("nxdt_core.data.files.records.EXPANDS_TO_BYTES", 2**20)
     for name, letters in (("a", 1 << 12), ("b", 1 << 7)):
         pq.write_table(pa.table({"input": ["a" * letters] * 5000}), tmp_path / f"{name}.parquet")
-    with pytest.raises(ArrowUnreadable, match="expands to more than 200 times its size") as caught:
+    with raises(ArrowUnreadable, match="expands to more than 200 times its size") as caught:
         read_records([tmp_path / "a.parquet"], "data.train_files")
     assert caught.value.code == "NXDT-D309"
     assert len(read_records([tmp_path / "b.parquet"], "data.train_files")[0]) == 5000
 
 
 def test_a_line_that_is_no_record_is_shown_one(write, load):
-    with pytest.raises(BadJsonLine) as caught:
+    with raises(BadJsonLine) as caught:
         load(write('{"messages":'))
     example = json.loads(caught.value.do().partition("such as ")[2].partition(";")[0])
     roles = [message.role for message in read_record(example, Place(path="a.jsonl", number=1)).messages]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_sft_chat.errors import TurnsInseparable
+from nxdt_testing.errors import raises
 
 from nxdt_core.data.chat.templates import shipped_template, template_names
 from nxdt_core.errors.chats import EndOfTurnUntrained, TemplateRefuses, TemplateUnreadable
@@ -99,14 +100,14 @@ def test_a_template_that_drops_calls_of_functions_is_refused(name, render, call)
 
 
 def test_a_template_that_ends_no_turn_is_refused(render, talk):
-    with pytest.raises(EndOfTurnUntrained, match="no text follows an answer"):
+    with raises(EndOfTurnUntrained, match="no text follows an answer"):
         render(pair("glm4moe")[0], talk)
 
 
 def test_a_template_that_closes_calls_and_not_their_turn_is_refused(render, call):
     """A model that is trained without the end of such a turn calls functions again and again."""
     for text in (pair("glm4moe")[0], ENDLESS):
-        with pytest.raises(EndOfTurnUntrained, match="no text follows an answer"):
+        with raises(EndOfTurnUntrained, match="no text follows an answer"):
             render(text, call, trained=[1])
     assert render(pair("glm4moe")[1], call, trained=[1])[1][0].endswith("</tool_call><|observation|>")
 
@@ -116,7 +117,7 @@ def test_generation_blocks_that_leave_out_the_end_of_a_turn_are_refused(render, 
         "{{- '<|im_end|>' }}\n        {%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}"
     )
     assert marked != OWN["chatml"]
-    with pytest.raises(EndOfTurnUntrained, match=r"generation blocks leave out '<\|im_end\|>'"):
+    with raises(EndOfTurnUntrained, match=r"generation blocks leave out '<\|im_end\|>'"):
         render(marked, talk)
 
 

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.cli import main
@@ -87,7 +88,7 @@ def test_an_empty_history_is_none(empty):
 
 @pytest.mark.parametrize("history", ["q", [["q"]], ["qa"], [{"q": "a"}], {"q": "a"}])
 def test_a_history_of_another_form_is_refused(history):
-    with pytest.raises(BadMessage, match=r"a\.jsonl:7: 'history' must be a list of \[question, answer\] pairs"):
+    with raises(BadMessage, match=r"a\.jsonl:7: 'history' must be a list of \[question, answer\] pairs"):
         read({"instruction": "C", "output": "E", "history": history})
 
 
@@ -139,12 +140,12 @@ def test_openais_older_calls_are_read():
 )
 def test_a_message_in_two_forms_that_differ_is_refused(more, found):
     message = {"from": "gpt", "value": "Here.", **more}
-    with pytest.raises(BadMessage, match=rf"message 2: {found}"):
+    with raises(BadMessage, match=rf"message 2: {found}"):
         read({"conversations": [{"from": "human", "value": "Where?", "role": "user"}, message]})
 
 
 def test_a_system_entry_that_is_no_text_is_refused():
-    with pytest.raises(BadMessage, match=r"a\.jsonl:7: its content is a dict"):
+    with raises(BadMessage, match=r"a\.jsonl:7: its content is a dict"):
         read({**TALK, "system": {"text": "S"}})
 
 
@@ -199,7 +200,7 @@ def test_every_kind_of_file_has_the_same_counts(load, tmp_path):
 
 def test_the_first_record_with_an_unused_field_is_refused_where_the_configuration_says_so(load, write):
     path = write(TALK, {**TALK, "id": 1, "history": [["a", "b"]]})
-    with pytest.raises(FieldsUnused, match=r"chats\.jsonl:2: .* uses 'id', 'history'\.") as caught:
+    with raises(FieldsUnused, match=r"chats\.jsonl:2: .* uses 'id', 'history'\.") as caught:
         load(path, unused_fields="refuse")
     assert "data.unused_fields: report" in str(caught.value)
     assert len(load(write(TALK), unused_fields="refuse")) == 1

@@ -7,6 +7,7 @@ import pytest
 import torch
 from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.loader import TextData
+from nxdt_testing.errors import raises
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
@@ -104,25 +105,25 @@ def test_a_split_shorter_than_a_sample_is_refused_with_both_numbers(alphabet, se
     if fits:
         assert len(loader.split("train")) == 1
         return
-    with pytest.raises(TooFewTokens, match=f"train data has 27 tokens.* {seq_length} needs {seq_length + 1}"):
+    with raises(TooFewTokens, match=f"train data has 27 tokens.* {seq_length} needs {seq_length + 1}"):
         loader.split("train")
 
 
 def test_a_fraction_too_small_for_a_sample_names_the_split_and_the_key(alphabet):
     loader = dataloader(10, train_files=(alphabet,), validation_fraction=0.1)
-    with pytest.raises(TooFewTokens, match=r"validation data has 3 tokens[\s\S]*validation_fraction"):
+    with raises(TooFewTokens, match=r"validation data has 3 tokens[\s\S]*validation_fraction"):
         loader.split("validation")
 
 
 def test_text_without_a_tokenizer_is_refused(alphabet):
-    with pytest.raises(DataNeedsTokenizer, match=r"data\.tokenizer\.library"):
+    with raises(DataNeedsTokenizer, match=r"data\.tokenizer\.library"):
         TextData(TextConfig(train_files=(alphabet,)), DataContext(seq_length=4, seed=1, tokenizer=None))
 
 
 @pytest.mark.parametrize("key", ["add_eos", "add_bos"])
 def test_special_tokens_that_the_tokenizer_lacks_are_refused_by_key(alphabet, key):
     keys = {"add_eos": False, "add_bos": False, key: True}
-    with pytest.raises(SpecialTokenMissing, match=rf"data\.{key}"):
+    with raises(SpecialTokenMissing, match=rf"data\.{key}"):
         dataloader(tokenizer=NoSpecialTokens(), train_files=(alphabet,), **keys)
     keys[key] = False
     assert dataloader(tokenizer=NoSpecialTokens(), train_files=(alphabet,), **keys).split("train")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 from nxdt_plugin_text.files import documents
+from nxdt_testing.errors import raises
 
 from nxdt_core.data.files.paths import expand, read_bytes
 from nxdt_core.errors.data import (
@@ -71,14 +72,14 @@ def test_compressed_plain_text_is_read(tmp_path, ending):
 def test_damaged_compression_is_named(tmp_path, cut, ending):
     content = PACK[ending](b"some text that is longer than a header")[: cut or None]
     path = written(tmp_path / f"a.txt{ending}", content if cut else b"not compressed at all")
-    with pytest.raises(DataFileUnreadable, match=rf"a\.txt\{ending} cannot be read"):
+    with raises(DataFileUnreadable, match=rf"a\.txt\{ending} cannot be read"):
         read(path)
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl", ".txt.gz", ".jsonl.zst"])
 def test_a_git_lfs_pointer_is_not_read_as_text(tmp_path, ending):
     path = written(tmp_path / f"a{ending}", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
-    with pytest.raises(DataFileUnreadable, match=rf"a{re.escape(ending)} cannot be read: .*git lfs pull"):
+    with raises(DataFileUnreadable, match=rf"a{re.escape(ending)} cannot be read: .*git lfs pull"):
         read(path)
 
 
@@ -86,7 +87,7 @@ def test_a_git_lfs_pointer_is_not_read_as_text(tmp_path, ending):
 def test_damage_within_compressed_data_is_named(tmp_path, ending):
     content = bytearray(PACK[ending](b"some text that is longer than a header" * 9))
     content[20] ^= 0xFF
-    with pytest.raises(DataFileUnreadable):
+    with raises(DataFileUnreadable):
         read(written(tmp_path / f"a.txt{ending}", bytes(content)))
 
 
@@ -94,7 +95,7 @@ def test_damage_within_compressed_data_is_named(tmp_path, ending):
     ("name", "content"), [("a.txt", ""), ("a.txt", " \n\n"), ("a.jsonl", "\n"), ("a.txt", b"\xef\xbb\xbf")]
 )
 def test_a_file_without_text_is_named(tmp_path, name, content):
-    with pytest.raises(EmptyTextFile, match=name):
+    with raises(EmptyTextFile, match=name):
         read(written(tmp_path / name, content))
 
 
@@ -103,12 +104,12 @@ def test_an_empty_text_among_others_is_no_document(tmp_path):
 
 
 def test_bytes_that_are_no_utf8_are_named_with_position_and_line(tmp_path):
-    with pytest.raises(TextNotUtf8, match="byte 0xe9 at position 3 of line 2; it looks like CP1252"):
+    with raises(TextNotUtf8, match="byte 0xe9 at position 3 of line 2; it looks like CP1252"):
         read(written(tmp_path / "a.txt", b"good\ncaf\xe9\n"))
 
 
 def test_the_position_counts_a_byte_order_mark(tmp_path):
-    with pytest.raises(TextNotUtf8, match="position 4 of line 1"):
+    with raises(TextNotUtf8, match="position 4 of line 1"):
         read(written(tmp_path / "a.txt", b"\xef\xbb\xbfa\xff"))
 
 
@@ -120,7 +121,7 @@ def test_the_position_counts_a_byte_order_mark(tmp_path):
     ],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path, line):
-    with pytest.raises(BadJsonLine, match=r'a\.jsonl:3: (.|\n)*such as {"text": "\.\.\."}'):
+    with raises(BadJsonLine, match=r'a\.jsonl:3: (.|\n)*such as {"text": "\.\.\."}'):
         read(written(tmp_path / "a.jsonl", f'{{"text": "x"}}\n\n{line}\n'))
 
 
@@ -129,7 +130,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path, line):
     [('{"txt": "a", "id": 1}', "its keys are 'txt', 'id'"), ('{"text": 3}', "its value is a int"), ("{}", "none")],
 )
 def test_a_line_without_text_is_named(tmp_path, line, found):
-    with pytest.raises(JsonTextMissing, match=r"a\.jsonl:1: no text under the key 'text'") as caught:
+    with raises(JsonTextMissing, match=r"a\.jsonl:1: no text under the key 'text'") as caught:
         read(written(tmp_path / "a.jsonl", line))
     assert found in str(caught.value)
 
@@ -159,32 +160,32 @@ def test_a_directory_with_the_letters_of_a_pattern_is_never_another_one(tmp_path
 def test_package_paths_lead_to_shipped_data():
     (path,) = expand(["package://nxdt_plugin_text/data/kjv.txt"], "key")
     assert path.is_file()
-    with pytest.raises(DataFileNotFound, match="no_such_package"):
+    with raises(DataFileNotFound, match="no_such_package"):
         expand(["package://no_such_package/x.txt"], "key")
 
 
 def test_a_missing_file_is_named_with_its_key_and_what_lies_nearby(tmp_path):
     written(tmp_path / "corpus.txt", "x")
-    with pytest.raises(DataFileNotFound, match=r"data\.train_files: nothing is found at .*corpsu\.txt") as caught:
+    with raises(DataFileNotFound, match=r"data\.train_files: nothing is found at .*corpsu\.txt") as caught:
         expand([tmp_path / "corpsu.txt"], "data.train_files")
     assert str(tmp_path / "corpus.txt") in str(caught.value)
 
 
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataFileUnreadable, match="it is not a file"):
+    with raises(DataFileUnreadable, match="it is not a file"):
         expand([tmp_path / "pipe"], "data.train_files")
 
 
 def test_a_directory_is_no_file_and_its_files_are_named(tmp_path):
     written(tmp_path / "corpus.txt", "x")
-    with pytest.raises(DataFileNotFound, match=r"corpus\.txt"):
+    with raises(DataFileNotFound, match=r"corpus\.txt"):
         expand([tmp_path], "key")
 
 
 @pytest.mark.parametrize("pattern", ["*.txt", "no/such/place/a.txt"])
 def test_a_pattern_without_matches_is_named(tmp_path, pattern):
-    with pytest.raises(DataFileNotFound):
+    with raises(DataFileNotFound):
         expand([tmp_path / Path(pattern)], "key")
 
 
@@ -192,6 +193,6 @@ def test_a_pattern_without_matches_is_named(tmp_path, pattern):
 def test_a_small_file_that_expands_without_end_is_refused(tmp_path, monkeypatch, ending):
     monkeypatch.setattr("nxdt_core.data.files.paths.EXPANDS_TO_BYTES", 1 << 20)
     path = written(tmp_path / f"a.txt{ending}", PACK[ending](b"a" * (1 << 25)))
-    with pytest.raises(DataFileUnreadable, match=r"expands to more than 200 times its size and 1 MiB"):
+    with raises(DataFileUnreadable, match=r"expands to more than 200 times its size and 1 MiB"):
         read_bytes(path)
     assert len(read_bytes(written(tmp_path / f"b.txt{ending}", PACK[ending](b"a" * 100_000)))) == 100_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from nxdt_plugin_nxd.errors import LayoutNotOnHardware
 from nxdt_plugin_nxd.neuron.hardware import Machine, check_layout, machine_of_product, position_of
+from nxdt_testing.errors import raises
 
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 
@@ -35,7 +36,7 @@ ALLOWED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_machine_does_not_run_is_refused(case: str) -> None:
     (product, processes), sizes, words = REFUSED[case]
-    with pytest.raises(LayoutNotOnHardware, match=words):
+    with raises(LayoutNotOnHardware, match=words):
         check_layout(MeshSizes(**sizes), machine_of_product(product, processes))
 
 

@@ -10,6 +10,7 @@ import torch
 from nxdt_plugin_nxd.errors import PlanNotExpressible
 from nxdt_plugin_nxd.layout.placement import Place
 from nxdt_plugin_nxd.layout.translation import Translation, translate
+from nxdt_testing.errors import raises
 from torch import nn
 
 from nxdt_core.config import load
@@ -75,7 +76,7 @@ def test_experts_are_distributed_and_each_is_divided(tp: int) -> None:
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ExpertsDoNotDivide):
+    with raises(ExpertsDoNotDivide):
         translate(*model(MIXTRAL), tp=1, ep=3)
 
 
@@ -108,9 +109,9 @@ def test_neighbours_hold_copies_where_there_are_fewer_key_heads_than_ranks() -> 
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(HeadsDoNotDivide):
+    with raises(HeadsDoNotDivide):
         translated({**LLAMA, "num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 48})
-    with pytest.raises(ShardDoesNotDivide):
+    with raises(ShardDoesNotDivide):
         translated({**LLAMA, "ffn_hidden_size": 49})
 
 
@@ -126,14 +127,14 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 )
 def test_a_plan_that_the_engine_cannot_express_is_refused(changes: dict[str, Any], words: str) -> None:
     module, plan = model(LLAMA)
-    with pytest.raises(PlanNotExpressible, match=words):
+    with raises(PlanNotExpressible, match=words):
         translate(module, replace(plan, **changes), tp=2, sequence_parallel=False)
 
 
 def test_an_embedding_without_a_style_is_refused_under_sequence_parallelism() -> None:
     module, plan = model(LLAMA)
     styles = {name: style for name, style in plan.tensor.items() if name != "embed_tokens"}
-    with pytest.raises(PlanNotExpressible, match="embed_tokens"):
+    with raises(PlanNotExpressible, match="embed_tokens"):
         translate(module, replace(plan, tensor=styles), tp=2, sequence_parallel=True)
 
 

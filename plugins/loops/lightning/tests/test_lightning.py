@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
 from nxdt_plugin_lightning.accelerator import EngineAccelerator
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors.checkpoints import UnsavableState
 from nxdt_core.training import train
@@ -113,7 +114,7 @@ def test_state_of_callbacks_comes_back_as_it_was(small_run, tmp_path):
 @pytest.mark.parametrize("bad", [object(), {1}, Keeps, len, b"bytes", torch.device("meta")])
 def test_state_of_callbacks_that_is_no_data_is_refused_with_its_key(small_run, tmp_path, bad):
     saver = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "pl", every_n_train_steps=2, save_top_k=-1)
-    with pytest.raises(UnsavableState, match=r"callbacks/Keeps/deep/0'.* cannot be saved"):
+    with raises(UnsavableState, match=r"callbacks/Keeps/deep/0'.* cannot be saved"):
         fit(small_run(), 2, saver, Keeps({"deep": [bad]}))
     assert not list(tmp_path.rglob("manifest.json"))
 
@@ -129,7 +130,7 @@ def test_state_of_the_data_module_is_refused_with_its_key(small_run, tmp_path):
                          enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
                          enable_checkpointing=False)  # fmt: skip
     trainer.fit(NxdtModule(config), Data(config))
-    with pytest.raises(UnsavableState, match="Data/pool"):
+    with raises(UnsavableState, match="Data/pool"):
         trainer.save_checkpoint(str(tmp_path / "pl"))
 
 

@@ -6,6 +6,7 @@ import csv
 from typing import ClassVar
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.logger_contract import LoggerContract
 
 from nxdt_core.errors.training import LoggerCannotStart
@@ -30,5 +31,5 @@ class TestCsv(LoggerContract):
     ],
 )
 def test_what_cannot_start_is_told_in_words(small_run, entry, message):
-    with pytest.raises(LoggerCannotStart, match=message):
+    with raises(LoggerCannotStart, match=message):
         train(small_run("trainer.max_steps=1", f"exp_manager.loggers=[{entry}]"))

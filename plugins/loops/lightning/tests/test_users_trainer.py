@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurModule, NotOurStrategy, TrainerArgumentsIgnored
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from pytorch_lightning import callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
@@ -157,7 +158,7 @@ def test_figures_can_be_monitored(small_run, tmp_path):
 )
 def test_arguments_that_would_do_nothing_are_refused(small_run, arguments, named):
     config = small_run(*SHORT)
-    with pytest.raises(TrainerArgumentsIgnored) as caught:
+    with raises(TrainerArgumentsIgnored) as caught:
         trainer_of(config, **arguments).fit(NxdtModule(config), NxdtDataModule(config))
     assert all(part in str(caught.value) for part in named)
 
@@ -198,9 +199,9 @@ class UnheardModule(NxdtModule):
 
 def test_hooks_that_nothing_calls_are_refused(small_run):
     config = small_run(*SHORT)
-    with pytest.raises(TrainerArgumentsIgnored, match=r"(?s)Unheard\.on_after_backward.*on_before_optimizer_step"):
+    with raises(TrainerArgumentsIgnored, match=r"(?s)Unheard\.on_after_backward.*on_before_optimizer_step"):
         trainer_of(config, callbacks=[Average(), Unheard()]).fit(NxdtModule(config), NxdtDataModule(config))
-    with pytest.raises(TrainerArgumentsIgnored, match=r"UnheardModule\.on_before_zero_grad"):
+    with raises(TrainerArgumentsIgnored, match=r"UnheardModule\.on_before_zero_grad"):
         trainer_of(config).fit(UnheardModule(config), NxdtDataModule(config))
 
 
@@ -227,7 +228,7 @@ class Thaw(callbacks.BaseFinetuning):
 def test_callbacks_of_lightning_that_cannot_work_are_refused(small_run, callback, instead):
     """Most ended with a traceback of Lightning; one that freezes weights froze none, and said nothing."""
     config, made = small_run(*SHORT), callback()
-    with pytest.raises(TrainerArgumentsIgnored, match=rf"(?s){type(made).__name__}.*{instead}"):
+    with raises(TrainerArgumentsIgnored, match=rf"(?s){type(made).__name__}.*{instead}"):
         trainer_of(config, callbacks=[made]).fit(NxdtModule(config), NxdtDataModule(config))
 
 
@@ -249,17 +250,17 @@ def test_a_run_refuses_callbacks_of_lightning_and_says_what_replaces_them(small_
 
 def test_another_module_and_other_data_are_named(small_run):
     config = small_run(*SHORT)
-    with pytest.raises(NotOurModule, match="BoringModel"):
+    with raises(NotOurModule, match="BoringModel"):
         trainer_of(config).fit(BoringModel())
     plain = torch.utils.data.DataLoader(torch.zeros(4, 8, dtype=torch.int64), batch_size=2)
-    with pytest.raises(NotOurBatch, match="Tensor"):
+    with raises(NotOurBatch, match="Tensor"):
         trainer_of(config, limit_val_batches=0).fit(NxdtModule(config), plain)
 
 
 def test_another_strategy_is_named(small_run, tmp_path):
     config = small_run(*SHORT)
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path)
-    with pytest.raises(NotOurStrategy, match="SingleDeviceStrategy"):
+    with raises(NotOurStrategy, match="SingleDeviceStrategy"):
         trainer.fit(NxdtModule(config), NxdtDataModule(config))
 
 

@@ -12,6 +12,7 @@ from nxdt_plugin_migrate.config.migrate import migrate
 from nxdt_plugin_migrate.config.nxdt import stage_ends
 from nxdt_plugin_migrate.errors import MigrationRefused, NoDecoder
 from nxdt_plugin_migrate.programs import NeMo, NeuronxNemoMegatron, NxDTraining
+from nxdt_testing.errors import raises
 from nxdt_testing.migration_contract import MigrationContract
 
 from nxdt_core import config
@@ -399,7 +400,7 @@ def test_a_key_that_no_reader_has_is_told_with_its_neighbour(installed, tmp_path
 def test_a_file_of_another_framework_is_refused_in_words(installed, tmp_path, text, framework, said):
     source = tmp_path / "run.yaml"
     source.write_text(text)
-    with pytest.raises(MigrationRefused, match=said) as caught:
+    with raises(MigrationRefused, match=said) as caught:
         migrate(source, tmp_path / "out.yaml", framework, installed)
     assert caught.value.code == "NXDT-C030"
     assert "nxdt recipes list" in str(caught.value)
@@ -408,7 +409,7 @@ def test_a_file_of_another_framework_is_refused_in_words(installed, tmp_path, te
 @pytest.mark.parametrize(("name", "said"), [("nemo", "nxdt"), ("nnm", "nxdt"), ("gpt", "nemo"), ("nnm", "nemo")])
 def test_a_file_that_is_called_by_the_wrong_name_is_refused_with_the_right_one(installed, tmp_path, name, said):
     source, right = FILES[name]
-    with pytest.raises(MigrationRefused, match=f"Say --from {right}"):
+    with raises(MigrationRefused, match=f"Say --from {right}"):
         migrate(source, tmp_path / "out.yaml", said, installed)
 
 
@@ -617,7 +618,7 @@ def test_an_unknown_key_is_unsupported_where_it_asks_for_something(switched, tex
 )  # fmt: skip
 def test_a_model_that_is_no_decoder_is_refused_with_what_shows_it(installed, tmp_path, name, section, text, said):
     source = with_section(tmp_path, name, section, text)
-    with pytest.raises(NoDecoder) as caught:
+    with raises(NoDecoder) as caught:
         migrate(source, tmp_path / "out.yaml", name, installed)
     assert caught.value.code == "NXDT-C033"
     assert said in str(caught.value)

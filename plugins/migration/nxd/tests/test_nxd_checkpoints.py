@@ -21,6 +21,7 @@ from nxdt_plugin_migrate.errors import (
     NeuronxUnfinished,
     NeuronxUnreadable,
 )
+from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint.formats.installed import open_checkpoint
 from nxdt_core.checkpoint.hf.key_map import sources
@@ -187,7 +188,7 @@ def test_state_that_cannot_be_told_apart_is_an_error_unless_weights_alone_are_wa
 
 def refused(directory: Path, builder: ModelBuilder, told: str) -> None:
     """See that an import of all says what is wrong with the state, and what imports the weights."""
-    with pytest.raises(NeuronxStateUnread, match=told) as caught:
+    with raises(NeuronxStateUnread, match=told) as caught:
         imported(directory, builder)
     assert "--weights-only" in caught.value.do()
 
@@ -251,7 +252,7 @@ def test_state_without_the_number_of_steps_is_an_error(written: Any) -> None:
     nameless = directory.rename(directory.with_name("last.ckpt"))
     assert imported(nameless, builder)["optim"]
     (nameless / "user_content.pt").unlink()
-    with pytest.raises(NeuronxStepUnknown, match="how many steps") as caught:
+    with raises(NeuronxStepUnknown, match="how many steps") as caught:
         imported(nameless, builder)
     assert "--weights-only" in caught.value.do()
     assert imported(nameless, builder, weights_only=True)["optim"] == {}
@@ -285,21 +286,21 @@ def test_another_vocabulary_does_not_pass_for_a_padded_one(written: Any) -> None
 
 def test_a_directory_of_several_names_them(written: Any) -> None:
     directory, _, _ = written()
-    with pytest.raises(NeuronxUnreadable, match="consumed_samples=640"):
+    with raises(NeuronxUnreadable, match="consumed_samples=640"):
         open_checkpoint(directory.parent, installed())
 
 
 def test_an_unfinished_save_is_refused(written: Any) -> None:
     directory, _, _ = written()
     (directory / "done").unlink()
-    with pytest.raises(NeuronxUnfinished, match="unfinished"):
+    with raises(NeuronxUnfinished, match="unfinished"):
         open_checkpoint(directory, installed())
 
 
 def test_missing_ranks_are_named(written: Any) -> None:
     directory, _, _ = written()
     (directory / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt").unlink()
-    with pytest.raises(NeuronxRanksMissing, match=r"lacks 'model/dp_rank_00_tp_rank_00_pp_rank_01\.pt'"):
+    with raises(NeuronxRanksMissing, match=r"lacks 'model/dp_rank_00_tp_rank_00_pp_rank_01\.pt'"):
         open_checkpoint(directory, installed())
 
 
@@ -308,11 +309,11 @@ def test_a_missing_last_rank_is_named_by_the_optimizer_or_noticed_by_the_shapes(
     directory, builder, _ = written()
     for path in (directory / "model").glob(lost):
         path.unlink()
-    with pytest.raises(NeuronxRanksMissing, match="2 tensor-parallel by 2 pipeline ranks"):
+    with raises(NeuronxRanksMissing, match="2 tensor-parallel by 2 pipeline ranks"):
         open_checkpoint(directory, installed())
     for path in (directory / "optim").iterdir():
         path.unlink()
-    with pytest.raises((NeuronxMisfit, WeightsDoNotFit)):
+    with raises(NeuronxMisfit, WeightsDoNotFit):
         imported(directory, builder, weights_only=True)
 
 
@@ -321,7 +322,7 @@ def test_files_of_ranks_of_another_layout_are_noticed(written: Any) -> None:
     for folder in ("model", "optim"):
         for path in (directory / folder).glob("*_tp_rank_01_*.pt"):
             path.with_name(path.name.replace("tp_rank_01", "tp_rank_02")).write_bytes(path.read_bytes())
-    with pytest.raises((NeuronxMisfit, WeightsDoNotFit)):
+    with raises(NeuronxMisfit, WeightsDoNotFit):
         imported(directory, builder, weights_only=True)
 
 
@@ -329,7 +330,7 @@ def test_expert_parallel_ranks_are_refused(written: Any) -> None:
     directory, _, _ = written()
     name = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
     (directory / name).rename(directory / "model/dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt")
-    with pytest.raises(NeuronxUnreadable, match="expert-parallel"):
+    with raises(NeuronxUnreadable, match="expert-parallel"):
         open_checkpoint(directory, installed())
 
 
@@ -345,7 +346,7 @@ def test_expert_parallel_ranks_are_refused(written: Any) -> None:
 def test_copies_that_differ_are_refused(written: Any, name: str, cut: dict[str, Any]) -> None:
     directory, builder, _ = written(dp=0, **cut)
     edit(directory / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", lambda own: own[name][-1:].add_(1))
-    with pytest.raises(NeuronxReplicasDiffer, match="differ"):
+    with raises(NeuronxReplicasDiffer, match="differ"):
         imported(directory, builder, weights_only=True)
 
 
@@ -367,7 +368,7 @@ def test_what_cannot_be_merged_is_told_with_the_tensor(
     directory, builder, _ = written(dp=0)
     for path in sorted((directory / "model").glob("*_pp_rank_00.pt"))[:ranks]:
         edit(path, change)
-    with pytest.raises((NeuronxMisfit, WeightsDoNotFit), match=told):
+    with raises(NeuronxMisfit, WeightsDoNotFit, match=told):
         imported(directory, builder, weights_only=True)
 
 

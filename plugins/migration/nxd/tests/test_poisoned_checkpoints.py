@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_migrate.errors import NeuronxFileDamaged, PickleRefused
+from nxdt_testing.errors import raises
 
 from nxdt_core.protocols.model import ModelBuilder
 from plugins.migration.nxd.tests.nxd_writer import TensorReference, Written, references_can_be_pickled
@@ -52,7 +53,7 @@ def test_a_payload_in_any_file_of_nxd_is_refused_and_named(
     for path in (nxd / kind for kind in kinds):
         own = path.read_bytes()
         path.write_bytes(dressed(dress, marker))
-        with pytest.raises((PickleRefused, NeuronxFileDamaged)) as caught:
+        with raises(PickleRefused, NeuronxFileDamaged) as caught:
             import_all(nxd, builder)
         assert str(path) in str(caught.value)
         path.write_bytes(own)
@@ -68,7 +69,7 @@ def test_markers_of_nxd_are_names_and_not_read(nxd: Path, builder: ModelBuilder,
 
 def test_what_is_refused_is_named(nxd: Path, builder: ModelBuilder, marker: Path) -> None:
     (nxd / "user_content.pt").write_bytes(dressed("torch", marker))
-    with pytest.raises(PickleRefused, match=r"names 'posix\.system', which could run code"):
+    with raises(PickleRefused, match=r"names 'posix\.system', which could run code"):
         import_all(nxd, builder)
 
 
@@ -108,7 +109,7 @@ def endless(size: tuple[int, ...], stride: tuple[int, ...]) -> Refers:
 def test_tensors_that_claim_more_than_there_is_are_damage(nxd: Path, builder: ModelBuilder, content: Any) -> None:
     path = nxd / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt"
     torch.save(content, path)
-    with pytest.raises((NeuronxFileDamaged, PickleRefused), match=path.name):
+    with raises(NeuronxFileDamaged, PickleRefused, match=path.name):
         import_all(nxd, builder)
 
 
@@ -116,7 +117,7 @@ def test_an_archive_that_unfolds_is_not_unfolded(nxd: Path, builder: ModelBuilde
     path = nxd / "user_content.pt"
     torch.save({"global_step": 1, "zeros": bytes(2**22)}, path)
     path.write_bytes(packed(path.read_bytes()))
-    with pytest.raises(NeuronxFileDamaged, match="its entries are packed"):
+    with raises(NeuronxFileDamaged, match="its entries are packed"):
         import_all(nxd, builder)
 
 
@@ -125,7 +126,7 @@ def test_references_of_nxd_name_no_files_elsewhere(nxd: Path, builder: ModelBuil
     path = nxd / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt"
     with references_can_be_pickled():
         torch.save({"model.norm.weight": TensorReference(number)}, path)
-    with pytest.raises((NeuronxFileDamaged, PickleRefused), match="dp_rank_00_tp_rank_00_pp_rank_01"):
+    with raises(NeuronxFileDamaged, PickleRefused, match="dp_rank_00_tp_rank_00_pp_rank_01"):
         import_all(nxd, builder)
 
 
@@ -143,5 +144,5 @@ def test_shapes_that_xser_claims_cost_no_memory(tmp_path: Path, builder: ModelBu
         forged = {number: dict(told) for number, told in info.items()}
         change(forged[0])
         torch.save(forged, path)
-        with pytest.raises(NeuronxFileDamaged):
+        with raises(NeuronxFileDamaged):
             import_all(directory, builder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.nn.random.init import initialize
@@ -50,7 +51,7 @@ def test_the_builder_states_its_bounds(builder):
 
 
 def test_a_configuration_that_cannot_work_is_refused_whole(builder):
-    with pytest.raises(BadModelConfig) as caught:
+    with raises(BadModelConfig) as caught:
         builder(num_kv_heads=3, position_freq_base=-1.0)
     assert "num_kv_heads" in str(caught.value)
     assert "position_freq_base" in str(caught.value)

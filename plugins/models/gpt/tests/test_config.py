@@ -8,6 +8,7 @@ import sys
 import pytest
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.errors import NoHuggingFaceForm
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
@@ -147,7 +148,7 @@ def test_a_file_without_a_size_is_refused():
     ids=str,
 )
 def test_what_has_no_hugging_face_form_says_why(builder, changes):
-    with pytest.raises(NoHuggingFaceForm) as caught:
+    with raises(NoHuggingFaceForm) as caught:
         builder(**changes).config_to_hf()
     assert "GPT2LMHeadModel has no" in str(caught.value)
     assert "GPTNeoXForCausalLM has no" in str(caught.value)

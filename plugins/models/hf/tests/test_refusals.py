@@ -12,6 +12,7 @@ from nxdt_plugin_hf.attention import AttentionCall
 from nxdt_plugin_hf.builder import HFBuilder
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.sharding.measure import measure_sharding
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LayoutRefused
@@ -110,7 +111,7 @@ def test_kernels_that_a_configuration_names_are_not_looked_for(key):
     ],
 )
 def test_sizes_that_contradict_each_other_are_named_before_transformers_is_asked(values, problem):
-    with pytest.raises(BadModelConfig, match=r"M002") as caught:
+    with raises(BadModelConfig, match=r"M002") as caught:
         made(model_type="qwen2", **values)
     assert problem in str(caught.value)
 
@@ -153,7 +154,7 @@ def test_a_directory_whose_form_is_not_known_is_told_when_it_is_asked_for():
 
 def test_tensor_parallelism_that_is_refused_is_an_error_in_words():
     builder = made(model_type="gpt2", n_embd=32, n_head=4, n_layer=2)
-    with pytest.raises(LayoutRefused) as caught:
+    with raises(LayoutRefused) as caught:
         measure_sharding(builder, 2, TorchEngine)
     assert str(caught.value).startswith(
         "[NXDT-P070] GPT2LMHeadModel cannot be laid out with distributed_strategy.tensor_model_parallel_size=2: "

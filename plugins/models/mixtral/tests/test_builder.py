@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from nxdt_plugin_mixtral.errors import NoHFForm
+from nxdt_testing.errors import raises
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.nn.random.init import initialize
@@ -75,7 +76,7 @@ def test_the_builder_states_its_bounds(builder):
 
 
 def test_a_configuration_that_cannot_work_is_refused_whole(builder):
-    with pytest.raises(BadModelConfig) as caught:
+    with raises(BadModelConfig) as caught:
         builder(num_kv_heads=3, moe={"top_k": 5})
     assert "num_kv_heads" in str(caught.value)
     assert "moe.top_k" in str(caught.value)
@@ -91,6 +92,6 @@ def test_a_configuration_that_cannot_work_is_refused_whole(builder):
     ids=str,
 )
 def test_a_model_that_transformers_would_compute_otherwise_is_not_exported(builder, moe, key):
-    with pytest.raises(NoHFForm, match=key) as caught:
+    with raises(NoHFForm, match=key) as caught:
         builder(moe=moe).config_to_hf()
     assert caught.value.code == "NXDT-M070"

@@ -13,6 +13,7 @@ from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_preference.orpo import Orpo
 from nxdt_plugin_preference.rendering import Pair
 from nxdt_plugin_preference.truncation import Fitting
+from nxdt_testing.errors import raises
 
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
@@ -124,7 +125,7 @@ def test_fields_of_a_pair_that_nothing_uses_are_counted_or_refused(write, tmp_pa
     assert loader(chat_tokenizer(), **keys).split("train").report().unused == {**unused, **dict.fromkeys(ones, 1)}
     assert "train data: unused: system in 2 records, system messages in 2 records, tools in 2 records" in caplog.text
     assert "margin in 1 record" in caplog.text
-    with pytest.raises(FieldsUnused, match=r"pairs\.jsonl:1: .* uses 'system', 'tools', 'margin'"):
+    with raises(FieldsUnused, match=r"pairs\.jsonl:1: .* uses 'system', 'tools', 'margin'"):
         loader(chat_tokenizer(), unused_fields="refuse", **keys).split("train")
     assert loader(chat_tokenizer(), seq_length=96, train_files=(write([asked]),)).split("train").report().unused == {}
 

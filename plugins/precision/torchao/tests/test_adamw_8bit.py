@@ -10,6 +10,7 @@ import torch
 from nxdt_plugin_torchao.adamw_8bit import AdamW8bit
 from nxdt_plugin_torchao.config import AdamW8bitConfig
 from nxdt_plugin_torchao.errors import No8bitStateHere
+from nxdt_testing.errors import raises
 from nxdt_testing.optimizer_contract import OptimizerContract
 from nxdt_testing.ranks import RankPool
 from torch import nn
@@ -133,7 +134,7 @@ def _group(parameter):
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(No8bitStateHere, match="this device is xla"):
+    with raises(No8bitStateHere, match="this device is xla"):
         AdamW8bit.check_device(torch.device("xla"))
 
 

@@ -13,6 +13,7 @@ from nxdt_plugin_torchao.config import Float8Config
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
 from nxdt_plugin_torchao.policy import float8
 from nxdt_plugin_torchao.product import Float8Product
+from nxdt_testing.errors import raises
 from nxdt_testing.precision_contract import PrecisionContract
 from torch import nn
 from torch._inductor.compile_fx import compile_fx
@@ -210,13 +211,13 @@ def test_layers_that_are_skipped_stay_in_bfloat16(in_bfloat16):
 def test_sizes_that_a_gpu_cannot_multiply_are_refused():
     on_gpu = Float8Product("rowwise", (), "cuda")
     assert on_gpu.covers("layers.0.mlp.up_proj", 48, 32)
-    with pytest.raises(Float8SizesDoNotDivide, match=r"has 32 inputs and 56 outputs on each rank"):
+    with raises(Float8SizesDoNotDivide, match=r"has 32 inputs and 56 outputs on each rank"):
         on_gpu.covers("layers.0.mlp.up_proj", 56, 32)
     assert not Float8Product("rowwise", ("*.up_proj",), "cuda").covers("layers.0.mlp.up_proj", 56, 32)
 
 
 def test_other_accelerators_are_refused():
-    with pytest.raises(NoFloat8Here, match="neuron has no float8"):
+    with raises(NoFloat8Here, match="neuron has no float8"):
         Float8Product("rowwise", (), "neuron")
 
 

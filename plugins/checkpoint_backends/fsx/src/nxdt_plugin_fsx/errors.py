@@ -7,26 +7,20 @@ from __future__ import annotations
 
 from nxdt_core.errors.checkpoints import StorageError
 
-__all__ = ["ArchivingFailed", "LfsFailed", "LfsMissing", "NotLustre", "StripingFailed"]
+NotLustre = StorageError.define(
+    "NXDT-S120",
+    "An ``fsx://`` address on another file system.",
+    "{where} is not on a Lustre file system: {reason}.",
+    "Checkpoints are saved there all the same, as in any directory; see that the file system is mounted on every "
+    "node ('mount -t lustre' lists them), or write checkpoint.uri as a plain path.",
+)
 
-
-class NotLustre(StorageError):
-    """An ``fsx://`` address on another file system."""
-
-    code = "NXDT-S120"
-    happened = "{where} is not on a Lustre file system: {reason}."
-    remedy = (
-        "Checkpoints are saved there all the same, as in any directory; see that the file system is mounted on every "
-        "node ('mount -t lustre' lists them), or write checkpoint.uri as a plain path."
-    )
-
-
-class LfsMissing(StorageError):
-    """A Lustre file system without its command."""
-
-    code = "NXDT-S121"
-    happened = "{where} is on Lustre, and its shards are neither striped nor exported: {reason}."
-    remedy = "Install the Lustre client's tools on the nodes, or set checkpoint.storage.stripe=false."
+LfsMissing = StorageError.define(
+    "NXDT-S121",
+    "A Lustre file system without its command.",
+    "{where} is on Lustre, and its shards are neither striped nor exported: {reason}.",
+    "Install the Lustre client's tools on the nodes, or set checkpoint.storage.stripe=false.",
+)
 
 
 class LfsFailed(StorageError):
@@ -37,21 +31,17 @@ class LfsFailed(StorageError):
     remedy = "Try it by hand on this node."
 
 
-class StripingFailed(StorageError):
-    """A directory keeps the layout of the one above it."""
+StripingFailed = StorageError.define(
+    "NXDT-S123",
+    "A directory keeps the layout of the one above it.",
+    "The shards of {where} are not striped as configured: {reason}.",
+    "They are whole, and may be slower to write and read; ask lfs on this node what its file system takes, change "
+    "checkpoint.storage.stripe_*, or set checkpoint.storage.stripe=false.",
+)
 
-    code = "NXDT-S123"
-    happened = "The shards of {where} are not striped as configured: {reason}."
-    remedy = (
-        "They are whole, and may be slower to write and read; ask lfs on this node what its file system takes, change "
-        "checkpoint.storage.stripe_*, or set checkpoint.storage.stripe=false."
-    )
-
-
-class ArchivingFailed(StorageError):
-    """A committed checkpoint that is not exported."""
-
-    code = "NXDT-S124"
-    happened = "{where} is committed, and not exported to the linked repository: {reason}."
-    remedy = "Repeat it by hand, as root where Lustre asks for that: {command}"
-    command: str
+ArchivingFailed = StorageError.define(
+    "NXDT-S124",
+    "A committed checkpoint that is not exported.",
+    "{where} is committed, and not exported to the linked repository: {reason}.",
+    "Repeat it by hand, as root where Lustre asks for that: {command}",
+)

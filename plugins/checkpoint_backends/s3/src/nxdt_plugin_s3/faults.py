@@ -13,7 +13,6 @@ from typing import Any
 from botocore import exceptions as sdk
 from botocore.parsers import ResponseParserError
 
-from nxdt_core.errors.checkpoints import StorageError
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.errors import (
     S3AccessDenied,
@@ -143,21 +142,13 @@ class Place:
             return S3CredentialsRefused(where=root, reason=reason)
         if status == 412:
             return S3ObjectChanged(where=where, reason=reason)
-        return _class_of(code, status, action)(where=where, reason=reason, **_action(code, status, action))
-
-
-def _class_of(code: str, status: int, action: str) -> type[StorageError]:
-    if code in _FULL or status == 507:
-        return S3QuotaExceeded
-    if status == 403:
-        return S3AccessDenied
-    if code in _THROTTLED or status in (429, 503):
-        return S3Overloaded
-    return S3Failed
-
-
-def _action(code: str, status: int, action: str) -> dict[str, str]:
-    return {"action": action} if _class_of(code, status, action) is S3AccessDenied else {}
+        if code in _FULL or status == 507:
+            return S3QuotaExceeded(where=where, reason=reason)
+        if status == 403:
+            return S3AccessDenied(where=where, reason=reason, action=action)
+        if code in _THROTTLED or status in (429, 503):
+            return S3Overloaded(where=where, reason=reason)
+        return S3Failed(where=where, reason=reason)
 
 
 def _reason_of(response: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, near
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import read_text, require_fetched
@@ -98,7 +99,7 @@ def _of_split(path: Path, key: str, split: SplitName) -> Path:
     return path / split
 
 
-def _other(path: Path, key: str) -> NoDataset:
+def _other(path: Path, key: str) -> NxdtError:
     if path.is_file():
         found, name = "it is a file", path.name
     else:

@@ -22,6 +22,7 @@ from nxdt_core.data.digest import digest, file_digest
 from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.permutation import Permutation
 from nxdt_core.data.tokens import encode_documents
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import SplitName
@@ -269,9 +270,9 @@ class FileStream:
     def _names(self) -> str:
         return ", ".join(map(str, self._source.files[:3]))
 
-    def _nothing(self, where: str) -> NothingToLearn:
+    def _nothing(self, where: str) -> NxdtError:
         return NothingToLearn(key=self._source.key, path=self._names(), where=where)
 
-    def _too_few(self, found: int) -> TooFewTokens:
+    def _too_few(self, found: int) -> NxdtError:
         length = self._source.cutting.seq_length
         return TooFewTokens(split=self._source.split, found=found, needed=length + 1, seq_length=length)

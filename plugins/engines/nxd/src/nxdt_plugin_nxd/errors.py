@@ -6,20 +6,6 @@ from typing import Any
 
 from nxdt_core.errors import NxdtError
 
-__all__ = [
-    "CacheNotReachable",
-    "CompileToolMissing",
-    "HostCompilesNothing",
-    "LayoutNotOnHardware",
-    "LibraryBroken",
-    "LibraryMissing",
-    "LibraryPlaceholder",
-    "PlanNotExpressible",
-    "RanksPlacedOtherwise",
-    "VersionsDoNotFit",
-    "VocabularyIsSharded",
-]
-
 _INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 _FITTING = "torch 2.9 with torch-xla 2.9 and the neuronx-distributed of a Neuron SDK up to 2.31"
 _PAIRS = (
@@ -28,129 +14,91 @@ _PAIRS = (
     "torch-neuronx 2.14; neither has torch-xla."
 )
 
+LibraryMissing = NxdtError.define(
+    "NXDT-N001",
+    "A package that the engine hands the model to is not installed.",
+    "The engine nxd needs {package}, which is not installed.",
+    f"Install {_FITTING}: `pip install neuronx-distributed torch-neuronx neuronx-cc {_INDEX}`. "
+    "On a device that stock PyTorch drives, or without one, use parallel_engine.name=torch.",
+)
 
-class LibraryMissing(NxdtError):
-    """A package that the engine hands the model to is not installed."""
+LibraryPlaceholder = NxdtError.define(
+    "NXDT-N002",
+    "A package of that name comes from PyPI, where it is empty and refuses to be imported.",
+    "The installed {package} is PyPI's placeholder and not AWS's package.",
+    f"Replace it: `pip uninstall {{package}}`, then `pip install {{package}} {_INDEX}`.",
+)
 
-    code = "NXDT-N001"
-    happened = "The engine nxd needs {package}, which is not installed."
-    remedy = (
-        f"Install {_FITTING}: `pip install neuronx-distributed torch-neuronx neuronx-cc {_INDEX}`. "
-        "On a device that stock PyTorch drives, or without one, use parallel_engine.name=torch."
-    )
-    package: str
+LibraryBroken = NxdtError.define(
+    "NXDT-N003",
+    "The library is there and cannot be imported.",
+    "{package} cannot be imported: {reason}.",
+    f"Install packages of one Neuron SDK: {_FITTING}. The library also needs transformers older than 5, or none.",
+)
 
+VersionsDoNotFit = NxdtError.define(
+    "NXDT-N004",
+    "An installed package was built for another version of torch.",
+    "torch {torch} and {package} {version} are installed, but {package} requires the matching version of torch.",
+    f"Install versions that fit. {_PAIRS}",
+)
 
-class LibraryPlaceholder(NxdtError):
-    """A package of that name comes from PyPI, where it is empty and refuses to be imported."""
+PlanNotExpressible = NxdtError.define(
+    "NXDT-N010",
+    "A model's plan asks for something that the library's layers do not do.",
+    "The engine nxd cannot shard {model} over tensor parallel ranks: {problem}.",
+    "Set distributed_strategy.tensor_model_parallel_size=1, or use parallel_engine.name=torch.",
+)
 
-    code = "NXDT-N002"
-    happened = "The installed {package} is PyPI's placeholder and not AWS's package."
-    remedy = f"Replace it: `pip uninstall {{package}}`, then `pip install {{package}} {_INDEX}`."
-    package: str
-
-
-class LibraryBroken(NxdtError):
-    """The library is there and cannot be imported."""
-
-    code = "NXDT-N003"
-    happened = "{package} cannot be imported: {reason}."
-    remedy = (
-        f"Install packages of one Neuron SDK: {_FITTING}. The library also needs transformers older than 5, or none."
-    )
-    package: str
-    reason: str
-
-
-class VersionsDoNotFit(NxdtError):
-    """An installed package was built for another version of torch."""
-
-    code = "NXDT-N004"
-    happened = (
-        "torch {torch} and {package} {version} are installed, but {package} requires the matching version of torch."
-    )
-    remedy = f"Install versions that fit. {_PAIRS}"
-    torch: str
-    package: str
-    version: str
+VocabularyIsSharded = NxdtError.define(
+    "NXDT-N012",
+    "An objective computes with logits of which each rank holds a part.",
+    "The objective reads {attribute!r} of logits, of which each tensor parallel rank holds a part.",
+    "Let it call nxdt_core.nn.loss.cross_entropy.cross_entropies, or set "
+    "distributed_strategy.tensor_model_parallel_size=1.",
+)
 
 
-class PlanNotExpressible(NxdtError):
-    """A model's plan asks for something that the library's layers do not do."""
+def _ranks_placed_otherwise(error: Any) -> dict[str, Any]:
+    def shown(place: dict[str, int]) -> str:
+        return ", ".join((f"{name} {index}" for name, index in place.items()))
 
-    code = "NXDT-N010"
-    happened = "The engine nxd cannot shard {model} over tensor parallel ranks: {problem}."
-    remedy = "Set distributed_strategy.tensor_model_parallel_size=1, or use parallel_engine.name=torch."
-    model: str
-    problem: str
+    return {"library": shown(error.library), "run": shown(error.run)}
 
 
-class VocabularyIsSharded(NxdtError):
-    """An objective computes with logits of which each rank holds a part."""
+RanksPlacedOtherwise = NxdtError.define(
+    "NXDT-N013",
+    "The library arranges ranks in another order than a run's data and checkpoints follow.",
+    "neuronx-distributed places rank {rank} at {library}, and the run at {run}: for these sizes it groups ranks "
+    "that are not neighbours.",
+    "Change distributed_strategy.tensor_model_parallel_size.",
+    also=_ranks_placed_otherwise,
+)
 
-    code = "NXDT-N012"
-    happened = "The objective reads {attribute!r} of logits, of which each tensor parallel rank holds a part."
-    remedy = (
-        "Let it call nxdt_core.nn.loss.cross_entropy.cross_entropies, or set "
-        "distributed_strategy.tensor_model_parallel_size=1."
-    )
-    attribute: str
+LayoutNotOnHardware = NxdtError.define(
+    "NXDT-N014",
+    "A layout that the chips, or the library on them, do not run.",
+    "{platform} does not run this layout: {reason}.",
+    "Change the layout: {advice}. docs/trainium.md names the sources of these rules.",
+)
 
+CompileToolMissing = NxdtError.define(
+    "NXDT-N020",
+    "The program that compiles graphs ahead of a run is not installed.",
+    "`nxdt compile` needs the program {tool}, which is not on the PATH.",
+    f"It comes with torch-neuronx: `pip install torch-neuronx neuronx-cc {_INDEX}`.",
+)
 
-class RanksPlacedOtherwise(NxdtError):
-    """The library arranges ranks in another order than a run's data and checkpoints follow."""
+HostCompilesNothing = NxdtError.define(
+    "NXDT-N021",
+    "Compiling ahead of a run in the library's CPU mode.",
+    "{variable} is set, and in the CPU mode of neuronx-distributed nothing is compiled.",
+    "Unset {variable}, or start `nxdt train` at once.",
+)
 
-    code = "NXDT-N013"
-    happened = (
-        "neuronx-distributed places rank {rank} at {library}, and the run at {run}: for these sizes it groups ranks "
-        "that are not neighbours."
-    )
-    remedy = "Change distributed_strategy.tensor_model_parallel_size."
-    rank: int
-    library: dict[str, int]
-    run: dict[str, int]
-
-    def _view(self) -> dict[str, Any]:
-        def shown(place: dict[str, int]) -> str:
-            return ", ".join(f"{name} {index}" for name, index in place.items())
-
-        return {**super()._view(), "library": shown(self.library), "run": shown(self.run)}
-
-
-class LayoutNotOnHardware(NxdtError):
-    """A layout that the chips, or the library on them, do not run."""
-
-    code = "NXDT-N014"
-    happened = "{platform} does not run this layout: {reason}."
-    remedy = "Change the layout: {advice}. docs/trainium.md names the sources of these rules."
-    platform: str
-    reason: str
-    advice: str
-
-
-class CompileToolMissing(NxdtError):
-    """The program that compiles graphs ahead of a run is not installed."""
-
-    code = "NXDT-N020"
-    happened = "`nxdt compile` needs the program {tool}, which is not on the PATH."
-    remedy = f"It comes with torch-neuronx: `pip install torch-neuronx neuronx-cc {_INDEX}`."
-    tool: str
-
-
-class HostCompilesNothing(NxdtError):
-    """Compiling ahead of a run in the library's CPU mode."""
-
-    code = "NXDT-N021"
-    happened = "{variable} is set, and in the CPU mode of neuronx-distributed nothing is compiled."
-    remedy = "Unset {variable}, or start `nxdt train` at once."
-    variable: str
-
-
-class CacheNotReachable(NxdtError):
-    """An address for compiled graphs that the Neuron cache does not serve."""
-
-    code = "NXDT-N022"
-    happened = "{origin} is {address!r}, and the Neuron cache of compiled graphs is a folder or s3://bucket/prefix."
-    remedy = "Write a path, or s3://bucket/prefix."
-    origin: str
-    address: str
+CacheNotReachable = NxdtError.define(
+    "NXDT-N022",
+    "An address for compiled graphs that the Neuron cache does not serve.",
+    "{origin} is {address!r}, and the Neuron cache of compiled graphs is a folder or s3://bucket/prefix.",
+    "Write a path, or s3://bucket/prefix.",
+)

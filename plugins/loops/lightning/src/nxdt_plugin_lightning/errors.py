@@ -6,51 +6,39 @@ from typing import Any
 
 from nxdt_core.errors import NxdtError
 
-__all__ = ["NotOurBatch", "NotOurModule", "NotOurStrategy", "TrainerArgumentsIgnored"]
+NotOurModule = NxdtError.define(
+    "NXDT-T040",
+    "A Lightning module that the strategy cannot train.",
+    "NxdtStrategy drives an NxdtModule, and trainer.fit was given a {found}.",
+    "Pass NxdtModule(config) or a subclass of it. A custom loss is an objective plugin, or the attribute "
+    "objective of a subclass; a custom model is a model plugin.",
+)
+
+NotOurStrategy = NxdtError.define(
+    "NXDT-T043",
+    "A Lightning strategy that cannot train the module.",
+    "An NxdtModule runs on the engine of an NxdtStrategy, and the Trainer has a {found}.",
+    "Construct the trainer as Trainer(strategy=NxdtStrategy(config), …).",
+)
+
+NotOurBatch = NxdtError.define(
+    "NXDT-T041",
+    "A batch that comes from another dataloader than the data module's.",
+    "A training or validation step was given a {found} instead of the micro-batches of a global batch.",
+    "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
+    "nxdt_core.training.data.StepInput. Custom data come from a dataloader plugin.",
+)
 
 
-class NotOurModule(NxdtError):
-    """A Lightning module that the strategy cannot train."""
-
-    code = "NXDT-T040"
-    happened = "NxdtStrategy drives an NxdtModule, and trainer.fit was given a {found}."
-    remedy = (
-        "Pass NxdtModule(config) or a subclass of it. A custom loss is an objective plugin, or the attribute "
-        "objective of a subclass; a custom model is a model plugin."
-    )
-    found: str
+def _trainer_arguments_ignored(error: Any) -> dict[str, Any]:
+    found, instead = zip(*error.arguments, strict=True)
+    return {"found": "; ".join(found), "instead": "; ".join(instead)}
 
 
-class NotOurStrategy(NxdtError):
-    """A Lightning strategy that cannot train the module."""
-
-    code = "NXDT-T043"
-    happened = "An NxdtModule runs on the engine of an NxdtStrategy, and the Trainer has a {found}."
-    remedy = "Construct the trainer as Trainer(strategy=NxdtStrategy(config), …)."
-    found: str
-
-
-class NotOurBatch(NxdtError):
-    """A batch that comes from another dataloader than the data module's."""
-
-    code = "NXDT-T041"
-    happened = "A training or validation step was given a {found} instead of the micro-batches of a global batch."
-    remedy = (
-        "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
-        "nxdt_core.training.data.StepInput. Custom data come from a dataloader plugin."
-    )
-    found: str
-
-
-class TrainerArgumentsIgnored(NxdtError):
-    """Arguments of a Trainer, callbacks or hooks of them, that would have no effect."""
-
-    code = "NXDT-T042"
-    happened = "The Trainer has arguments, callbacks or hooks that NxdtStrategy does not carry out: {found}."
-    remedy = "Leave them out, and use instead: {instead}."
-    arguments: tuple[tuple[str, str], ...]
-    """Argument, and what does its work."""
-
-    def _view(self) -> dict[str, Any]:
-        found, instead = zip(*self.arguments, strict=True)
-        return {**super()._view(), "found": "; ".join(found), "instead": "; ".join(instead)}
+TrainerArgumentsIgnored = NxdtError.define(
+    "NXDT-T042",
+    "Arguments of a Trainer, callbacks or hooks of them, that would have no effect.",
+    "The Trainer has arguments, callbacks or hooks that NxdtStrategy does not carry out: {found}.",
+    "Leave them out, and use instead: {instead}.",
+    also=_trainer_arguments_ignored,
+)

@@ -22,6 +22,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from nxdt_core.checkpoint import Manifest
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.primitives import ArgumentMeansNothing
 from nxdt_core.primitives.arguments import binds, expect
 from nxdt_core.primitives.config import NxDConfig, config_of, current_config, neuronx_distributed_config
@@ -456,7 +457,7 @@ def _ignored(trainer: pl.Trainer, world_size: int) -> list[tuple[str, str]]:
     return found
 
 
-def _meaningless(argument: str, value: Any, reason: str, advice: str) -> ArgumentMeansNothing:
+def _meaningless(argument: str, value: Any, reason: str, advice: str) -> NxdtError:
     return ArgumentMeansNothing(
         call="NeuronLTModule", argument=argument, value=repr(value), reason=reason, advice=advice
     )

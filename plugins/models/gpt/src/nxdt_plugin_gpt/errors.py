@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nxdt_core.errors import NxdtError
 
-__all__ = ["NoHuggingFaceForm"]
+
+def _no_hugging_face_form(error: Any) -> dict[str, Any]:
+    parts = (f"{name} has no {', no '.join(found)}" for name, found in error.obstacles.items())
+    return {"listed": "; ".join(parts)}
 
 
-class NoHuggingFaceForm(NxdtError):
-    """No architecture of Hugging Face's computes what the configured model does."""
-
-    code = "NXDT-M071"
-    happened = "This GPT has no Hugging Face form: {listed}."
-    remedy = (
-        "Export a model with layer norm, biases and gelu, either pre_ln with learned positions (GPT-2) or pre_ln or"
-        " gpt_j with rotary ones (GPT-NeoX); others stay in nxdt's own checkpoints."
-    )
-    obstacles: Mapping[str, Sequence[str]]
-    """By architecture."""
-
-    def _view(self) -> dict[str, Any]:
-        parts = (f"{name} has no {', no '.join(found)}" for name, found in self.obstacles.items())
-        return {**super()._view(), "listed": "; ".join(parts)}
+NoHuggingFaceForm = NxdtError.define(
+    "NXDT-M071",
+    "No architecture of Hugging Face's computes what the configured model does.",
+    "This GPT has no Hugging Face form: {listed}.",
+    "Export a model with layer norm, biases and gelu, either pre_ln with learned positions (GPT-2) or pre_ln or"
+    " gpt_j with rotary ones (GPT-NeoX); others stay in nxdt's own checkpoints.",
+    also=_no_hugging_face_form,
+)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxdt_core.config.huggingface.floats import read_floats
 from nxdt_core.config.huggingface.values import architectures_of
-from nxdt_core.errors.base import one_of
+from nxdt_core.errors.base import NxdtError, one_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register
 from nxdt_plugin_hf.buffers import as_frozen_parameters
@@ -93,9 +93,7 @@ def read_architecture(values: Mapping[str, Any]) -> Architecture:
     return Architecture(config=config, model_class=model_class)
 
 
-def _unknown(
-    model_type: str, values: Mapping[str, Any], version: str, known: list[str]
-) -> ArchitectureUnknown | OwnCodeRefused:
+def _unknown(model_type: str, values: Mapping[str, Any], version: str, known: list[str]) -> NxdtError | NxdtError:
     own_code = values.get("auto_map")
     if own_code:
         classes = ", ".join(map(str, own_code.values() if isinstance(own_code, Mapping) else [own_code]))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nxdt_core.devices import HOST
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.errors import DirectoryFormUnknown
@@ -75,5 +76,5 @@ def _reverted(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Iterat
         raise _other_form(model, name) from error
 
 
-def _other_form(model: PreTrainedModel, name: str) -> DirectoryFormUnknown:
+def _other_form(model: PreTrainedModel, name: str) -> NxdtError:
     return DirectoryFormUnknown(model=type(model).__name__, parameter=name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.errors import NeuronxMisfit
 
 __all__ = ["Leaf", "concatenated"]
@@ -36,7 +37,7 @@ class Leaf:
         read = self.read
         return replace(self, shape=self.shape if shape is None else shape, read=lambda: change(read()))
 
-    def misfit(self, reason: str) -> NeuronxMisfit:
+    def misfit(self, reason: str) -> NxdtError:
         """Return the error that it cannot be merged."""
         return NeuronxMisfit(tensor=self.name, path=self.where, reason=reason)
 

@@ -16,6 +16,7 @@ import torch
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.devices import HOST
+from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf
 from nxdt_plugin_migrate.checkpoint.unpickle import TensorReference, read_pt
 from nxdt_plugin_migrate.errors import NeuronxFileDamaged
@@ -97,7 +98,7 @@ class RankFile:
             raise self._damaged(f"its table of tensors (.info.pt) has no dtype and shape of '{name}'")
         return dtype, tuple(shape)
 
-    def _damaged(self, reason: str) -> NeuronxFileDamaged:
+    def _damaged(self, reason: str) -> NxdtError:
         return NeuronxFileDamaged(path=str(self.path), reason=reason)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nxdt_core.config.sources.node import Node
+from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.errors import MigrationRefused
 
 __all__ = ["FRAMEWORKS", "framework_of", "refuse_others", "require"]
@@ -111,5 +112,5 @@ def require(tree: Node, wanted: str, source: Path) -> None:
     raise _refused(source, wanted, f"it has none of the sections of {FRAMEWORKS[wanted]}", _BY_HAND)
 
 
-def _refused(source: Path, wanted: str, reason: str, advice: str) -> MigrationRefused:
+def _refused(source: Path, wanted: str, reason: str, advice: str) -> NxdtError:
     return MigrationRefused(source=str(source), wanted=FRAMEWORKS[wanted], reason=reason, advice=advice)

@@ -72,7 +72,7 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
     )
 
 
-def _no_sections(tree: Node) -> Iterator[WrongValue]:
+def _no_sections(tree: Node) -> Iterator[ConfigProblem]:
     """Sections that are something else."""
     for path in _SECTIONS:
         node = tree.find(path)
