@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.devices import current_device, profile_of
@@ -127,21 +125,9 @@ class TorchEngine:
             decay_norms=decay_norms,
             overrides=overrides,
         )
-        return self.optimizer_over(model, lambda shards: factory(shards, config), groups, lr=config.lr)
-
-    def optimizer_over(
-        self,
-        model: TorchModel,
-        make: Callable[[list[ParameterGroup]], torch.optim.Optimizer],
-        groups: Sequence[ParameterGroup],
-        *,
-        lr: float = 0.0,
-    ) -> TorchOptimizer:
-        """Build the optimizer over this rank's shards of the parameters of ``groups``; see
-        :class:`nxdt_core.protocols.parallel.called.CalledEngine`."""
         rounding = updates_rounded(model.precision, self._run.seed)
         return TorchOptimizer(
-            make,
+            lambda shards: factory(shards, config),
             groups,
             model.finish_gradients,
             after_step=model.weights_changed,
@@ -150,7 +136,7 @@ class TorchEngine:
             rounding=rounding,
             backend="eager" if rounding is None else self._rounding_backend(groups),
             before_step=model.begin_step,
-            lr=lr,
+            lr=config.lr,
             never_waits=profile_of(self.device).never_waits,
         )
 

@@ -9,23 +9,26 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nxdt_core.devices import HOST
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
+from nxdt_core.distributed.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.nn.loss.logit_rows import IN_CHUNKS, RowKernels
 from nxdt_core.nn.random.dropout_masks import step_numbers
+from nxdt_core.nn.step_border import called_with_step
 from nxdt_core.parallel.context.apply import shard_sequence
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.rounding.policy import masters_rounded
-from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective, check_weight
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
-__all__ = ["GlobalBatch", "Numerics"]
+__all__ = ["GlobalBatch", "Numerics", "objective_output"]
 
 
 class Numerics:
@@ -188,6 +191,26 @@ class GlobalBatch:
             weights = torch.zeros_like(weights)
         dist.all_reduce(weights)
         return weights
+
+
+def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+    """Return what ``objective`` makes of a micro-batch.
+
+    Raises:
+        LogitsAreSharded: it computes with logits of which each rank holds a part.
+    """
+    try:
+        output: ObjectiveOutput = called_with_step(objective, step, logits, batch)
+    except RuntimeError as error:
+        if isinstance(logits, DTensor) and ("DTensor" in str(error) or "sharding strategy" in str(error)):
+            reason = str(error).partition(",")[0].partition("\n")[0]
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason) from error
+        raise
+    for name, value in {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}.items():
+        if isinstance(value, DTensor):
+            reason = f"its {name} is a DTensor"
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason)
+    return output
 
 
 def _numbered(batches: Sequence[Batch], dp_rank: int) -> Iterator[Batch]:

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.devices import profile_of
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.engines.shape_errors import name_shape_errors
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.nn.random.dropout_masks import step_numbers
 from nxdt_core.parallel.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.parallel.data.copied_masters import CopiedMasters
 from nxdt_core.parallel.data.fsdp import begin_micro_batch, copies_masters
 from nxdt_core.parallel.data.scaled_weights import ScaledWeights
-from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.expert.figures import RouterFigures
 from nxdt_core.parallel.global_batch import GlobalBatch, Numerics
 from nxdt_core.parallel.gradients import GradientSums, global_norm
@@ -35,7 +34,6 @@ from nxdt_core.parallel.replicas import Replicas, replica_group
 from nxdt_core.parallel.rounding.masters import rounded_weights
 from nxdt_core.parallel.shards import shard_of
 from nxdt_core.parallel.tensor.padding import PaddedDim, real_part
-from nxdt_core.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -181,27 +179,6 @@ class TorchModel:
             logits = unshard_sequence(logits, self._mesh)
         return logits[:, :length]
 
-    def call(self, batch: Batch) -> Any:
-        """Return what the model returns for ``batch``, with gradients; see
-        :class:`nxdt_core.protocols.parallel.called.CalledModel`."""
-        numerics = self._numerics
-        begin_micro_batch(self._stages.modules, self._mesh, last=True)
-        if self._copies is not None:  # until the gradients are finished: backward may compute forward again
-            self._copies.put_in()
-        self._scaled.update()
-        with self._name_shape_errors(), numerics.autocast():
-            moved = batch.to(numerics.device)
-            numbers = step_numbers(numerics.seed, self._step, batch)
-            step = StepContext(numbers=numbers, ids=moved.input_ids, vocabulary_loss=numerics.vocabulary_loss)
-            return self.module(moved.input_ids, **moved.arguments(), step=step)
-
-    def label_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each label from this rank's columns of the logits; see
-        :class:`nxdt_core.protocols.parallel.called.CalledModel`."""
-        if self._mesh.sizes.tp > 1:
-            logits = DTensor.from_local(logits, self._mesh.mesh("tp"), [Shard(logits.ndim - 1)], run_check=False)
-        return vocabulary_parallel_cross_entropies(logits, labels)
-
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
         passing = LabelLogProbs()
@@ -260,9 +237,6 @@ class TorchModel:
 
     def finish_gradients(self) -> torch.Tensor:
         """Complete the gradients' sums over ranks, and return their norm."""
-        if self._copies is not None:
-            self._copies.take_out()
-        self._scaled.forget()
         self._sums.add_up()
         sum_tied_gradients(self._tied, self._tied_group)
         return self._norm([parameter.grad for parameter in self._spoken_for])
@@ -274,7 +248,6 @@ class TorchModel:
 
     def weights_changed(self) -> None:
         """Let second copies of tied parameters follow; called after an update and after a load."""
-        self._scaled.forget()
         with torch.no_grad():
             for owner, user in self._parameters.twins:
                 local_of(user).copy_(local_of(owner))

@@ -31,11 +31,11 @@ FUNCTIONS = {"open", "safe_open", "save_file", "load_file", "mkdtemp", "mkstemp"
 
 CORE, MEGATRON = "nxdt_core", "plugins/datasets/megatron_data/src/nxdt_plugin_megatron_data"
 MIGRATE = "plugins/migration/nxd/src/nxdt_plugin_migrate/config"
+NXD_CORE = "plugins/compat/nxd_core/src/nxdt_plugin_nxd_core"
 ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
         f"{CORE}/checkpoint/formats/installed.py: _loaded(component).open(path)",
         f"{CORE}/checkpoint/formats/installed.py: chosen.open(path)",
-        f"{CORE}/primitives/files/rank_files.py: torch.save(_in_nxd_names(held, config), file)",
         f"{CORE}/training/run/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/training/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/training/weights/reference.py: "
@@ -51,6 +51,7 @@ ALLOWED = {
         "document.move(path, target, 'NxD Training finds it by searching the whole file for its name')",
         f"{MIGRATE}/peft.py: document.move(f'{{_LORA}}.{{old}}', f'adapter.{{new}}')",
         f"{MIGRATE}/peft.py: document.move(there, here)",
+        f"{NXD_CORE}/files/rank_files.py: torch.save(in_nxd_names(held, config), file)",
     },
     "installed files: packages, their metadata and data": {
         f"{CORE}/cli/explain/catalogue.py: path.read_text(encoding='utf-8')",

@@ -1,4 +1,4 @@
-"""Imports point one way (docs: architecture): a layer imports those below it, a plugin imports the core alone.
+"""Imports point one way (docs: architecture): a layer imports those below it, a plugin the core and what it requires.
 
 Imports inside functions and under ``TYPE_CHECKING`` count as well: what they name is still depended on.
 """
@@ -6,8 +6,10 @@ Imports inside functions and under ``TYPE_CHECKING`` count as well: what they na
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
+import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -34,7 +36,7 @@ LAYERS = (
     {"checkpoint", "data"},
     {"launch"},
     {"training"},
-    {"inference", "primitives"},
+    {"inference"},
     {"cli"},
     {"__main__"},
 )
@@ -145,14 +147,27 @@ def plugin_packages() -> list[Path]:
 
 
 @pytest.mark.parametrize("package", plugin_packages(), ids=lambda package: package.name)
-def test_a_plugin_imports_the_core_and_no_other_plugin(package):
+def test_a_plugin_imports_the_core_and_no_plugin_that_it_does_not_require(package):
+    project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *itertools.chain(*project.get("optional-dependencies", {}).values())]
+    known = {package.name, *(re.match(r"[\w-]+", line)[0].replace("-", "_") for line in required)}
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in sorted(package.rglob("*.py"))
         for line, name in imports(path)
-        if name.startswith("nxdt_plugin") and name.partition(".")[0] != package.name
+        if name.startswith("nxdt_plugin") and name.partition(".")[0] not in known
     ]
     assert wrong == []
+
+
+def test_plugins_that_require_each_other_make_no_cycle():
+    packages = {package.name: package for package in plugin_packages()}
+    graph = {
+        name: {each.partition(".")[0] for path in package.rglob("*.py") for _, each in imports(path)} & packages.keys()
+        for name, package in packages.items()
+    }
+    assert "nxdt_plugin_lightning" in graph["nxdt_plugin_nxd_core"]
+    assert cycle_in({name: imported - {name} for name, imported in graph.items()}) == []
 
 
 def test_the_torch_engine_is_imported_by_itself_alone():

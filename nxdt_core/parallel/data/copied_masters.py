@@ -46,15 +46,16 @@ class CopiedMasters:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the modules have their copies, of what the masters are now, within the block."""
-        self.put_in()
+        self._put_in()
         try:
             yield
         finally:
-            self.take_out()
+            for module, name, master, copy in self._places:
+                module._parameters[name] = master
+                local_of(copy).untyped_storage().resize_(0)
 
     @torch.no_grad()
-    def put_in(self) -> None:
-        """Begin what :meth:`in_place` does."""
+    def _put_in(self) -> None:
         for _, copy in self._pairs:
             local = local_of(copy)
             local.untyped_storage().resize_(local.numel() * local.element_size())
@@ -62,12 +63,6 @@ class CopiedMasters:
         torch._foreach_copy_(copies, [local_of(master).detach() for master, _ in self._pairs])
         for module, name, _, copy in self._places:
             module._parameters[name] = copy
-
-    def take_out(self) -> None:
-        """End what :meth:`in_place` does; without its beginning nothing changes."""
-        for module, name, master, copy in self._places:
-            module._parameters[name] = master
-            local_of(copy).untyped_storage().resize_(0)
 
 
 class _Adding:

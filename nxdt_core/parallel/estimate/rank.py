@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.distributed.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engines.shape_errors import name_shape_errors
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.nn.loss.logit_rows import RowKernels
 from nxdt_core.nn.patterns import matches
@@ -21,13 +23,12 @@ from nxdt_core.parallel.data.gathers import gather_forms
 from nxdt_core.parallel.estimate.compiled import keep_as_compiled
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.estimate.memory import Storage
-from nxdt_core.parallel.estimate.shape_errors import name_shape_errors
 from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.parallel.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.parallel.estimate.workload import Workload
+from nxdt_core.parallel.global_batch import objective_output
 from nxdt_core.parallel.layout import lay_out
 from nxdt_core.parallel.mesh import Dimension, ParallelMesh
-from nxdt_core.parallel.tensor.vocabulary import objective_output, vocabulary_parallel_cross_entropies
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["MeasuredRank", "dimensions", "measure_rank"]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.distributed.vocabulary_loss import over_ranks, rows_here
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.nn.autocast import compute_dtype
 from nxdt_core.nn.loss.cross_entropy import row_weights
@@ -23,8 +24,7 @@ from nxdt_core.nn.loss.token_losses import TokenLosses
 from nxdt_core.nn.patterns import matches_any
 from nxdt_core.nn.step_border import step_of
 from nxdt_core.parallel.tensor.layers import local_part
-from nxdt_core.parallel.tensor.vocabulary import over_ranks
-from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyHead, rows_here
+from nxdt_core.parallel.tensor.vocabulary_layers import VocabularyHead
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 

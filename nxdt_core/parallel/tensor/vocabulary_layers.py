@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from nxdt_core.distributed.vocabulary_loss import rows_here
 from nxdt_core.errors.launch import SequenceDoesNotDivide
 from nxdt_core.nn.updates import updated_linear
 from nxdt_core.parallel.tensor.layers import local_part, sum_over_ranks
 
-__all__ = ["SequenceEmbedding", "VocabularyEmbedding", "VocabularyHead", "rows_here"]
+__all__ = ["SequenceEmbedding", "VocabularyEmbedding", "VocabularyHead"]
 
 
 class VocabularyEmbedding(nn.Module):
@@ -106,19 +107,6 @@ class VocabularyHead(nn.Module):
         bias = None if self.bias is None else local_part(self.bias)
         logits = updated_linear(hidden, local_part(self.weight), bias, self.update)
         return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
-
-
-def rows_here(ids: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of the vocabulary as row numbers of this rank's part, which has ``rows`` rows.
-
-    Returns:
-        Row numbers, 0 for ids on other ranks, and a mask of those. Ids on no rank stay out of range,
-        so that the lookup fails on them.
-    """
-    local = ids - group.rank() * rows
-    elsewhere = (local < 0) | (local >= rows)
-    exists = (ids >= 0) & (ids < group.size() * rows)
-    return local.masked_fill(elsewhere & exists, 0), elsewhere
 
 
 def check_sequence(length: int, group: dist.ProcessGroup) -> int:

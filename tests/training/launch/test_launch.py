@@ -32,7 +32,7 @@ def one_process(tmp_path_factory, metric_rows):
 
 @pytest.mark.parametrize("launcher", ["nxdt", slow("torchrun")])
 def test_two_ranks_train_as_one_process_does_and_one_of_them_speaks(launcher, tmp_path, metric_rows, one_process):
-    """By default ``primitives/test_torchrun.py`` starts ranks by torchrun, and ``test_launch_joined.py`` as it does."""
+    """By default, ``test_torchrun.py`` of ``nxd_core`` starts ranks by torchrun, as ``test_launch_joined.py`` does."""
     more = ("data.micro_batch_size=2", "name=two")
     arguments = words(tmp_path, "trainer.max_steps=4", "trainer.devices=2", *more)
     if launcher == "nxdt":

@@ -23,7 +23,7 @@ from nxdt_core.kernel import Kernel
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
-API = [*csv.DictReader((ROOT / "tests/primitives/api_rows.csv").open())]
+API = [*csv.DictReader((ROOT / "plugins/compat/nxd_core/tests/api_rows.csv").open())]
 ROWS = [*csv.DictReader((HERE / "documented.csv").open())]
 KEYS = {row.key: row for row in schema_table(Kernel.start())}
 

@@ -1,0 +1,84 @@
+"""NxD Core's training API: a loop that was written for it moves by changing its imports.
+
+This is also the plugin's entry module. Names are imported when they are first used, so that its import needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.api import ModelComponent, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_plugin_nxd_core import parallel_layers, parallel_state
+    from nxdt_plugin_nxd_core.config import NxDConfig, neuronx_distributed_config
+    from nxdt_plugin_nxd_core.files.tags import (
+        finalize_checkpoint,
+        has_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from nxdt_plugin_nxd_core.lora import LoraConfig, LoRAModel
+    from nxdt_plugin_nxd_core.model import NxDModel, initialize_parallel_model
+    from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
+    from nxdt_plugin_nxd_core.zero1 import NeuronZero1Optimizer
+
+__all__ = [
+    "LoRAModel",
+    "LoraConfig",
+    "NeuronZero1Optimizer",
+    "NxDConfig",
+    "NxDModel",
+    "NxDOptimizer",
+    "finalize_checkpoint",
+    "has_checkpoint",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "neuronx_distributed_config",
+    "parallel_layers",
+    "parallel_state",
+    "save_checkpoint",
+]
+
+_HOME = {
+    "LoRAModel": "lora",
+    "LoraConfig": "lora",
+    "NeuronZero1Optimizer": "zero1",
+    "NxDConfig": "config",
+    "NxDModel": "model",
+    "NxDOptimizer": "optimizer",
+    "finalize_checkpoint": "files.tags",
+    "has_checkpoint": "files.tags",
+    "initialize_parallel_model": "model",
+    "initialize_parallel_optimizer": "optimizer",
+    "load_checkpoint": "files.tags",
+    "neuronx_distributed_config": "config",
+    "save_checkpoint": "files.tags",
+}
+
+
+@hookimpl
+def nxdt_models() -> list[ModelComponent]:
+    """Declare the model that ``initialize_parallel_model`` gets from its caller."""
+    return [
+        ModelComponent(
+            name="nxd-core-module",
+            target="nxdt_plugin_nxd_core.module.builder:ModuleBuilder",
+            config="nxdt_plugin_nxd_core.module.component_config:ModuleConfig",
+            summary="a module that a program builds with nxdt-plugin-nxd-core",
+            capabilities=frozenset({"tp", "sp", "pp", "lora"}),
+            tried_before_launch=False,
+        )
+    ]
+
+
+if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _HOME:
+            return import_module(f"{__name__}.{name}")
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

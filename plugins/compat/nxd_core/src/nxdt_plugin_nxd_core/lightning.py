@@ -1,0 +1,463 @@
+"""NxD Core's names for PyTorch Lightning: a ``Trainer`` over a module that the caller's ``model_fn`` builds.
+
+The classes of Lightning itself, with :class:`NxdtStrategy` in the place of the XLA strategy. Steps
+are those of a loop of the caller's own (:class:`nxdt_plugin_nxd_core.NxDModel`); the dataloaders are the caller's, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+from nxdt_plugin_lightning.accelerator import EngineAccelerator
+from nxdt_plugin_lightning.errors import TrainerArgumentsIgnored
+from nxdt_plugin_lightning.strategy import NxdtStrategy
+from nxdt_plugin_lightning.trainer_checks import asked_processes
+from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.plugins import Precision
+from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.utilities.data import _update_dataloader, has_iterable_dataset  # type: ignore[attr-defined]
+from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.errors.base import NxdtError
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.training import build
+from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
+from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing
+from nxdt_plugin_nxd_core.files.tags import content_of, restore
+from nxdt_plugin_nxd_core.model import initialize_parallel_model
+from nxdt_plugin_nxd_core.module.calls import loss_in
+from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
+
+__all__ = [
+    "NeuronLTModule",
+    "NeuronTQDMProgressBar",
+    "NeuronTensorBoardLogger",
+    "NeuronXLAPrecisionPlugin",
+    "NeuronXLAStrategy",
+]
+
+_NO_DECAY = ("bias", "norm")
+"""Parts of the names of parameters that do not decay."""
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+class NeuronLTModule(pl.LightningModule):
+    """A Lightning module whose model, optimizer and schedule callables make.
+
+    ``training_step`` runs forward and backward on a batch, which is a mapping of the keyword arguments of the model's
+    ``forward`` or a sequence of its positional ones, and steps after every ``grad_accum_steps`` batches. A subclass may
+    override it, ``setup``, ``configure_optimizers`` and every hook of Lightning.
+
+    Args:
+        model_fn: returns the module; may be None where a subclass overrides ``setup``.
+        nxd_config: of ``neuronx_distributed_config``.
+        opt_cls: the optimizer's class.
+        scheduler_cls: called with the optimizer.
+        model_args, model_kwargs: passed to ``model_fn``.
+        opt_args, opt_kwargs: passed to ``opt_cls`` after the parameters.
+        scheduler_args, scheduler_kwargs: passed to ``scheduler_cls`` after the optimizer.
+        grad_accum_steps: batches per optimizer step; in a pipeline, ``num_microbatches`` says it.
+        log_rank0: no effect: the loss is the same on all ranks, and rank 0 logs.
+        manual_opt: True, the only value.
+        train_batch_size, logging_interval: kept for the steps of a subclass.
+
+    Raises:
+        ArgumentMeansNothing: an argument of another type, or one that asks for what this engine does not do.
+    """
+
+    @binds(log_rank0="the loss is the same on all ranks and rank 0 logs")
+    def __init__(
+        self,
+        model_fn: Callable[..., Any] | None = None,
+        nxd_config: Any = None,
+        opt_cls: Callable[..., Any] | None = None,
+        scheduler_cls: Callable[..., Any] | None = None,
+        model_args: Sequence[Any] = (),
+        model_kwargs: Mapping[str, Any] = _EMPTY,
+        opt_args: Sequence[Any] = (),
+        opt_kwargs: Mapping[str, Any] = _EMPTY,
+        scheduler_args: Sequence[Any] = (),
+        scheduler_kwargs: Mapping[str, Any] = _EMPTY,
+        grad_accum_steps: int = 1,
+        log_rank0: bool = False,
+        manual_opt: bool = True,
+        train_batch_size: int = 16,
+        logging_interval: int = 1,
+    ) -> None:
+        super().__init__()
+        name = "NeuronLTModule"
+        config = config_of(nxd_config, name)
+        for argument, value in (("opt_cls", opt_cls), ("scheduler_cls", scheduler_cls)):
+            expect(name, argument, value, "a class or a function", when=callable(value))
+        positional = {"model_args": model_args, "opt_args": opt_args, "scheduler_args": scheduler_args}
+        for argument, given in positional.items():
+            expect(name, argument, given, "a tuple or a list", when=isinstance(given, tuple | list))
+        named = {"model_kwargs": model_kwargs, "opt_kwargs": opt_kwargs, "scheduler_kwargs": scheduler_kwargs}
+        for argument, options in named.items():
+            expect(name, argument, options, "a dictionary", when=isinstance(options, Mapping))
+        counts = isinstance(grad_accum_steps, int) and grad_accum_steps >= 1
+        expect(name, "grad_accum_steps", grad_accum_steps, "an integer of at least 1", when=counts)
+        if not manual_opt:
+            raise _meaningless(
+                "manual_opt", False, "would leave the steps to Lightning", "Leave it out: the module steps by itself."
+            )
+        if config.stages > 1 and grad_accum_steps > 1:
+            raise _meaningless(
+                "grad_accum_steps",
+                grad_accum_steps,
+                "would add up calls of run_train, which splits a batch itself",
+                "Pass pipeline_config={'num_microbatches': ...} to neuronx_distributed_config.",
+            )
+        self.automatic_optimization = False
+        self.model_fn, self.nxd_config = model_fn, config
+        self.opt_cls, self.scheduler_cls = opt_cls, scheduler_cls
+        self.model_args, self.model_kwargs = tuple(model_args), dict(model_kwargs)
+        self.opt_args, self.opt_kwargs = tuple(opt_args), dict(opt_kwargs)
+        self.scheduler_args, self.scheduler_kwargs = tuple(scheduler_args), dict(scheduler_kwargs)
+        self.grad_accum_steps = grad_accum_steps
+        self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
+        self.log_rank0 = log_rank0
+        self.should_print = False
+        self.loss: torch.Tensor | None = None
+        """Mean loss of the last optimizer step."""
+        self.lr: float | None = None
+        """Learning rate of the last optimizer step."""
+        self.input_ids: torch.Tensor | None = None
+        """For a subclass."""
+        self.global_norm: torch.Tensor | None = None
+        """Norm of the gradients of the last optimizer step, before clipping."""
+        self._resume: tuple[CheckpointStore, Manifest] | None = None
+
+    def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
+        """Build the model on this rank, unless it exists already. Collective."""
+        if getattr(self, "model", None) is None:
+            expect("NeuronLTModule", "model_fn", self.model_fn, "a function", when=callable(self.model_fn))
+            assert self.model_fn is not None
+            self.model = initialize_parallel_model(
+                self.nxd_config, self.model_fn, *self.model_args, include_buffers=include_buffers, **self.model_kwargs
+            )
+        self.averaged_loss = torch.zeros(1, dtype=torch.double, device=self.nxd_config.engine.device)
+        self.print_pp_rank = 0 if self.log_rank0 else self.nxd_config.stages - 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        return self.model(*args, **kwargs)
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer over the groups of :meth:`get_param_groups_by_weight_decay`, and the schedule."""
+        assert self.opt_cls is not None
+        assert self.scheduler_cls is not None
+        groups = self.get_param_groups_by_weight_decay()
+        options = {**_named(self.opt_cls, self.opt_args), **self.opt_kwargs}
+        optimizer = initialize_parallel_optimizer(self.nxd_config, cast(Any, self.opt_cls), groups, **options)
+        try:
+            scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
+        except TypeError as error:
+            advice = f"Pass arguments of {getattr(self.scheduler_cls, '__name__', self.scheduler_cls)}."
+            found = (*self.scheduler_args, *self.scheduler_kwargs)
+            raise _meaningless("scheduler_kwargs", found, f"do not suit the class ({error})", advice) from error
+        return [optimizer], [{"scheduler": scheduler}]
+
+    def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
+        """Return this rank's parameters in two groups: with a weight decay of 0.01, and biases and norms without."""
+        decayed: list[Any] = []
+        others: list[Any] = []
+        for name, parameter in self.named_parameters():
+            (others if any(part in name for part in _NO_DECAY) else decayed).append(parameter)
+        return [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Run forward and backward, and step after every ``grad_accum_steps`` batches. Collective."""
+        args, kwargs = _arguments(batch)
+        if self.nxd_config.stages > 1:
+            self.averaged_loss += self.model.run_train(*args, **kwargs).detach()
+        else:
+            output = self.model(*args, **kwargs)
+            loss = loss_in(output, self.model.loss_place) / self.grad_accum_steps
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.averaged_loss += loss.detach()
+        self.should_print = (batch_idx + 1) % self.grad_accum_steps == 0
+        if self.should_print:
+            self._step()
+
+    def _step(self) -> None:
+        optimizer, scheduler = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
+        self.lr = float(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        self.loss = self.trainer.strategy.reduce(self.averaged_loss.clone(), reduce_op="mean").squeeze()
+        self.global_norm = optimizer.grad_norm
+        self.averaged_loss.zero_()
+        self.log_dict({"loss": self.loss, "global_norm": self.global_norm}, prog_bar=True, batch_size=1)
+        self.log("lr", self.lr, prog_bar=True, batch_size=1)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the optimizer's step clips, as ``optimizer_config`` says."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield this rank's parameters under their names in the whole model."""
+        return self.model.named_parameters(*args, **kwargs) if hasattr(self, "model") else iter(())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's shards of the model by name."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy values into the model; see :meth:`nxdt_plugin_nxd_core.NxDModel.load_state_dict`."""
+        return self.model.load_state_dict(state_dict, strict=strict)
+
+    def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
+        """Load a checkpoint once model and optimizer exist; called by the strategy."""
+        self._resume = (storage, manifest)
+
+    def load_resumed(self) -> None:
+        """Load the checkpoint that :meth:`resume_from` named. Collective."""
+        if self._resume is None:
+            return
+        optimizer, scheduler = self._trained_by()
+        content = self.nxd_config.session.load_checkpoint(*self._resume)
+        restore(content, optimizer, scheduler)
+        self._resume = None
+
+    def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
+        """Commit model, optimizer, schedule and Lightning's loops under ``uri``; called by the strategy. Collective."""
+        session = self.nxd_config.session
+        storage, _ = build.locate(session.config, uri)
+        content = content_of("", *self._trained_by(), None)
+        return session.save(storage, extra={**content, "lightning": lightning})
+
+    def _trained_by(self) -> tuple[NxDOptimizer | None, Any]:
+        strategy = self.trainer.strategy
+        schedules = strategy.lr_scheduler_configs
+        optimizer = cast("NxDOptimizer | None", next(iter(strategy.optimizers), None))
+        return optimizer, schedules[0].scheduler if schedules else None
+
+
+class NeuronXLAStrategy(NxdtStrategy):
+    """The strategy of a ``Trainer`` for a :class:`NeuronLTModule`; torchrun or srun starts one process per rank.
+
+    Args:
+        nxd_config: of ``neuronx_distributed_config``; None takes that of the module.
+        tensor_parallel_size, pipeline_parallel_size: sizes of the layout where ``nxd_config`` is None.
+        save_load_xser: no effect: checkpoints are those of the core, in any layout.
+
+    Raises:
+        ArgumentMeansNothing: a configuration of another kind.
+    """
+
+    strategy_name = "neuron_xla"
+
+    @binds(save_load_xser="checkpoints are those of the core")
+    def __init__(
+        self,
+        nxd_config: Any = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        save_load_xser: bool = True,
+    ) -> None:
+        if nxd_config is None:
+            nxd_config = current_config() or neuronx_distributed_config(tensor_parallel_size, pipeline_parallel_size)
+            _check_sizes(nxd_config, tensor_parallel_size, pipeline_parallel_size)
+        self.nxd_config: NxDConfig = config_of(nxd_config, "NeuronXLAStrategy")
+        super().__init__(self.nxd_config.session.config, engine=self.nxd_config.engine)
+        self._accelerator = EngineAccelerator(self.engine.device)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share each parallel layer."""
+        return int(self.nxd_config["tensor_parallel_size"])
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Pipeline stages."""
+        return self.nxd_config.stages
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.engine.rank_info.dp_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's number among those that share its layers."""
+        return self.nxd_config.groups.rank("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's pipeline stage."""
+        return self.nxd_config.groups.rank("pp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's number among those that read different samples."""
+        return self.engine.rank_info.dp_rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Arguments of a ``DistributedSampler`` for this layout."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module that the trainer was given, and its configuration.
+
+        Raises:
+            ArgumentMeansNothing: it is not a :class:`NeuronLTModule`, or has another configuration.
+            TrainerArgumentsIgnored: arguments of the ``Trainer`` whose work is done elsewhere.
+        """
+        Strategy.connect(self, model)
+        if not isinstance(model, NeuronLTModule):
+            raise ArgumentMeansNothing(
+                call="NeuronXLAStrategy",
+                argument="model",
+                value=type(model).__name__,
+                reason="is not a NeuronLTModule",
+                advice="Derive the module from nxdt_plugin_nxd_core.lightning.NeuronLTModule.",
+            )
+        if model.nxd_config is not self.nxd_config:
+            raise ArgumentMeansNothing(
+                call="NeuronXLAStrategy",
+                argument="nxd_config",
+                value="another one",
+                reason="is not that of the module",
+                advice="Pass the same return value of neuronx_distributed_config to the module and to the strategy.",
+            )
+        found = tuple(_ignored(model.trainer, self.engine.rank_info.world_size))
+        if found:
+            raise TrainerArgumentsIgnored(arguments=found)
+
+    def model_to_device(self) -> None:
+        """Set the device of the module: ``initialize_parallel_model`` has already placed the model."""
+        module = self.lightning_module
+        if module is not None:
+            module._device = self.root_device
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the dataloader with this rank's share of the samples; one with a ``DistributedSampler`` unchanged.
+
+        As in NxD Core, ``Trainer(use_distributed_sampler=False)`` leaves every dataloader unchanged.
+        """
+        module = self.lightning_module
+        assert module is not None
+        wanted = module.trainer._accelerator_connector.use_distributed_sampler
+        if (
+            not wanted
+            or self.engine.rank_info.world_size == 1
+            or not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.sampler, DistributedSampler)
+            or has_iterable_dataset(dataloader)
+        ):
+            return dataloader
+        shuffle = isinstance(dataloader.sampler, RandomSampler)
+        place: Any = self.distributed_sampler_kwargs
+        sampler: Any = DistributedSampler(dataloader.dataset, shuffle=shuffle, **place)
+        return _update_dataloader(dataloader, sampler)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Let the optimizer step; called by Lightning, which counts the step."""
+        return optimizer.step()
+
+    def teardown(self) -> None:
+        """Leave the model and the optimizer's state where they are: on the device, in their layout."""
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+class NeuronXLAPrecisionPlugin(Precision):
+    """Lightning's plugin that changes nothing: the dtype of the module decides.
+
+    Args:
+        mixed_precision_enabled: no effect.
+    """
+
+    @binds(mixed_precision_enabled="the dtype of the module decides")
+    def __init__(self, mixed_precision_enabled: bool = False) -> None:
+        super().__init__()
+
+
+class NeuronTQDMProgressBar(TQDMProgressBar):
+    """Lightning's progress bar, on rank 0: the loss is the same on all ranks."""
+
+
+class NeuronTensorBoardLogger(TensorBoardLogger):
+    """Lightning's logger, on rank 0; a module may set the step that it logs at.
+
+    Args:
+        save_dir: the directory of the event files.
+        log_rank0: no effect: rank 0 logs.
+        kwargs: further arguments of Lightning's ``TensorBoardLogger``.
+    """
+
+    @binds(log_rank0="the loss is the same on all ranks and rank 0 logs")
+    def __init__(self, save_dir: Any, log_rank0: bool = False, **kwargs: Any) -> None:
+        super().__init__(save_dir=save_dir, **kwargs)
+        self.log_rank0 = log_rank0
+        self.print_step: int | None = None
+        """The step to log at; below 0 nothing is logged; None is Lightning's step."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write scalars at ``print_step``, or at ``step`` where that is None."""
+        if self.print_step is None or self.print_step >= 0:
+            super().log_metrics(dict(metrics), step if self.print_step is None else self.print_step)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the model's forward."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def _named(called: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
+    """Positional arguments behind the first under their names."""
+    names = [*inspect.signature(called).parameters][1:]
+    if len(args) > len(names):
+        advice = f"Pass at most {len(names)}: {', '.join(names)}."
+        raise _meaningless("opt_args", tuple(args), f"are more than {called} takes", advice)
+    return dict(zip(names, args, strict=False))
+
+
+def _check_sizes(config: NxDConfig, tp: int, pp: int) -> None:
+    for argument, size in (("tensor_parallel_size", tp), ("pipeline_parallel_size", pp)):
+        if size not in (1, config[argument]):
+            raise ArgumentMeansNothing(
+                call="NeuronXLAStrategy",
+                argument=argument,
+                value=str(size),
+                reason=f"differs from the {config[argument]} of neuronx_distributed_config",
+                advice="Leave it out, and pass nxd_config.",
+            )
+
+
+def _ignored(trainer: pl.Trainer, world_size: int) -> list[tuple[str, str]]:
+    """Arguments of the ``Trainer`` that have no effect, and what does their work."""
+    given = trainer._accelerator_connector
+    found = []
+    if trainer.precision != "32-true":
+        found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
+    devices, nodes = asked_processes(trainer)
+    if devices * nodes not in (1, world_size):
+        instead = f"numbers that agree with the {world_size} processes that torchrun or srun started"
+        found.append((f"devices={devices}, num_nodes={nodes}", instead))
+    if given._layer_sync is not None:
+        found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
+    return found
+
+
+def _meaningless(argument: str, value: Any, reason: str, advice: str) -> NxdtError:
+    return ArgumentMeansNothing(
+        call="NeuronLTModule", argument=argument, value=repr(value), reason=reason, advice=advice
+    )

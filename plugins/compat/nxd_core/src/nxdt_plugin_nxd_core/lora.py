@@ -1,0 +1,125 @@
+"""``LoraConfig`` and ``LoRAModel`` of NxD Core, over the plugin ``lora``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engines.weights import draw_piece
+from nxdt_core.kernel import Kernel
+from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing
+from nxdt_plugin_nxd_core.module.plan import PlanWishes, plan_of
+
+__all__ = ["LoRAModel", "LoraConfig"]
+
+_SEED = 1234
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Options of low-rank updates under NxD Core's names, with its defaults.
+
+    Pass it to ``neuronx_distributed_config(lora_config=...)``. The fields are the keys of
+    ``nxdt-plugin-lora``, which has to be installed.
+    """
+
+    enable_lora: bool = False
+    lora_rank: int = 16
+    lora_alpha: float = 8.0
+    lora_dropout: float = 0.0
+    bias: str = "none"
+    target_modules: Sequence[str] | str | None = None
+    """Parts of the paths of layers; None means every linear layer but the head."""
+    use_rslora: bool = False
+    init_lora_weights: str = "default"
+    modules_to_save: Sequence[str] | None = None
+    lora_verbose: bool = False
+    save_lora_base: bool = False
+    merge_lora: bool = False
+    save_lora_config_adapter: bool = True
+    load_lora_from_ckpt: bool = False
+    lora_save_dir: str | None = None
+    lora_load_tag: str | None = None
+    merge_sharded_lora: bool = False
+
+    def section(self) -> dict[str, Any]:
+        """Return the section ``adapter`` that means the same.
+
+        Raises:
+            ArgumentMeansNothing: ``merge_lora``, which is a command here.
+        """
+        if self.merge_lora:
+            raise ArgumentMeansNothing(
+                call="LoraConfig",
+                argument="merge_lora",
+                value="True",
+                reason="would save another model than the one that trains",
+                advice="Leave it out: with save_lora_base=True a checkpoint holds the base and its updates apart.",
+            )
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        for name in ("target_modules", "modules_to_save"):
+            if name in values:
+                listed = isinstance(values[name], str | list | tuple | set)
+                expect("LoraConfig", name, values[name], "a list of names of layers", when=listed)
+                values[name] = [values[name]] if isinstance(values[name], str) else list(values[name])
+        return {"name": "lora", **values}
+
+
+LoraConfig.__init__ = binds(  # type: ignore[method-assign]
+    save_lora_config_adapter="each checkpoint holds the options",
+    merge_sharded_lora="checkpoints are the same in every layout",
+)(LoraConfig.__init__)
+
+
+class LoRAModel(nn.Module):
+    """A module of one process with updates of its layers; what it trains are these.
+
+    Under tensor or pipeline parallelism, pass the configuration to ``neuronx_distributed_config(lora_config=...)``
+    instead: the engine shards the updates with their layers.
+
+    Args:
+        module: changed in place.
+        config: its options; ``enable_lora`` must be True.
+
+    Raises:
+        ArgumentMeansNothing: ``enable_lora`` is False.
+        NxdtError: the plugin ``lora`` is missing, or refuses an option.
+    """
+
+    @binds()
+    def __init__(self, module: nn.Module, config: LoraConfig) -> None:
+        super().__init__()
+        expect("LoRAModel", "module", module, "a torch.nn.Module", when=isinstance(module, nn.Module))
+        expect("LoRAModel", "config", config, "a LoraConfig", when=isinstance(config, LoraConfig))
+        if not config.enable_lora:
+            raise ArgumentMeansNothing(
+                call="LoRAModel",
+                argument="enable_lora",
+                value="False",
+                reason="adds nothing",
+                advice="Pass LoraConfig(enable_lora=True, ...), or use the module as it is.",
+            )
+        component = Kernel.start().registry.get("adapter", "lora")
+        section: Any = component.load_config()
+        values = {key: value for key, value in config.section().items() if key != "name"}
+        for name in ("target_modules", "modules_to_save"):
+            if name in values:
+                values[name] = tuple(values[name])
+        adapter: Any = component.load_target()(section(**values))
+        known = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        adapter.apply(module, plan_of(module, PlanWishes()))
+        for name, parameter in module.named_parameters():
+            if name not in known:
+                parameter.data = parameter.data.to(next(iter(known.values())))
+                draw_piece(piece_of(parameter), name, adapter.init_rules(), seed=_SEED)
+        self.module = module
+        self.lora_config = config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        return self.module(*args, **kwargs)

@@ -1,0 +1,331 @@
+"""``initialize_parallel_model``: a caller's module in its layout, which is used as a ``torch.nn.Module``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdt_core.devices import HOST
+from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engines.shape_errors import name_shape_errors
+from nxdt_core.nn.step_border import at_border
+from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import DType, PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.training import build
+from nxdt_plugin_nxd_core.arguments import TakenArguments, binds, expect
+from nxdt_plugin_nxd_core.config import NxDConfig, config_of
+from nxdt_plugin_nxd_core.errors import (
+    ArgumentMeansNothing,
+    ModelFnReturnsNoModule,
+    ModulesDifferBetweenRanks,
+    PipelineNeedsRunTrain,
+)
+from nxdt_plugin_nxd_core.module.builder import ModuleBuilder
+from nxdt_plugin_nxd_core.module.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
+from nxdt_plugin_nxd_core.module.plan import plan_of
+
+__all__ = ["NxDModel", "initialize_parallel_model"]
+
+_CALL = "initialize_parallel_model"
+_DTYPES: Mapping[torch.dtype, DType] = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+}
+
+
+@binds(include_buffers="buffers are moved always")
+def initialize_parallel_model(
+    nxd_config: NxDConfig,
+    model_fn: Callable[..., nn.Module],
+    *model_args: Any,
+    include_buffers: bool = False,
+    **model_kwargs: Any,
+) -> NxDModel:
+    """Build the module on each rank, derive its plan from its layers, and return it in its layout. Collective.
+
+    Each rank builds the whole module on its host, with the same random numbers, and keeps its part of the values.
+
+    Args:
+        nxd_config: of :func:`neuronx_distributed_config`.
+        model_fn: returns the module; its ``forward`` takes what ``run_train`` is called with.
+        model_args, model_kwargs: passed to ``model_fn``.
+        include_buffers: informative: buffers are moved to the device always.
+
+    Raises:
+        ModelFnReturnsNoModule: of ``model_fn``.
+        ModulesDifferBetweenRanks: ranks built different modules.
+        NxdtError: sizes that do not divide, and layouts that the module's layers do not allow.
+    """
+    config = config_of(nxd_config, _CALL)
+    expect(_CALL, "model_fn", model_fn, "a function or a class", when=callable(model_fn))
+    TakenArguments(model_fn).check(model_args, model_kwargs)
+    module = _built(config, lambda: model_fn(*model_args, **model_kwargs))
+    plan = plan_of(module, config.wishes)
+    _check_same(module, config.engine.ranks)
+    parallel = config.engine.initialize_model(
+        ModuleBuilder(None, module, plan, _loss_place(config)),
+        precision=_precision(module),
+        seed=config.session.config.run.seed,
+        adapters=build.adapters(config.session.config),
+        materialise=False,
+    )
+    _fill(parallel, _values(module))
+    for adapter in build.adapters(config.session.config):
+        adapter.begin(parallel, config.session.config, config.engine.ranks)
+    config.session.model = parallel
+    model = NxDModel(parallel, config, module, plan)
+    config.model, config.optimizers = model, ()
+    return model
+
+
+class NxDModel(nn.Module):
+    """This rank's part of a module: a ``torch.nn.Module`` whose names and parameters are those that this rank has."""
+
+    def __init__(self, parallel: ParallelModel, nxd_config: NxDConfig, original: nn.Module, plan: ParallelPlan) -> None:
+        super().__init__()
+        self.nxd_config = nxd_config
+        self._parallel = (parallel,)  # in a tuple, so that nothing of it is registered twice
+        # In a pipeline, the last stage takes the loss out of what the module returns.
+        self.loss_place = None if nxd_config.stages > 1 else _loss_place(nxd_config)
+        """``output_loss_value_spec`` for what :meth:`forward` returns."""
+        self._config = getattr(original, "config", None)
+        self._taken = TakenArguments(original.forward)
+        self._plan = plan
+        self._has_run = False
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """The model of the engine."""
+        return self._parallel[0]
+
+    def local_module(self) -> nn.Module:
+        """Return the module of this rank: its first stage, or the whole module without a pipeline."""
+        return self.parallel.local_modules()[0]
+
+    def local_modules(self) -> list[nn.Module]:
+        """Return the modules of this rank, one per stage."""
+        return [*self.parallel.local_modules()]
+
+    @property
+    def config(self) -> Any:
+        """The caller's ``module.config``.
+
+        Raises:
+            AttributeError: the module has none.
+        """
+        if self._config is None:
+            raise AttributeError("the module that model_fn returned has no attribute 'config'")
+        return self._config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the parameters."""
+        return next((parameter.dtype for _, parameter in self.parallel.named_parameters()), torch.float32)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns; ``backward`` of its loss gives gradients that the optimizer's step finishes.
+
+        Raises:
+            PipelineNeedsRunTrain: the module is shared out over a pipeline.
+        """
+        if self.nxd_config.stages > 1:
+            raise PipelineNeedsRunTrain(stages=self.nxd_config.stages)
+        self._taken.check(args, kwargs)
+        batch = CallBatch.of(Call(args, kwargs)).to(self.nxd_config.engine.device)
+        step = StepContext(ids=batch.input_ids, vocabulary_loss=vocabulary_parallel_cross_entropies)
+        with self._shape_errors_named(), at_border(step):
+            output = self.local_module()(batch.input_ids, **batch.arguments())
+        return scaled_gradients(output, self.parallel.data_ranks)
+
+    @contextmanager
+    def _shape_errors_named(self) -> Iterator[None]:
+        """In the first call, name the layer that cannot run on its shards."""
+        if self._has_run:
+            yield
+            return
+        run = self.nxd_config.session.config.run
+        sizes = run.distributed_strategy.mesh_sizes(self.nxd_config.engine.rank_info.world_size)
+        with name_shape_errors(self.local_modules(), self._plan, sizes):
+            yield
+        self._has_run = True
+
+    def run_train(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward, in a pipeline by micro-batches, and return the loss. Collective.
+
+        Returns:
+            The mean loss over micro-batches and data parallel ranks; equal on all ranks, without gradient.
+
+        Raises:
+            CallDoesNotBind: arguments that the module's forward does not take.
+            BatchDoesNotDivide: the rows do not fall into ``num_microbatches`` equal parts.
+            LossNotFound: the module returned none.
+        """
+        self._taken.check(args, kwargs)
+        self.train()
+        batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
+        return self.parallel.run_train(batches, ModelLoss(self.loss_place)).loss
+
+    def run_eval(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the loss, forward only; as :meth:`run_train` otherwise."""
+        self._taken.check(args, kwargs)
+        batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
+        return self.parallel.run_eval(batches, ModelLoss(self.loss_place)).loss
+
+    def train(self, mode: bool = True) -> NxDModel:
+        """Set the mode of this rank's modules."""
+        self.training = mode
+        for module in self.parallel.local_modules() if hasattr(self, "_parallel") else ():
+            module.train(mode)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under their names in the whole module."""
+        for name, parameter in self.parallel.named_parameters():
+            yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's buffers."""
+        for module in self.parallel.local_modules():
+            yield from module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the children of this rank's modules."""
+        for module in self.parallel.local_modules():
+            yield from module.named_children()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this rank's modules."""
+        for module in self.parallel.local_modules():
+            yield from module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this rank's shards by name; :func:`save_checkpoint` saves the whole."""
+        held = self.parallel.state_dict()
+        return {name: value.tensor if isinstance(value, Piece) else value for name, value in held.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy values in: whole tensors, of which this rank takes its part, or shards as :meth:`state_dict` gives.
+
+        Raises:
+            WeightsDoNotFit: names or shapes differ.
+        """
+        self.parallel.load_state_dict(_own_parts(self.parallel, state_dict), strict=strict)
+
+    def to(self, *args: Any, **kwargs: Any) -> NxDModel:
+        """Return the model: it is on its device already.
+
+        Raises:
+            ArgumentMeansNothing: it would change its dtype.
+        """
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None and dtype != self.dtype:
+            self._apply(None, f"to({dtype})")
+        return self
+
+    def _apply(self, fn: Any, recurse: Any = "") -> NxDModel:
+        raise ArgumentMeansNothing(
+            call="NxDModel",
+            argument=recurse if isinstance(recurse, str) and recurse else "conversion",
+            value="a new dtype or device",
+            reason="would change a model that is in its layout",
+            advice="Convert the module in model_fn; its dtype is that of the run, and the engine chooses the device.",
+        )
+
+
+def _loss_place(config: NxDConfig) -> Any:
+    """``output_loss_value_spec``."""
+    return (config["pipeline_config"] or {}).get("output_loss_value_spec")
+
+
+def _built(config: NxDConfig, make: Callable[[], Any]) -> nn.Module:
+    """The caller's module, built with the random numbers of rank 0."""
+    ranks = config.engine.ranks
+    if ranks.world_size > 1:
+        state = ranks.broadcast_object(torch.get_rng_state().numpy().tobytes())
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    init = config["model_init_config"]
+    if not init["meta_device_init"]:
+        module = make()
+    else:
+        with torch.device("meta"):
+            module = make()
+    if not isinstance(module, nn.Module):
+        raise ModelFnReturnsNoModule(found=type(module).__name__)
+    if init["meta_device_init"]:
+        module.to_empty(device=HOST)
+        for part in module.modules():
+            if next(part.parameters(recurse=False), None) is not None:
+                init["param_init_fn"](part)
+    return module
+
+
+def _check_same(module: nn.Module, ranks: RankAgreement) -> None:
+    """Compare names, shapes and sums of values between ranks. Collective.
+
+    Raises:
+        ModulesDifferBetweenRanks: on every rank.
+    """
+    if ranks.world_size == 1:
+        return
+    own = {name: (tuple(value.shape), float(value.detach().double().sum())) for name, value in _values(module).items()}
+    first = None
+    for rank, found in enumerate(ranks.all_gather_object(own)):
+        first = found if first is None else first
+        if found != first:
+            names = first.keys() ^ found.keys() or {name for name in first if first[name] != found[name]}
+            raise ModulesDifferBetweenRanks(rank=rank, difference=f"'{min(names)}' has other values, or is missing")
+
+
+def _precision(module: nn.Module) -> PrecisionPolicy:
+    """Everything in the dtype of the parameters."""
+    found = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if len(found) > 1 or not found <= _DTYPES.keys():
+        raise ArgumentMeansNothing(
+            call=_CALL,
+            argument="model_fn",
+            value=", ".join(sorted(map(str, found))),
+            reason="gives parameters of dtypes that cannot be trained together",
+            advice="Give all parameters one dtype: torch.float32, torch.bfloat16 or torch.float64.",
+        )
+    dtype = _DTYPES[found.pop()] if found else "float32"
+    return PrecisionPolicy(name=dtype, parameters=dtype, gradients=dtype, optimizer_state=dtype)
+
+
+def _values(module: nn.Module) -> dict[str, torch.Tensor]:
+    saved = module.state_dict(keep_vars=True)
+    return {**dict(module.named_parameters()), **{name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}}
+
+
+def _fill(parallel: ParallelModel, values: Mapping[str, torch.Tensor]) -> None:
+    parallel.load_state_dict(_own_parts(parallel, values), strict=False)
+
+
+def _own_parts(parallel: ParallelModel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of each whole tensor; what is a part already stays."""
+    held = parallel.state_dict()
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        place = piece_of(held[name], name) if name in held else None
+        if place is None or isinstance(value, Piece) or tuple(value.shape) != place.shape or place.tensor is value:
+            parts[name] = value
+        else:
+            whole = piece_of(value, name)
+            own = whole.tensor[place.box.within(whole.box)] if whole.box.shape == whole.shape else whole.tensor
+            parts[name] = Piece(own.detach(), place.shape, place.box)
+    return parts

@@ -1,0 +1,191 @@
+"""``initialize_parallel_optimizer``: an optimizer over the caller's own groups, whose step sums and clips first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from nxdt_core.errors.base import NxdtError
+from nxdt_core.protocols.optimizer import ParameterGroup
+from nxdt_core.protocols.parallel.model import ParallelOptimizer
+from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.config import NxDConfig, config_of
+from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, NotOfThisModel
+from nxdt_plugin_nxd_core.model import NxDModel
+
+__all__ = ["NxDOptimizer", "core_optimizer", "initialize_parallel_optimizer"]
+
+_CALL = "initialize_parallel_optimizer"
+
+
+@binds()
+def initialize_parallel_optimizer(
+    nxd_config: NxDConfig,
+    optimizer_class: type[torch.optim.Optimizer],
+    parameters: Iterable[Any],
+    **defaults: Any,
+) -> NxDOptimizer:
+    """Return ``optimizer_class(groups, **defaults)`` over this rank's shards of the parameters. Collective.
+
+    Args:
+        nxd_config: of :func:`neuronx_distributed_config`, after :func:`initialize_parallel_model`.
+        optimizer_class: a class of ``torch.optim``, or one like it.
+        parameters: ``model.parameters()``, ``model.named_parameters()``, or groups of them as dictionaries.
+        defaults: options of the class.
+
+    Raises:
+        NotOfThisModel: parameters of another model.
+        ArgumentMeansNothing: what is not an optimizer's class, or options that it does not take.
+    """
+    config = config_of(nxd_config, _CALL)
+    core, trained = core_optimizer(config, optimizer_class, parameters, defaults)
+    return NxDOptimizer(core, config, trained)
+
+
+def core_optimizer(
+    config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
+) -> tuple[ParallelOptimizer, list[torch.nn.Parameter]]:
+    """Return the engine's optimizer of the caller's class, and the parameters that it trains. Collective."""
+    if config.model is None:
+        raise NotOfThisModel(call=_CALL, problem="there are no parameters")
+    if not callable(optimizer_class):
+        advice = "Pass the class, such as torch.optim.AdamW."
+        raise _unusable("optimizer_class", optimizer_class, "is not a class", advice)
+    model = cast(NxDModel, config.model)
+    wanted = _groups(model, parameters)
+    trained = [parameter for group in wanted for parameter in group["params"]]
+
+    def make(groups: Sequence[ParameterGroup], config: Any) -> torch.optim.Optimizer:
+        """Return the optimizer over the caller's groups of the engine's shards."""
+        held = {name: each for group in groups for name, each in zip(group["names"], group["params"], strict=True)}
+        own = [{**group, "params": [held[name] for name in group["names"]]} for group in wanted]
+        made: torch.optim.Optimizer = optimizer_class(own, **defaults)
+        expect(_CALL, "optimizer_class", made, "a torch.optim.Optimizer", when=isinstance(made, torch.optim.Optimizer))
+        return made
+
+    lr = defaults.get("lr", 0.0)
+    expect(_CALL, "lr", lr, "a number", when=isinstance(lr, int | float | torch.Tensor))
+    settings = SimpleNamespace(lr=float(lr))
+    try:
+        with _others_frozen(model, trained):  # the engine optimizes all that need gradients
+            core = config.engine.initialize_optimizer(model.parallel, make, settings, decay_norms=True)
+        if not trained:  # the engine has not called it
+            core.inner = make((), settings)
+    except (TypeError, ValueError) as error:
+        advice = f"Pass options of {getattr(optimizer_class, '__name__', optimizer_class)}."
+        raise _unusable("defaults", sorted(defaults), f"do not suit the class ({error})", advice) from error
+    config.session.optimizer = core
+    return core, trained
+
+
+@contextmanager
+def _others_frozen(model: NxDModel, trained: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Let no other parameters need gradients within the block."""
+    kept = {id(parameter) for parameter in trained}
+    others = [each for each in model.parameters() if each.requires_grad and id(each) not in kept]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+class NxDOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose groups and state are those of the caller's class over this rank's shards.
+
+    ``step`` finishes the gradients' sums over the ranks, clips them as ``optimizer_config`` says, and updates; a step
+    with a gradient that is not finite leaves the weights as they are. ``grad_norm`` is the norm before clipping.
+    """
+
+    def __init__(self, core: ParallelOptimizer, nxd_config: NxDConfig, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(core.inner.param_groups, core.inner.defaults)
+        self.state = core.inner.state
+        self.core = core
+        self.nxd_config = nxd_config
+        self.grad_norm: torch.Tensor | None = None
+        self._finished = False
+        self.max_norm = nxd_config.max_grad_norm
+        self.trained = parameters
+        nxd_config.optimizers = [*nxd_config.optimizers, self]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the caller's class."""
+        return self.core.inner
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the gradients, clip them, and update. Collective.
+
+        Raises:
+            ArgumentMeansNothing: a closure, which would run forward again.
+        """
+        if closure is not None:
+            raise _unusable("closure", closure, "would run forward within the step", "Call step() without one.")
+        session = self.nxd_config.session
+        self.core.begin_step(session.state.step)
+        if not self._finished:
+            self.finish(self.max_norm)
+        assert self.grad_norm is not None
+        self.core.reject_unless_finite(self.grad_norm, self.grad_norm)
+        self.core.step()
+        self._finished = False
+        session.state.step += 1
+        session.state.updates += 1
+
+    def finish(self, max_norm: float | None) -> torch.Tensor:
+        """Finish the gradients' sums, clip to ``max_norm``, and return the norm before. Collective."""
+        self.grad_norm = self.core.clip_grad_norm(max_norm or None)
+        self._finished = True
+        return self.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; a step has done so already."""
+        self._finished = False
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards of the state by parameter name, and the groups' options."""
+        options = [{k: v for k, v in group.items() if k not in ("params", "names")} for group in self.param_groups]
+        return {"state": self.core.state_dict(), "param_groups": options}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned in the same layout; :func:`load_checkpoint` loads in any."""
+        self.core.load_state_dict(state_dict["state"])
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(options)
+
+
+def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:
+    """The caller's groups with the names of their parameters; what is frozen is left out."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expect(
+        _CALL, "parameters", parameters, "model.parameters(), or groups of them", when=isinstance(parameters, Iterable)
+    )
+    given = list(parameters)
+    if not given and model.nxd_config.stages == 1:
+        raise NotOfThisModel(call=_CALL, problem="there are no parameters")
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    made = []
+    for group in groups:
+        is_group = isinstance(group, Mapping) and "params" in group
+        expect(_CALL, "parameters", group, "a dictionary with 'params' in each place", when=is_group)
+        listed = group["params"]
+        listed = [listed] if isinstance(listed, torch.Tensor) else list(listed)
+        held = [each[1] if isinstance(each, tuple) else each for each in listed]
+        foreign = [each for each in held if id(each) not in names]
+        if foreign:
+            raise NotOfThisModel(call=_CALL, problem=f"{len(foreign)} of {len(held)} parameters are not")
+        trained = [each for each in held if each.requires_grad]
+        made.append({**group, "params": trained, "names": [names[id(each)] for each in trained]})
+    return cast("list[ParameterGroup]", made)
+
+
+def _unusable(argument: str, value: Any, reason: str, advice: str) -> NxdtError:
+    return ArgumentMeansNothing(call=_CALL, argument=argument, value=repr(value), reason=reason, advice=advice)

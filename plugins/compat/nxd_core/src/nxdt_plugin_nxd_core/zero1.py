@@ -1,0 +1,77 @@
+"""``NeuronZero1Optimizer``: ZeRO-1 without ``initialize_parallel_optimizer``, with its sharded save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from nxdt_plugin_nxd_core.arguments import binds
+from nxdt_plugin_nxd_core.config import current_config
+from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, NotOfThisModel
+from nxdt_plugin_nxd_core.files.tags import load_checkpoint, save_checkpoint
+from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, core_optimizer
+
+__all__ = ["NeuronZero1Optimizer"]
+
+_TAG = "optim"
+
+
+class NeuronZero1Optimizer(NxDOptimizer):
+    """An optimizer whose state is sharded over data parallel ranks.
+
+    Args:
+        params: parameters of the model that ``initialize_parallel_model`` returned last, or groups of them.
+        optimizer_class: a class of ``torch.optim``.
+        pin_layout, sharding_groups, grad_norm_groups, and other options of NxD Core's sharding: no effect; the mesh of
+            ``neuronx_distributed_config`` has the groups.
+        defaults: options of the class; ``grad_clipping`` and ``max_norm`` decide instead of ``optimizer_config``.
+
+    Raises:
+        ArgumentMeansNothing: the model was not laid out for ZeRO-1.
+    """
+
+    @binds(
+        pin_layout="there is no XLA layout",
+        sharding_groups="the mesh has the groups",
+        grad_norm_groups="the mesh has the groups",
+    )
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_dtype: Any = None,
+        grad_clipping: bool = True,
+        max_norm: float | None = None,
+        use_grad_acc_hook: bool = False,
+        pin_layout: bool = True,
+        sharding_groups: Any = None,
+        grad_norm_groups: Any = None,
+        **defaults: Any,
+    ) -> None:
+        config = current_config()
+        if config is None or config.model is None:
+            raise NotOfThisModel(call=type(self).__name__, problem="there are no parameters")
+        if not config["optimizer_config"]["zero_one_enabled"]:
+            raise ArgumentMeansNothing(
+                call=type(self).__name__,
+                argument="optimizer_config['zero_one_enabled']",
+                value="False",
+                reason="has left each rank with whole optimizer state",
+                advice="Pass optimizer_config={'zero_one_enabled': True} to neuronx_distributed_config.",
+            )
+        core, trained = core_optimizer(config, optimizer_class, params, defaults)
+        super().__init__(core, config, trained)
+        norm = config.max_grad_norm if max_norm is None else max_norm
+        self.max_norm = norm if grad_clipping else None
+
+    @binds(save_serially="each rank writes its share at once")
+    def save_sharded_state_dict(self, output_dir: str, save_serially: bool = True) -> None:
+        """Save weights and state under the tag ``optim`` of ``output_dir``. Collective."""
+        save_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+
+    @binds(num_workers_per_step="each rank reads its share at once")
+    def load_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
+        """Load what :meth:`save_sharded_state_dict` saved, in any layout. Collective."""
+        load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
