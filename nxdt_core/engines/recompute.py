@@ -94,7 +94,7 @@ def _drop_results(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]
 def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
     """Let the matrices of a tensor block share one copy of a dropped result in autocast's dtype. Autocast itself makes
     one for each, which nothing could drop. Routers of experts read the result uncast."""
-    routers = (*plan.expert_routers, *plan.experts)
+    routers = (*plan.experts.routers, *plan.experts.modules)
     for path, block in module.named_modules():
         if not matches_any(plan.tensor_blocks, path):
             continue

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["AttentionHeads", "ParallelPlan", "PipelinePlan", "TensorStyle"]
+__all__ = ["AttentionHeads", "ExpertPlan", "ParallelPlan", "PipelinePlan", "TensorStyle"]
 
 TensorStyle = Literal[
     "column",
@@ -35,7 +35,7 @@ vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gath
 cuts where the module between them needs all features on each rank, such as a norm over all heads: outputs of the one
 are gathered, the other takes its part of whole inputs. ``column_whole``: as ``column_gathered``, as the end of a
 tensor block: what follows is the same on each rank. ``row_partial``: as ``row`` without a bias and without the
-sum, which the module that ends the block makes (one of ``expert_dispatchers``). ``heads``: every parameter and buffer
+sum, which the module that ends the block makes (one of ``experts.dispatchers``). ``heads``: every parameter and buffer
 of the module has a leading dimension of query heads or of key or value heads (:class:`AttentionHeads` says which),
 such as a norm with weights for each head or the slopes of ALiBi; each rank has the part for its heads. ``channels``:
 the same for the output features of a ``column`` that is not of heads, such as a scale between two matrices. Buffers
@@ -74,6 +74,23 @@ class AttentionHeads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """Where a mixture of experts is, and how it is sharded. The whole mixture is a tensor block."""
+
+    modules: tuple[str, ...] = ()
+    """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
+    through their attribute ``local`` (:class:`nxdt_core.nn.moe.experts.SwiGLUExperts`)."""
+    tensor: Mapping[str, Literal["column", "row"]] = field(default_factory=dict)
+    """Parameter path pattern of experts' matrices [experts, out, in] → which side tensor parallelism shards."""
+    dispatchers: tuple[str, ...] = ()
+    """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
+    routers: tuple[str, ...] = ()
+    """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
+    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.moe.token_shards.TokenShards`). Where they keep
+    ``statistics`` of their number of ``experts`` (:class:`nxdt_core.nn.moe.router.TopKRouter`), a step reports them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
     """All that an engine needs to know about a model in addition to its modules.
 
@@ -97,18 +114,8 @@ class ParallelPlan:
     attention_cores: tuple[str, ...] = ()
     """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces; their
     ``semantics()`` says what they compute (:class:`nxdt_core.nn.attention.grouped_query.AttentionSemantics`)."""
-    experts: tuple[str, ...] = ()
-    """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
-    through their attribute ``local`` (:class:`nxdt_core.nn.moe.experts.SwiGLUExperts`)."""
-    expert_tensor: Mapping[str, Literal["column", "row"]] = field(default_factory=dict)
-    """Parameter path pattern of experts' matrices [experts, out, in] → which side tensor parallelism shards. The whole
-    mixture of experts is a tensor block."""
-    expert_dispatchers: tuple[str, ...] = ()
-    """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
-    expert_routers: tuple[str, ...] = ()
-    """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
-    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.moe.token_shards.TokenShards`). Where they keep
-    ``statistics`` of their number of ``experts`` (:class:`nxdt_core.nn.moe.router.TopKRouter`), a step reports them."""
+    experts: ExpertPlan = field(default_factory=ExpertPlan)
+    """Of a mixture of experts."""
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name usable in ``model.activations_checkpoint_recompute`` → module path patterns."""
     cheap: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
     layers = product_layers(module, plan)
     found = {f"{path}.weight" for path, layer, _ in layers if _product_alone(layer)}
     for path, part in module.named_modules():
-        if isinstance(part, SwiGLUExperts) and matches_any(plan.experts, path) and not part.updates:
+        if isinstance(part, SwiGLUExperts) and matches_any(plan.experts.modules, path) and not part.updates:
             found |= {f"{path}.{name}" for name in _EXPERTS}
     return frozenset(found - {name for pair in plan.tied for name in pair})
 

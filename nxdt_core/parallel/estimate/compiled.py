@@ -61,7 +61,7 @@ def _in_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.
 
 
 def _routes(path: str, block: nn.Module, plan: ParallelPlan) -> bool:
-    routers = (*plan.expert_routers, *plan.experts)
+    routers = (*plan.experts.routers, *plan.experts.modules)
     return any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name)
 
 

@@ -277,7 +277,7 @@ def _group_of(name: str, plan: ParallelPlan, ends: Ends) -> str:
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         path = ".".join(parts[:end])
-        if matches_any(plan.experts, path) or matches(plan.recompute_layer, path):
+        if matches_any(plan.experts.modules, path) or matches(plan.recompute_layer, path):
             return path
         if path == ends.first or path in ends.last:
             return _FIRST if path == ends.first else _LAST

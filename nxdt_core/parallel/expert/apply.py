@@ -54,7 +54,7 @@ def apply_expert_parallel(
         ExpertsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.
         TensorPlanUnusable: the plan does not say how ``tp`` cuts a parameter.
     """
-    if mesh.size("ep") > 1 and not plan.experts:
+    if mesh.size("ep") > 1 and not plan.experts.modules:
         raise ModelWithoutExperts(ep=mesh.size("ep"))
     if mesh.size("ep") == mesh.size("tp") == mesh.size("cp") == 1:
         return
@@ -69,18 +69,18 @@ def apply_expert_parallel(
             chunks=chunks,
         )
         module.set_submodule(path, dispatcher)
-    for path in _paths(module, plan.expert_routers):
+    for path in _paths(module, plan.experts.routers):
         module.get_submodule(path).shards = token_shards(mesh)  # type: ignore[assignment]
 
 
 def exchange_chunks(module: nn.Module, plan: ParallelPlan) -> dict[str, int]:
     """Return in how many parts each layer with experts is to send its tokens, by path of the dispatcher."""
-    return {p: int(getattr(module.get_submodule(p), "chunks", 1)) for p in _paths(module, plan.expert_dispatchers)}
+    return {p: int(getattr(module.get_submodule(p), "chunks", 1)) for p in _paths(module, plan.experts.dispatchers)}
 
 
 def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
     """Return the paths of the modules whose parameters are experts."""
-    return tuple(_paths(module, plan.experts))
+    return tuple(_paths(module, plan.experts.modules))
 
 
 def expert_parameters(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
@@ -108,7 +108,7 @@ def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
             continue
         update.local = local_part
         matrix = f"{path}.{name.rpartition('.')[2]}"
-        column = any(side == "column" and matches(pattern, matrix) for pattern, side in plan.expert_tensor.items())
+        column = any(side == "column" and matches(pattern, matrix) for pattern, side in plan.experts.tensor.items())
         for dropout in (part for part in update.modules() if isinstance(part, Dropout)):
             dropout.whole = column  # its rows have all features
 
@@ -125,9 +125,9 @@ def _cuts(
     if tp > 1:
         matrix, follows = _followed(experts, name)
         full_name = f"{path}.{matrix}"
-        side = next((side for pattern, side in plan.expert_tensor.items() if matches(pattern, full_name)), None)
+        side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, full_name)), None)
         if side is None:
-            raise TensorPlanUnusable(problem=f"expert_tensor does not say how '{full_name}' is cut")
+            raise TensorPlanUnusable(problem=f"experts.tensor does not say how '{full_name}' is cut")
         dim = _SHARDED_DIM[side]
         if follows not in (None, dim):
             return

@@ -25,7 +25,7 @@ def routers_of(whole: nn.Module, plan: ParallelPlan) -> dict[str, int]:
     return {
         path: int(part.experts)
         for path, part in whole.named_modules()
-        if matches_any(plan.expert_routers, path) and hasattr(part, "statistics")
+        if matches_any(plan.experts.routers, path) and hasattr(part, "statistics")
     }
 
 

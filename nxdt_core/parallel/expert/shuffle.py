@@ -41,7 +41,7 @@ def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMes
     group = mesh.group("token_shuffle")
     assert group is not None
     shuffle = TokenShuffle(group)
-    dispatchers = [path for path, _ in module.named_modules() if matches_any(plan.expert_dispatchers, path)]
+    dispatchers = [path for path, _ in module.named_modules() if matches_any(plan.experts.dispatchers, path)]
     for path, part in module.named_modules():
         if matches_any(plan.tensor_blocks, path) and any(inner.startswith(f"{path}.") for inner in dispatchers):
             part.register_forward_pre_hook(shuffle.mix, prepend=True)

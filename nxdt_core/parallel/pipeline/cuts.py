@@ -99,7 +99,7 @@ def _products(whole: nn.Module, plan: ParallelPlan) -> Counter[str]:
     chosen = {
         path: int(part.top_k)
         for path, part in modules.items()
-        if matches_any(plan.expert_routers, path) and hasattr(part, "top_k")
+        if matches_any(plan.experts.routers, path) and hasattr(part, "top_k")
     }
     work: Counter[str] = Counter()
     for path, module in modules.items():
@@ -109,7 +109,7 @@ def _products(whole: nn.Module, plan: ParallelPlan) -> Counter[str]:
             if parameter.ndim < 2:
                 continue
             elements = parameter.numel()
-            if matches_any(plan.experts, path):
+            if matches_any(plan.experts.modules, path):
                 elements = elements * _top_k(path, chosen) // parameter.shape[0]
             work[path] += elements * (_TRAINED if parameter.requires_grad else _FROZEN)
     return work

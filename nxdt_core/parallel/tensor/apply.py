@@ -83,7 +83,9 @@ def apply_tensor_parallel(
         replacement = sharder.replacement(path, module.get_submodule(path), style)
         if replacement is not None:
             module.set_submodule(path, replacement)
-    routers = [path for path, _ in module.named_modules() if matches_any((*plan.expert_routers, *plan.experts), path)]
+    routers = [
+        path for path, _ in module.named_modules() if matches_any((*plan.experts.routers, *plan.experts.modules), path)
+    ]
     for block in blocks:
         if styles.get(block) != "row":  # whose inputs are its own part of the features
             routes = any(_inside(path, block) for path in routers)

@@ -191,15 +191,15 @@ class ModelContract:
         check_rules(fresh_rules(builder, parameters), parameters, norms=plan.norms, of=type(builder).__name__)
 
     def test_each_matrix_is_planned_once(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Match each parameter with one pattern of ``tensor`` or ``expert_tensor``, a router, or one of
+        """Match each parameter with one pattern of ``tensor`` or ``experts.tensor``, a router, or one of
         :attr:`replicated`."""
         if not plan.tensor:
             pytest.skip("the plan has no tensor parallelism")
         for name, parameter in model.named_parameters(remove_duplicate=False):
             owner = name.rpartition(".")[0]
             patterns = [path for path in plan.tensor if matches(path, owner)]
-            patterns += [path for path in plan.expert_tensor if matches(path, name)]
-            patterns += [path for path in plan.expert_routers if matches(path, owner)]
+            patterns += [path for path in plan.experts.tensor if matches(path, name)]
+            patterns += [path for path in plan.experts.routers if matches(path, owner)]
             patterns += [path for path in self.replicated if matches(path, name)]
             assert len(patterns) <= 1, f"{name} is planned by {patterns}"
             assert patterns or parameter.ndim < 2, f"{name} is not planned: every rank would hold it whole"
@@ -303,7 +303,7 @@ class ModelContract:
         """Six for each weight that a token is multiplied with (experts: some of theirs), and more with the sequence."""
         short, long = builder.flops_per_token(1), builder.flops_per_token(2)
         assert short <= long
-        experts = builder.plan().experts
+        experts = builder.plan().experts.modules
         dense = everything = 0
         for path, part in model.named_modules():
             own = list(part.parameters(recurse=False))
@@ -409,7 +409,7 @@ def _stages(builder: ModelBuilder) -> Iterator[nn.Module]:
 def _module_patterns(plan: ParallelPlan) -> Iterator[str]:
     """Those that the plan gives itself."""
     yield from (*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores)
-    yield from (*plan.experts, *plan.expert_dispatchers, *plan.expert_routers)
+    yield from (*plan.experts.modules, *plan.experts.dispatchers, *plan.experts.routers)
     yield from (path for group in plan.recompute.values() for path in group)
     yield from plan.cheap
     if plan.heads is not None:
@@ -419,6 +419,6 @@ def _module_patterns(plan: ParallelPlan) -> Iterator[str]:
 
 
 def _parameter_patterns(plan: ParallelPlan) -> Iterator[str]:
-    yield from (*plan.norms, *plan.expert_tensor)
+    yield from (*plan.norms, *plan.experts.tensor)
     if plan.no_weight_decay != _DEFAULTS.no_weight_decay:
         yield from plan.no_weight_decay

@@ -24,7 +24,7 @@ from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow_except
 
@@ -41,14 +41,16 @@ PLAN = ParallelPlan(
         "lm_head": "vocab_head",  # on another stage; sequence parallelism asks for one
     },
     tensor_blocks=("*.moe",),
-    experts=("*.moe.experts",),
-    expert_tensor={
-        "*.moe.experts.gate_proj": "column",
-        "*.moe.experts.up_proj": "column",
-        "*.moe.experts.down_proj": "row",
-    },
-    expert_dispatchers=("*.moe.dispatcher",),
-    expert_routers=("*.moe.router",),
+    experts=ExpertPlan(
+        modules=("*.moe.experts",),
+        tensor={
+            "*.moe.experts.gate_proj": "column",
+            "*.moe.experts.up_proj": "column",
+            "*.moe.experts.down_proj": "row",
+        },
+        dispatchers=("*.moe.dispatcher",),
+        routers=("*.moe.router",),
+    ),
 )
 
 

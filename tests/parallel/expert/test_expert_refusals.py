@@ -28,9 +28,7 @@ def apply(config, *, plan=None, **sizes):
 
 
 def test_experts_must_divide():
-    with pytest.raises(
-        ExpertsDoNotDivide, match=r"'layers.0.moe.experts' has 6 experts, which 4 expert parallel ranks"
-    ):
+    with raises(ExpertsDoNotDivide, match=r"'layers.0.moe.experts' has 6 experts, which 4 expert parallel ranks"):
         apply(MoEModelConfig(moe=MoEConfig(num_experts=6)), dp_shard=4, ep=4)
 
 
@@ -46,7 +44,7 @@ def test_a_model_without_experts_cannot_share_them():
 
 def test_every_parameter_of_an_expert_needs_a_side_under_tp():
     plan = MoEBuilder(MoEModelConfig()).plan()
-    plan = replace(plan, expert_tensor={})
+    plan = replace(plan, experts=replace(plan.experts, tensor={}))
     with pytest.raises(TensorPlanUnusable, match=r"does not say how 'layers.0.moe.experts.gate_proj' is cut"):
         apply(MoEModelConfig(), plan=plan, tp=2)
 

@@ -53,7 +53,7 @@ class Shares:
 
     def alone(self, name: str) -> bool:
         """Whether a parameter is of experts that no other rank has."""
-        expert = matches_any(self.plan.experts, name.rpartition(".")[0])
+        expert = matches_any(self.plan.experts.modules, name.rpartition(".")[0])
         return expert and self.layout.ep > 1 and self.layout.fsdp == self.layout.ep and self.layout.replicas == 1
 
     def width(self, module: str) -> int | None:
@@ -81,7 +81,7 @@ class Shares:
 
     def _share(self, name: str, shape: tuple[int, ...]) -> Share:
         module = name.rpartition(".")[0]
-        expert = matches_any(self.plan.experts, module)
+        expert = matches_any(self.plan.experts.modules, module)
         compute = prod(shape) // self._tensor_parts(name, module) // (self.layout.ep if expert else 1)
         shards = self.layout.fsdp // self.layout.ep if expert else self.layout.fsdp
         return Share(compute=compute, shard=compute // shards if self.layout.zero else compute)
@@ -92,7 +92,7 @@ class Shares:
             return min(self.layout.tp, heads.kv_heads)
         styles = [style for pattern, style in self.plan.tensor.items() if matches(pattern, module)]
         sharded = styles and styles[0] != "replicate"
-        return self.layout.tp if sharded or matches_any(tuple(self.plan.expert_tensor), name) else 1
+        return self.layout.tp if sharded or matches_any(tuple(self.plan.experts.tensor), name) else 1
 
 
 def complaints(shares: Shares, rank: int, held: Held, *, item: int, state: int) -> Iterator[str]:

@@ -168,9 +168,7 @@ def long(words):
 
 def test_a_conversation_that_is_too_long_is_refused_with_its_place(load, write):
     path = write(turn("Hi", "Hello"), long(50), long(90))
-    with pytest.raises(
-        ChatTooLong, match=r"chats\.jsonl:2: the conversation has \d+ tokens; sequences of 48 hold 49\."
-    ) as e:
+    with raises(ChatTooLong, match=r"chats\.jsonl:2: the conversation has \d+ tokens; sequences of 48 hold 49\.") as e:
         load(path, seq_length=48)
     assert "first of 2 so long" in str(e.value)
     assert "keep_start and keep_end" in str(e.value)

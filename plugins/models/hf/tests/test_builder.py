@@ -50,10 +50,10 @@ def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, family):
         assert parameters[pair[0]] is parameters[pair[1]]
     assert bool(plan.tied) is made.architecture.config.tie_word_embeddings
     assert plan.refused.keys() == ({"pp"} if family == "olmoe" else set())  # transformers has no pp_plan for it
-    if plan.experts:
-        for path in (*plan.experts, *plan.expert_dispatchers, *plan.expert_routers):
+    if plan.experts.modules:
+        for path in (*plan.experts.modules, *plan.experts.dispatchers, *plan.experts.routers):
             assert any(matches(path, name) for name in modules), path
-        for path in plan.expert_tensor:
+        for path in plan.experts.tensor:
             assert any(matches(path, name) for name in parameters), path
 
 

@@ -22,7 +22,7 @@ from nxdt_core.nn.moe.router import TopKRouter
 from nxdt_core.nn.norm import RMSNorm
 from nxdt_core.nn.rotary import RotaryEmbedding
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
+from nxdt_core.protocols.plan import AttentionHeads, ExpertPlan, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_testing.models.moe_config import MoEModelConfig
 
@@ -131,14 +131,16 @@ class MoEBuilder:
             ),
             pipeline=PipelinePlan(hidden_size=self.config.hidden_size),
             attention_cores=(f"{attention}.core",),
-            experts=(f"{moe}.experts",),
-            expert_tensor={
-                f"{moe}.experts.gate_proj": "column",
-                f"{moe}.experts.up_proj": "column",
-                f"{moe}.experts.down_proj": "row",
-            },
-            expert_dispatchers=(f"{moe}.dispatcher",),
-            expert_routers=(f"{moe}.router",),
+            experts=ExpertPlan(
+                modules=(f"{moe}.experts",),
+                tensor={
+                    f"{moe}.experts.gate_proj": "column",
+                    f"{moe}.experts.up_proj": "column",
+                    f"{moe}.experts.down_proj": "row",
+                },
+                dispatchers=(f"{moe}.dispatcher",),
+                routers=(f"{moe}.router",),
+            ),
             recompute={"CoreAttention": (f"{attention}.core",), "MixtureOfExperts": (moe,)},
             norms=tuple(f"{norm}.weight" for norm in _NORMS),
             no_weight_decay=(),

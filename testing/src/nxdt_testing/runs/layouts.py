@@ -223,7 +223,7 @@ def planned_capabilities(plan: ParallelPlan) -> frozenset[str]:
         "sp": bool(plan.sequence_norms) and "vocab_head" in styles,
         "pp": plan.pipeline is not None,
         "cp": bool(plan.attention_cores),
-        "ep": bool(plan.experts),
+        "ep": bool(plan.experts.modules),
     }
     return frozenset(name for name, has in found.items() if has and name not in plan.refused)
 

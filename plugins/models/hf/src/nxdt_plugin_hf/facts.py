@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdt_core.devices import HOST
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
@@ -105,12 +105,12 @@ class ModelFacts:
             heads=self.tensor.heads,
             pipeline=self.pipeline,
             attention_cores=(core,),
-            experts=tuple(f"{experts}.{STACK}" for experts in routed),
-            expert_tensor={
-                f"{experts}.{STACK}.{name}": side for experts in routed for name, side in STACK_SIDES.items()
-            },
-            expert_dispatchers=tuple(f"{experts}.{DISPATCHER}" for experts in routed),
-            expert_routers=routed,
+            experts=ExpertPlan(
+                modules=tuple(f"{experts}.{STACK}" for experts in routed),
+                tensor={f"{experts}.{STACK}.{name}": side for experts in routed for name, side in STACK_SIDES.items()},
+                dispatchers=tuple(f"{experts}.{DISPATCHER}" for experts in routed),
+                routers=routed,
+            ),
             recompute={"CoreAttention": (core,), **self.classes},
             recompute_layer=f"{self.layers}.*",
             norms=tuple(f"{norm}.weight" for norm in self.norms),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
 from nxdt_core.models.decoder_plan import LAYER, MLP, NORMS, SWIGLU_STYLES, rotary_decoder_plan
-from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
+from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, TensorStyle
 from nxdt_plugin_mixtral.config import MixtralConfig
 from nxdt_plugin_mixtral.errors import NoHFForm
 from nxdt_plugin_mixtral.modeling import Mixtral
@@ -53,14 +53,16 @@ class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
         return replace(
             plan,
             cheap=(*NORMS, *activations),
-            experts=(_EXPERTS,),
-            expert_tensor={
-                f"{_EXPERTS}.gate_proj": "column",
-                f"{_EXPERTS}.up_proj": "column",
-                f"{_EXPERTS}.down_proj": "row",
-            },
-            expert_dispatchers=(f"{_MOE}.dispatcher",),
-            expert_routers=(f"{_MOE}.router",),
+            experts=ExpertPlan(
+                modules=(_EXPERTS,),
+                tensor={
+                    f"{_EXPERTS}.gate_proj": "column",
+                    f"{_EXPERTS}.up_proj": "column",
+                    f"{_EXPERTS}.down_proj": "row",
+                },
+                dispatchers=(f"{_MOE}.dispatcher",),
+                routers=(f"{_MOE}.router",),
+            ),
         )
 
     def feed_forward_weights(self) -> int:

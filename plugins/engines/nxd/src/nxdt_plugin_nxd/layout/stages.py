@@ -120,7 +120,7 @@ def lay_out(
     if fixed_shapes:
         _check_capacity(whole, plan)
     whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
-    if sizes.ep > 1 and not plan.experts:
+    if sizes.ep > 1 and not plan.experts.modules:
         raise ModelWithoutExperts(ep=sizes.ep)
     modules = tuple(_cut(whole, plan, place, run))
     shards: dict[str, Shard] = {}
@@ -157,7 +157,7 @@ def _cut(whole: nn.Module, plan: ParallelPlan, place: Place, run: RunConfig) -> 
 def _check_capacity(whole: nn.Module, plan: ParallelPlan) -> None:
     """Refuse routers that give their experts as many tokens as choose them."""
     for path, router in whole.named_modules():
-        if matches_any(plan.expert_routers, path) and getattr(router, "capacity_factor", 0) is None:
+        if matches_any(plan.experts.routers, path) and getattr(router, "capacity_factor", 0) is None:
             raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
 
 

@@ -110,7 +110,7 @@ def translate(
         PlanNotExpressible: the plan asks for something that the engine does not do.
         ShardDoesNotDivide, HeadsDoNotDivide, ExpertsDoNotDivide: sizes that the ranks cannot share in equal parts.
     """
-    dispatchers = tuple(_paths(module, plan.expert_dispatchers))
+    dispatchers = tuple(_paths(module, plan.experts.dispatchers))
     if tp == 1:
         experts = _expert_shards(module, plan, tp, ep)
         return Translation(
@@ -140,7 +140,7 @@ def translate(
         shards=shards,
         partial=frozenset(_partial(module, shards, blocks, rows, whole, sequence_parallel=sequence_parallel)),
         dispatchers=dispatchers,
-        routers=tuple(_paths(module, plan.expert_routers)),
+        routers=tuple(_paths(module, plan.experts.routers)),
     )
 
 
@@ -202,7 +202,7 @@ def _shard(name: str, parameter: nn.Parameter, dim: int, tp: int, copies: int = 
 
 def _expert_shards(module: nn.Module, plan: ParallelPlan, tp: int, ep: int) -> dict[str, Shard]:
     found = {}
-    for path in _paths(module, plan.experts):
+    for path in _paths(module, plan.experts.modules):
         for leaf, parameter in module.get_submodule(path).named_parameters():
             name = f"{path}.{leaf}"
             if len(parameter) % ep:
@@ -215,9 +215,9 @@ def _within_expert(module: nn.Module, plan: ParallelPlan, name: str, parameter: 
     """How each expert is divided among tensor parallel ranks."""
     if tp == 1:
         return Shard(shape=tuple(parameter.shape), dim=0, parts=1)
-    side = next((side for pattern, side in plan.expert_tensor.items() if matches(pattern, name)), None)
+    side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, name)), None)
     if side is None:
-        problem = f"expert_tensor does not say how '{name}' is sharded"
+        problem = f"experts.tensor does not say how '{name}' is sharded"
         raise PlanNotExpressible(model=type(module).__name__, problem=problem)
     return _shard(name, parameter, _EXPERT_DIM[side], tp)
 
