@@ -30,8 +30,8 @@ class NxdtError(Exception):
     usual_remedy: str = ""
     """What to do in general, where ``remedy`` depends on what was found: for the page of error codes and
     ``nxdt explain``."""
-    _values: Mapping[str, Any] | None = None
-    """Of an error that a row gave: the values of its templates."""
+    _names: tuple[str, ...] | None = None
+    """Of an error that a row gave: the attributes that are values of its templates."""
     _also: Callable[[Any], Mapping[str, Any]] | None = None
 
     def __init__(self, **data: Any) -> None:
@@ -71,11 +71,12 @@ class NxdtError(Exception):
         ]
 
     def __reduce__(self) -> Any:
-        if self._values is None:
+        if self._names is None:
             return _rebuild, (type(self), NxdtError._view(self))
         texts = {name: _literal(getattr(self, name)()) for name in ("what", "do")}
         row = {"code": self.code, "exit_status": self.exit_status, "happened": texts["what"], "remedy": texts["do"]}
-        return _restored, (type(self), {**row, "_values": self._values})
+        values = {name: getattr(self, name) for name in self._names}
+        return _restored, (type(self), {**values, **row, "_names": self._names})
 
     def what(self) -> str:
         """Return one sentence: what was found."""
@@ -87,10 +88,11 @@ class NxdtError(Exception):
 
     def _view(self) -> dict[str, Any]:
         """Values that the two templates may name; subclasses add what they compute."""
-        if self._values is not None:
-            listed = {name: _Listed(value) for name, value in self._values.items() if type(value) in (tuple, list)}
-            return {**self._values, **listed, **(self._also(self) if self._also else {})}
-        return {name: getattr(self, name) for name in self._fields()}
+        if self._names is None:
+            return {name: getattr(self, name) for name in self._fields()}
+        found = {name: getattr(self, name) for name in self._names}
+        listed = {name: _Listed(value) for name, value in found.items() if type(value) in (tuple, list)}
+        return {**found, **listed, **(self._also(self) if self._also else {})}
 
     def __str__(self) -> str:
         return visible(f"[{self.code}] {self.what()}\n  {self.do()}")
@@ -129,7 +131,7 @@ class ErrorCode(Generic[E]):
         error = self.family.__new__(self.family)
         own = {"code": self.code, "exit_status": self.exit_status, "happened": self.happened, "remedy": self.remedy}
         given = {**self.defaults, **values}
-        vars(error).update(given, **own, usual_remedy=self.usual_remedy, _values=given, _also=self.also)
+        vars(error).update(given, **own, usual_remedy=self.usual_remedy, _names=tuple(given), _also=self.also)
         error.what(), error.do()  # a missing value is a defect of the caller: found here, and not when it is printed
         return error
 
@@ -151,7 +153,7 @@ def _rebuild(cls: type[NxdtError], data: dict[str, Any]) -> NxdtError:
 
 def _restored(cls: type[NxdtError], state: dict[str, Any]) -> NxdtError:
     error = cls.__new__(cls)
-    vars(error).update(state["_values"], **state)
+    vars(error).update(state)
     return error
 
 

@@ -243,15 +243,24 @@ class ImpossibleCombination(ConfigProblem):
     """Where several values may not fit the same one."""
 
 
-BadComponentChoice = ConfigProblem.define(
-    "NXDT-C017",
-    "A component is not available. The message is that of the kernel.",
-    "{inner}{note}",
-    "{inner_remedy}",
-    usual_remedy="Choose an available name, or install the plugin that the message names.",
-    defaults={"note": ""},
-    also=lambda error: {"inner": error.error.what(), "inner_remedy": error.error.do()},
-)
+class BadComponentChoice(ConfigProblem):
+    """A component is not available. The message is that of the kernel."""
+
+    code = "NXDT-C017"
+    happened = "{inner}{note}"
+    remedy = "{inner_remedy}"
+    usual_remedy = "Choose an available name, or install the plugin that the message names."
+    error: NxdtError
+    note: str = ""
+    """A sentence on where the choice comes from."""
+
+    def _view(self) -> dict[str, Any]:
+        return {**super()._view(), "inner": self.error.what(), "inner_remedy": self.error.do()}
+
+    @property
+    def shown_code(self) -> str:
+        """Return the code of the kernel's error."""
+        return self.error.code
 
 
 class BadComponentConfig(ConfigProblem):

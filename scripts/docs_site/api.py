@@ -1,4 +1,4 @@
-"""Pages of the documentation about the stable Python modules, from their source; only errors are imported."""
+"""Pages of the documentation about the stable Python modules, from their source; nothing is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import groupby
 
 import public_api
@@ -94,7 +93,7 @@ def _page(page: str, modules: list[Module], places: Mapping[str, str]) -> Iterat
         if tabled:
             yield from _errors(module, links)
         for exported, node, below in module.exported():
-            if tabled and not isinstance(node, ast.FunctionDef):
+            if tabled and _error(node):
                 continue
             described = _described(exported, node, below, links)
             place = f"{module.name}.{exported}"
@@ -161,17 +160,28 @@ def _requirement(node: ast.FunctionDef | ast.AsyncFunctionDef, links: Links) -> 
 
 def _errors(module: Module, links: Links) -> Iterator[str]:
     yield from ("| Name | Code | Meaning |", "|---|---|---|")
-    found = vars(import_module(module.name))
     for name, node, _ in module.exported():
-        if isinstance(node, ast.FunctionDef):
+        code, meaning = _error(node) or ("", "")
+        if not meaning:
             continue
-        code = getattr(found[name], "code", "")
         letter = code.removeprefix("NXDT-")[:1]
-        text = f"[{code}](../errors/{letter}.md#{code})" if letter.isalpha() else "–"
-        meaning = found[name].cause if isinstance(node, ast.Assign) else ast.get_docstring(node) or ""
+        text = f"[{code}](../errors/{letter}.md#{code})" if letter else "–"
         doc = _escaped(_inline(_first_sentence(meaning), links))
         yield f'| <span id="{module.name}.{name}"></span>`{name}` | {text} | {doc} |'
     yield ""
+
+
+def _error(node: ast.stmt) -> tuple[str, str] | None:
+    """Code and meaning of what a statement defines, if it is an error: a class, or a row of the catalogue."""
+    if isinstance(node, ast.ClassDef):
+        values = {_flat(part.targets[0]): part.value for part in node.body if isinstance(part, ast.Assign)}
+        code = values.get("code")
+        return str(code.value) if isinstance(code, ast.Constant) else "", ast.get_docstring(node) or ""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        code, cause, *_ = [*node.value.args, None, None]
+        if _flat(node.value.func).endswith(".define") and isinstance(code, ast.Constant):
+            return str(code.value), str(ast.literal_eval(cause)) if cause is not None else ""
+    return None
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

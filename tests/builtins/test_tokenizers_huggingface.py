@@ -205,12 +205,12 @@ def test_a_name_is_found_in_the_cache_of_the_hub_and_else_refused(directory, tmp
     program = """
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
-from nxdt_core.errors.data import TokenizerFileNotFound
+from nxdt_core.errors import NxdtError
 found = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type="someone/little"))
 print(found.vocab_size, found.bos_id, found.eos_id, len(found.encode("In the beginning, In the beginning")))
 try:
     HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type="someone/else"))
-except TokenizerFileNotFound as error:
+except NxdtError as error:
     print(error)
 """
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}

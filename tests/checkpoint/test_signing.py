@@ -311,11 +311,11 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> N
 import sys
 sys.modules["cryptography"] = None
 from nxdt_core.checkpoint import Signer, TrustedKeys, latest
-from nxdt_core.errors.signing import SigningLibraryMissing
+from nxdt_core.errors.checkpoints import StorageError
 for work in (lambda: Signer("k.pem").check(None), lambda: TrustedKeys(["k.pub"]).fingerprints):
     try:
         work()
-    except SigningLibraryMissing as error:
+    except StorageError as error:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from nxdt_core.distributed.process_group import Ranks
+from tests.error_names import name_of
 from tests.faults.injection import CALLS, REQUESTS, Injection, let_go
 from tests.faults.job import AMPLE_S, Job, joined
 from tests.faults.judgement import after_fault, after_next_save
@@ -94,7 +95,7 @@ def meet_faults(
 
 def _told(ranks: Ranks, injection: Injection, error: Exception | None) -> list[str]:
     """All ranks are told, of that fault, or none is."""
-    names = ranks.all_gather_object(type(error).__name__)
+    names = ranks.all_gather_object(name_of(error))
     allowed = {**CALLS, **REQUESTS}[injection.kind].told
     if set(names) == {"NoneType"} or allowed.issuperset(names):
         return []

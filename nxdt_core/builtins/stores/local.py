@@ -200,7 +200,7 @@ class LocalStorage:
             named = Path(error.filename) if isinstance(error.filename, str) else path
             shown = path if named.name.startswith(_TEMPORARY) else named
             known = explained(error, str(shown))
-            if type(known).code == "NXDT-S000":
+            if known.code == "NXDT-S000":
                 raise
             raise known from error
 

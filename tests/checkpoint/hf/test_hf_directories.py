@@ -318,7 +318,7 @@ def test_pickled_weights_are_never_opened(tmp_path):
 def test_a_bad_config_is_named(tmp_path, content, error):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(error, match=r"config\.json"):
+    with raises(error, match=r"config\.json"):
         read_hf_config(tmp_path)
 
 

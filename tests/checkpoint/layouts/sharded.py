@@ -30,6 +30,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.store import CheckpointStore
+from tests.error_names import name_of
 
 SHAPES = {
     "embed": (10, 6),  # by rows over tensor parallel ranks, and again, unevenly, over data parallel ones
@@ -283,10 +284,10 @@ def partial_sums() -> tuple[str, str]:
 
 
 def error_of(action: Callable[[], Any]) -> tuple[str, str]:
-    """Class and text of what ``action`` raises."""
+    """Name and text of what ``action`` raises."""
     with suppress(AssertionError):
         try:
             action()
         except (NxdtError, ZeroDivisionError) as error:
-            return type(error).__name__, str(error)
+            return name_of(error), str(error)
     return "", ""

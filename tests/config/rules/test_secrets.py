@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from nxdt_testing.errors import raises
 
 from nxdt_core import config
 from nxdt_core.config.secrets.addresses import without_credentials
@@ -219,12 +220,12 @@ def test_ranks_with_different_secrets_are_told_without_them(load, good, monkeypa
     facts = []
     for value in (CANARY, f"{CANARY}-2"):
         monkeypatch.setenv("NXDT_CANARY", value)
-        with pytest.raises(RanksDisagree):
+        with raises(RanksDisagree):
             check_agreement(load(good, key), other := TwoRanks(["another digest"]))
         facts.append(other.sent)
         check_agreement(load(good, key), TwoRanks())
     assert facts[0][0] != facts[1][0]
-    with pytest.raises(RanksDisagree) as error:
+    with raises(RanksDisagree) as error:
         check_agreement(load(good, key), TwoRanks(facts[0]))
     assert CANARY not in str(error.value)
     assert 'name is "${oc.env:NXDT_CANARY}" (value ' in str(error.value)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
@@ -208,5 +209,5 @@ def test_an_error_for_users_ends_the_run(run_with):
     ],
 )
 def test_what_no_run_would_call_is_refused(run_with, name, error, message):
-    with pytest.raises(error, match=message):
+    with raises(error, match=message):
         train(run_with(name, "trainer.max_steps=1"))

@@ -299,7 +299,7 @@ def test_bf16_autocast_trains_close_to_fp32(small_run, metric_rows):
     [("model.vocab_size=256", VocabularyTooSmall), ("model.max_position_embeddings=16", ConfigError)],
 )
 def test_what_cannot_fit_is_said_before_training(small_run, override, error):
-    with pytest.raises(error):
+    with raises(error):
         train(small_run("trainer.max_steps=1", override))
 
 

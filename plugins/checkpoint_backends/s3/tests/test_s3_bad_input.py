@@ -9,13 +9,14 @@ from email.utils import format_datetime
 
 import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
+from nxdt_plugin_s3.errors import S3BadAddress
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT, READER, refuse_s3
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.storage import check_writable
-from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, StorageDenied, StorageError, StorageFull
+from nxdt_core.errors.checkpoints import BadStorageKey, StorageDenied, StorageError, StorageFull
 
 
 def refused(storage, use=check_writable) -> StorageError:
@@ -171,13 +172,13 @@ def test_answers_that_stay_bad(behind, proxy, status, code, expected, kind):
     ],
 )
 def test_addresses_that_name_no_bucket(uri):
-    with raises(BadStorageUri) as caught:
+    with raises(S3BadAddress) as caught:
         S3Storage(uri)
     assert caught.value.code == "NXDT-S107"
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():
-    with raises(BadStorageUri) as caught:
+    with raises(S3BadAddress) as caught:
         S3Storage("s3://id:hush@bucket/a")
     assert "hush" not in str(caught.value)
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from nxdt_plugin_hf_data.errors import RowsDiffer, RowTooLong
+from nxdt_testing.errors import raises
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.errors.data import TooFewTokens
@@ -181,7 +182,7 @@ def test_shuffling_keeps_the_samples_of_a_pass_and_changes_their_order(loader, c
 def test_what_the_first_rows_do_not_show_is_told_when_it_is_read(loader, tmp_path, rows, packing, error, words):
     directory = write(tmp_path / "files", ".parquet", {"input_ids": rows}, files=1)
     stream = loader(train_dir=directory, streaming=True, packing=packing, shuffle=False).split("train")
-    with pytest.raises(error, match=words):
+    with raises(error, match=words):
         list(islice(stream, 400))
 
 

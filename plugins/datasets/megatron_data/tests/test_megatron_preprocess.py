@@ -24,8 +24,8 @@ import nxdt_plugin_megatron_data.preprocess.run as preprocess_run
 import pytest
 import zstandard
 from click.testing import CliRunner
+from nxdt_plugin_megatron_data.errors import WorkerDied
 from nxdt_plugin_megatron_data.format import bin_path, idx_path
-from nxdt_plugin_megatron_data.preprocess.errors import WorkerDied
 from nxdt_plugin_megatron_data.provenance import read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
 from nxdt_testing.processes.terminal import on_terminal

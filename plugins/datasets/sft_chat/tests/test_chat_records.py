@@ -378,7 +378,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, fou
         pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     wanted = tmp_path / name.replace("b.", "a.")
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(error) as caught:
+    with raises(error) as caught:
         read_records([wanted], "data.train_files")
     assert found in str(caught.value)
 

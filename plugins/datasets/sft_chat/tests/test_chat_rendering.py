@@ -304,5 +304,5 @@ def test_options_reach_the_template(render):
     ],
 )
 def test_templates_that_cannot_render_are_named(template, error, found, render):
-    with pytest.raises(error, match=found):
+    with raises(error, match=found):
         render(template, BARE)

@@ -244,7 +244,7 @@ def test_a_run_refuses_callbacks_of_lightning_and_says_what_replaces_them(small_
         "def nxdt_callbacks(): return [Component(name='saver', target=f'{__name__}:saver')]\n"
     )
     config = small_run(*SHORT, f"plugins.local=[{tmp_path}/savers.py]", "trainer.callbacks=[saver]")
-    with pytest.raises(NotOurCallback, match=r"(?s)Saver.*on_train_batch_end → on_step_end.*nxdt-plugin-lightning"):
+    with raises(NotOurCallback, match=r"(?s)Saver.*on_train_batch_end → on_step_end.*nxdt-plugin-lightning"):
         train(config)
 
 

@@ -125,7 +125,7 @@ def preprocess(
 
 
 def _prefix(text: str) -> Path:
-    from nxdt_plugin_megatron_data.preprocess.errors import BadPrefix
+    from nxdt_plugin_megatron_data.errors import BadPrefix
 
     path = Path(text)
     if text.endswith(os.sep) or path.name in ("", ".."):

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.regular_files import read_text, regular_opener, replace_text, replacing
+from nxdt_plugin_megatron_data.errors import OtherJob
 from nxdt_plugin_megatron_data.format import bin_path, idx_path
 from nxdt_plugin_megatron_data.preprocess.blocks import Place
-from nxdt_plugin_megatron_data.preprocess.errors import OtherJob
 from nxdt_plugin_megatron_data.provenance import Note, note_path
 from nxdt_plugin_megatron_data.writer import write_index
 

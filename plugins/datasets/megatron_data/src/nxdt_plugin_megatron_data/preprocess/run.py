@@ -21,9 +21,7 @@ from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.store import LocksUnsupported
 from nxdt_core.regular_files import read_text
-from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
-from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
-from nxdt_plugin_megatron_data.preprocess.errors import (
+from nxdt_plugin_megatron_data.errors import (
     InputInTheWay,
     NoDocuments,
     NoEndToken,
@@ -34,6 +32,8 @@ from nxdt_plugin_megatron_data.preprocess.errors import (
     TooManyBadRecords,
     WorkerDied,
 )
+from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
+from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.named_tokenizer import NamedTokenizer
 from nxdt_plugin_megatron_data.preprocess.progress import Counts, Output
 from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
