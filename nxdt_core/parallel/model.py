@@ -232,7 +232,11 @@ class TorchModel:
         self.weights_changed()
 
     def local_modules(self) -> Sequence[nn.Module]:
-        """Return the modules of this rank: one a pipeline stage."""
+        """Return the modules of this rank: one a pipeline stage.
+
+        Without a pipeline, a program may call the module and ``backward`` itself: the optimizer's ``clip_grad_norm``
+        completes the sums of the gradients.
+        """
         return self._stages.modules
 
     def finish_gradients(self) -> torch.Tensor:
