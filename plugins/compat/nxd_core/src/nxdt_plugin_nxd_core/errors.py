@@ -96,22 +96,14 @@ OutputNotTensors = NxdtError.define(
 )
 
 
-class WorldDoesNotDivide(NxdtError):
-    """Processes that do not fall into groups of the sizes that were asked for."""
-
-    code = "NXDT-T061"
-    happened = (
-        "{world} processes were started, which do not divide into groups of tensor_parallel_size={tp} x "
-        "pipeline_parallel_size={pp}."
-    )
-    remedy = "Start a multiple of {group} processes, for example: torchrun --nproc-per-node {group} SCRIPT"
-    world: int
-    tp: int
-    pp: int
-
-    def _view(self) -> dict[str, Any]:
-        return {**super()._view(), "group": self.tp * self.pp}
-
+WorldDoesNotDivide = NxdtError.define(
+    "NXDT-T061",
+    "Processes that do not fall into groups of the sizes that were asked for.",
+    "{world} processes were started, which do not divide into groups of tensor_parallel_size={tp} x "
+    "pipeline_parallel_size={pp}.",
+    "Start a multiple of {group} processes, for example: torchrun --nproc-per-node {group} SCRIPT",
+    also=lambda error: {"group": error.tp * error.pp},
+)
 
 CallDoesNotBind = NxdtError.define(
     "NXDT-T063",
