@@ -2,6 +2,9 @@
 
 ``flock`` belongs to an open file, so the kernel gives it back when the last process that has the file open is gone.
 Workers that a process forks inherit the open file and may outlive it by seconds: they close it at once.
+
+Whether locks bind all machines that mount a file system is in ``/proc/self/mountinfo`` (proc_pid_mountinfo(5)); where
+there is none, nothing is known.
 """
 
 from __future__ import annotations
@@ -9,15 +12,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from nxdt_core.mounts import mount_of
 from nxdt_core.protocols.store import LocksUnsupported
 from nxdt_core.regular_files import open_regular
 
-__all__ = ["FileLock", "take_file_lock"]
+__all__ = ["FileLock", "Mount", "mount_of", "take_file_lock"]
+
+MOUNTS = Path("/proc/self/mountinfo")
 
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 
@@ -101,3 +107,53 @@ def _leads_to(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """One line of the table of mounts."""
+
+    point: Path
+    filesystem: str
+    """Its type: ``ext4``, ``nfs4``, ``lustre``."""
+    options: frozenset[str]
+    """Those of the mount and those of the file system."""
+
+    @property
+    def locks_are_shared(self) -> bool:
+        """Whether a ``flock`` here is seen by every machine that can see the file.
+
+        Lustre has them with the option ``flock`` alone (``localflock`` binds one client), NFS unless ``local_lock``
+        keeps them on the client, CIFS unless ``nobrl`` does; a FUSE server need not even hear of them.
+        """
+        if self.filesystem == "lustre":
+            return "flock" in self.options
+        if self.filesystem in ("nfs", "nfs4"):
+            return self.options.isdisjoint({"nolock", "local_lock=flock", "local_lock=all"})
+        if self.filesystem in ("cifs", "smb3"):
+            return "nobrl" not in self.options
+        return self.filesystem.partition(".")[0] not in ("fuse", "fuseblk")
+
+
+def mount_of(path: Path) -> Mount | None:
+    """Return the mount that holds ``path``, which need not exist; None where the system does not report it."""
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    target = path.resolve()
+    # Of several at one point, the last one covers the others.
+    covering = [mount for mount in map(_parse, lines) if target.is_relative_to(mount.point)]
+    return max(reversed(covering), key=lambda mount: len(mount.point.parts), default=None)
+
+
+def _parse(line: str) -> Mount:
+    """``36 35 98:0 /root /point rw,noatime shared:1 - ext4 /dev/root rw,errors=continue``."""
+    left, _, right = line.partition(" - ")
+    point, options = left.split(" ")[4:6]
+    filesystem, _, more = right.split(" ")[:3]
+    return Mount(
+        point=Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)),
+        filesystem=filesystem,
+        options=frozenset([*options.split(","), *more.split(",")]),
+    )

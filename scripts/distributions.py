@@ -21,8 +21,8 @@ from typing import Any
 __all__ = ["META", "OFFERS", "ROOT", "editable", "extras", "folders", "offers", "plugins", "with_extras"]
 
 ROOT = Path(__file__).resolve().parent.parent
-OFFERS = ROOT / "nxdt_core" / "kernel" / "components" / "first_party.json"
-"""Read by :mod:`nxdt_core.kernel.components.known`."""
+OFFERS = ROOT / "nxdt_core" / "kernel" / "first_party.json"
+"""Read by :mod:`nxdt_core.kernel.known`."""
 META = ROOT / "meta" / "pyproject.toml"
 """The distribution ``nxdt``, whose extras are the plugins and the extras of the core."""
 _PLUGIN = "nxdt-plugin-"

@@ -28,9 +28,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.builtins.stores.local import LocalStorage
-from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_into, read_manifest, save_checkpoint
+from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_into, read_manifest
 from nxdt_core.checkpoint.format.safetensors_stream import bytes_of
 from nxdt_core.training.step_times import STEPS, StepTimes
 

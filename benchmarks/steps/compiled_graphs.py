@@ -22,12 +22,12 @@ import torch
 from nxdt_testing.ranks import RankPool
 from torch.profiler import ProfilerActivity, profile
 
-from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.config import load
 from nxdt_core.devices import PROFILES, profile_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
+from tests.graph_counts import GraphCounts
 
 _SEQUENCE, _ROWS = 64, 2
 _MOE = {"model.moe.num_experts": 4}

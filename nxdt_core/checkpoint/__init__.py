@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.read.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
     from nxdt_core.checkpoint.signing import Signer, TrustedKeys
     from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
-    from nxdt_core.checkpoint.write.manager import CheckpointManager
-    from nxdt_core.checkpoint.write.report import SaveReport
+    from nxdt_core.checkpoint.write.manager import CheckpointManager, SaveReport
+    from nxdt_core.checkpoint.write.plan import SavePlan, plan_save
     from nxdt_core.checkpoint.write.retention import Retention, delete_step, prune
-    from nxdt_core.checkpoint.write.save import save_checkpoint
+    from nxdt_core.checkpoint.write.save import save
 
 __all__ = [
     "CheckpointFacts",
@@ -36,6 +36,7 @@ __all__ = [
     "Manifest",
     "Ownership",
     "Retention",
+    "SavePlan",
     "SaveReport",
     "Signer",
     "TrustedKeys",
@@ -54,9 +55,10 @@ __all__ = [
     "open_storage",
     "own",
     "owned",
+    "plan_save",
     "prune",
     "read_manifest",
-    "save_checkpoint",
+    "save",
     "saved_ranks",
     "verify",
 ]
@@ -68,7 +70,8 @@ _MODULES = {
     "Manifest": "format.manifest",
     "Ownership": "ownership.store_owner",
     "Retention": "write.retention",
-    "SaveReport": "write.report",
+    "SavePlan": "write.plan",
+    "SaveReport": "write.manager",
     "Signer": "signing",
     "TrustedKeys": "signing",
     "check_writable": "storage",
@@ -86,9 +89,10 @@ _MODULES = {
     "open_storage": "storage",
     "own": "ownership.store_owner",
     "owned": "ownership.store_owner",
+    "plan_save": "write.plan",
     "prune": "write.retention",
     "read_manifest": "read.committed",
-    "save_checkpoint": "write.save",
+    "save": "write.save",
     "saved_ranks": "read.load",
     "verify": "read.status",
 }

@@ -1,22 +1,29 @@
-"""Keys: signing the manifest of a save, and refusing checkpoints without the signature of a trusted key. Torch-free.
+"""Signatures: signing the manifest of a save, and refusing checkpoints without that of a trusted key. Torch-free.
 
-The library is imported when a key is first read: the core works without it.
+A signature is a small file next to the data, an Ed25519 signature of the bytes of ``manifest.json``. The manifest has
+the SHA-256 digest of each file of digests, which has that of each block of a data file: so the signature covers every
+byte that is loaded. Its place is the directory of the attempt, not that of the manifest: a save that replaces a
+committed step then has its own, and the older one stays whole until the manifest is replaced.
+
+The library is imported when a key is first read: the core works without it, and reads signatures without it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.checkpoint.format.digests import STRONG, Algorithm
-from nxdt_core.checkpoint.format.file_names import step_name
+from nxdt_core.checkpoint.format.file_names import signature_key, step_name
 from nxdt_core.checkpoint.format.manifest import Manifest
-from nxdt_core.checkpoint.format.signature import Signature, fingerprint_of, read_signature
 from nxdt_core.config.sources.paths import expand_home
-from nxdt_core.errors.checkpoints import StorageError
+from nxdt_core.errors.checkpoints import CheckpointDamaged, StorageError
 from nxdt_core.errors.signing import (
     CheckpointDigestsWeak,
     CheckpointNotSigned,
@@ -31,9 +38,104 @@ from nxdt_core.protocols.store import CheckpointStore
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-__all__ = ["Signer", "TrustedKeys", "check_signature", "refuse_foreign"]
+__all__ = [
+    "Signature",
+    "Signer",
+    "TrustedKeys",
+    "check_signature",
+    "claimed_signer",
+    "fingerprint_of",
+    "read_signature",
+    "refuse_foreign",
+    "write_signature",
+]
 
 _MOST_KEY_BYTES = 2**16
+_ALGORITHM = "ed25519"
+_MOST_BYTES = 4096
+_DER_PREFIX = bytes.fromhex("302a300506032b6570032100")
+"""Of every Ed25519 public key in DER (RFC 8410); the 32 bytes of the key follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """What the file holds. Nothing of it was checked."""
+
+    public_key: bytes
+    """32 bytes: of the key that is said to have signed."""
+    signature: bytes
+    """64 bytes."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of :attr:`public_key`."""
+        return fingerprint_of(self.public_key)
+
+    def encode(self) -> bytes:
+        """Return the content of the file."""
+        table = {
+            "algorithm": _ALGORITHM,
+            "public_key": self.public_key.hex(),
+            "fingerprint": self.fingerprint,
+            "signature": self.signature.hex(),
+        }
+        return json.dumps(table, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Signature:
+        """Return the inverse of :meth:`encode`.
+
+        Raises:
+            ValueError: ``data`` is something else.
+        """
+        try:
+            table = json.loads(data)
+            found = cls(public_key=bytes.fromhex(table["public_key"]), signature=bytes.fromhex(table["signature"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError("it is not a signature") from error
+        if found.encode() != data or len(found.public_key) != 32 or len(found.signature) != 64:
+            raise ValueError("it is not an Ed25519 signature")
+        return found
+
+
+def fingerprint_of(public_key: bytes) -> str:
+    """Return the SHA-256 digest of an Ed25519 public key in DER, as ``openssl pkey -pubin -outform DER`` writes it."""
+    return f"sha256:{hashlib.sha256(_DER_PREFIX + public_key).hexdigest()}"
+
+
+def read_signature(storage: CheckpointStore, manifest: Manifest) -> Signature | None:
+    """Return the signature of a checkpoint, unchecked; None where it has none.
+
+    Raises:
+        CheckpointDamaged: the file is not a signature, or not a regular file.
+    """
+    key = signature_key(manifest.step, manifest.attempt)
+    try:
+        with storage.open_read(key) as stream:
+            data = stream.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    try:
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        return Signature.decode(data)
+    except ValueError as error:
+        raise CheckpointDamaged(where=f"{storage.uri}/{key}", reason=str(error)) from error
+
+
+def claimed_signer(storage: CheckpointStore, manifest: Manifest) -> str:
+    """Return the fingerprint of the key that a signature names, unchecked; empty where none can be read."""
+    try:
+        signature = read_signature(storage, manifest)
+    except CheckpointDamaged:
+        return ""
+    return "" if signature is None else signature.fingerprint
+
+
+def write_signature(storage: CheckpointStore, manifest: Manifest, signature: Signature) -> None:
+    """Write the signature; before the manifest, so that a committed checkpoint is whole."""
+    with storage.open_write(signature_key(manifest.step, manifest.attempt)) as stream:
+        stream.write(signature.encode())
 
 
 class Signer:

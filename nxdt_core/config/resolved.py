@@ -13,7 +13,7 @@ from nxdt_core.config.sources.node import Origin, to_plain, to_shown
 if TYPE_CHECKING:
     from nxdt_core.config.sources.node import Node
     from nxdt_core.kernel import Kernel
-    from nxdt_core.kernel.components.registry import RegisteredComponent
+    from nxdt_core.kernel.registry import RegisteredComponent
 
 __all__ = ["ResolvedConfig", "Selected"]
 

@@ -11,7 +11,6 @@ from nxdt_core.config.schema.data import DataConfig
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.schema.trainer import TrainerConfig
 from nxdt_core.devices import DeviceProfile
-from nxdt_core.distributed.host_memory import keep_freed_memory
 
 __all__ = ["configure_allocator", "ignored_settings", "pins_inputs", "use_device_settings"]
 
@@ -21,8 +20,6 @@ _EXPANDABLE = "expandable_segments:True"
 def use_device_settings(trainer: TrainerConfig, profile: DeviceProfile) -> None:
     """Set what this process computes with, before anything is on the device."""
     configure_allocator(trainer, profile)
-    if profile.host:
-        keep_freed_memory()
     if profile.reduced_float32_matmul:
         torch.set_float32_matmul_precision(trainer.float32_matmul_precision)
 

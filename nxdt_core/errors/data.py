@@ -191,11 +191,11 @@ BadJsonFile = NxdtError.define(
     "Write a list of objects, or one object per line in a file whose name ends in .jsonl.",
 )
 
-ArrowMissing = NxdtError.define(
+DataLibraryMissing = NxdtError.define(
     "NXDT-D308",
-    "Arrow files without the library that reads them.",
-    "{path} needs the package 'pyarrow', which cannot be imported: {reason}.",
-    "Run: pip install 'nxdt-core[arrow]'",
+    "A data file or a chat template without the library that reads it.",
+    "{path} needs the package '{package}', which cannot be imported: {reason}.",
+    "Run: pip install 'nxdt-core[{extra}]'",
 )
 
 ArrowUnreadable = NxdtError.define(

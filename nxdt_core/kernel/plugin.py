@@ -1,12 +1,24 @@
-"""What is known of one plugin without running it, and the state that the kernel found it in."""
+"""What is known of one plugin without running it, the state that the kernel found it in, and what its user can do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
-__all__ = ["BUILTIN", "LOCAL", "PluginInfo", "PluginState", "plugin_hints", "plugin_notes"]
+__all__ = [
+    "BUILTIN",
+    "GUARDED",
+    "LOCAL",
+    "PluginDefect",
+    "PluginInfo",
+    "PluginState",
+    "advise",
+    "describe_failure",
+    "diagnose",
+    "plugin_hints",
+    "plugin_notes",
+]
 
 PluginState = Literal["ok", "blocked", "incompatible", "broken", "shadowed", "corrupt"]
 """``ok`` registered · ``blocked`` by the policy · ``incompatible`` with this nxdt-core · ``broken``: its module or its
@@ -17,6 +29,18 @@ BUILTIN = "builtin"
 
 LOCAL = "local"
 """Stands for the distribution of a plugin file that the configuration names."""
+
+GUARDED = (Exception, SystemExit, GeneratorExit)
+"""What running a plugin's code may raise without stopping the others: all but Ctrl-C."""
+
+_ADVICE: Final[dict[PluginState, str]] = {
+    "ok": "",
+    "blocked": "change plugins.block or plugins.allow to use it",
+    "incompatible": "pip install --upgrade {dist} nxdt-core",
+    "broken": "repair or reinstall {dist}, or report the reason to its authors",
+    "shadowed": "uninstall one of the two",
+    "corrupt": "pip install --force-reinstall {dist}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +63,7 @@ class PluginInfo:
     reason: str = ""
     """Why the state is not ``ok``; one line."""
     note: str = ""
-    """What importing it changed in the process that is not its own, such as functions of torch; one line."""
-
+    """Heavy libraries that its entry module imports; one line."""
     hints: tuple[str, ...] = ()
     """What its authors should change, such as a missing range of nxdt-core; sentences without an end."""
     import_s: float = field(default=0.0, compare=False)
@@ -60,3 +83,35 @@ def plugin_notes(plugins: Iterable[PluginInfo]) -> list[str]:
 def plugin_hints(plugins: Iterable[PluginInfo]) -> list[str]:
     """Return a line for each thing that the authors of a plugin should change."""
     return [f"plugin {plugin.label}: {hint}" for plugin in plugins for hint in plugin.hints]
+
+
+def diagnose(plugin: PluginInfo) -> str:
+    """Return the state and reason: ``'tape' (nxdt-plugin-tape 1.0) is broken: module 'tape' does not exist``."""
+    return f"{plugin.label} is {plugin.state}" + (f": {plugin.reason}" if plugin.reason else "")
+
+
+def advise(plugin: PluginInfo) -> str:
+    """Return what to do so that the plugin can be used; empty where it can."""
+    if plugin.dist == LOCAL and plugin.state == "broken":
+        return f"correct {plugin.location}"
+    return _ADVICE[plugin.state].format(dist=plugin.dist)
+
+
+class PluginDefect(Exception):
+    """A plugin cannot be used; the text is the reason, in one line."""
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return one line: type, first line of the message, and where it was raised."""
+    import traceback  # only where something failed
+
+    lines = str(error).strip().splitlines()
+    if isinstance(error, SystemExit):
+        text = f"called sys.exit({error.code!r})"
+    else:
+        text = f"raised {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    if len(outside) < 2:
+        return text
+    return f"{text} ({outside[-1].filename}:{outside[-1].lineno})"

@@ -26,7 +26,7 @@ from nxdt_core.parallel.shards import tables
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
+from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
 from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
@@ -134,15 +134,15 @@ class TorchEngine:
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=rounding,
-            backend="eager" if rounding is None else self._rounding_backend(groups),
+            backend="eager" if rounding is None else self._rounding_backend(),
             before_step=model.begin_step,
             lr=config.lr,
             never_waits=profile_of(self.device).never_waits,
         )
 
-    def _rounding_backend(self, groups: Sequence[ParameterGroup]) -> Backend:
+    def _rounding_backend(self) -> Backend:
         """What runs this rank's updates. Off hosts it changes bits, so that all ranks have the same there."""
-        backend = backend_on(self.device, sum(parameter.numel() for group in groups for parameter in group["params"]))
+        backend = backend_on(self.device)
         if profile_of(self.device).host:
             return backend
         return "compile" if all(each == "compile" for each in self.ranks.all_gather_object(backend)) else "eager"

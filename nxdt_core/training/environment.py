@@ -21,7 +21,7 @@ from nxdt_core.devices import PROFILES, DeviceProfile, available_type, current_d
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError
-from nxdt_core.kernel.discovery.metadata import read_metadata_file
+from nxdt_core.kernel.metadata import read_metadata_file
 
 __all__ = ["Device", "Environment", "Package", "environment", "problems_of_run"]
 

@@ -17,7 +17,7 @@ import torch
 
 from nxdt_core.devices import profile_of
 from nxdt_core.errors.optimizers import HiddenObjectiveState, HiddenOptimizerState, ImpureSchedule
-from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.schedule import LRSchedule
 
 __all__ = ["check_schedule", "find_hidden_state", "watch_objective", "watch_optimizer"]

@@ -30,8 +30,7 @@ import torch.distributed as dist
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
 from nxdt_core.checkpoint.format.manifest import Keep
-from nxdt_core.checkpoint.formats.installed import format_of
-from nxdt_core.checkpoint.formats.load import load_format_into
+from nxdt_core.checkpoint.formats import format_of, load_format_into
 from nxdt_core.checkpoint.hf.source import read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
@@ -445,11 +444,12 @@ class TrainSession:
             about: metrics of the checkpoint, and how retention treats it.
             before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
         """
-        return checkpoint.save_checkpoint(
-            build.storage(self.config) if storage is None else storage,
-            **self._parts(extra, about),
-            ranks=self.engine.ranks,
-            before_commit=before_commit,
+        storage, ranks = build.storage(self.config) if storage is None else storage, self.engine.ranks
+        return checkpoint.save(
+            storage,
+            checkpoint.plan_save(storage, **self._parts(extra, about), ranks=ranks),
+            ranks=ranks,
+            before_commit=None if before_commit is None else lambda manifest: before_commit(),
             signer=build.signer(self.config),
         )
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.memory import MemoryStorage
+from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.builtins.stores.local import LocalStorage
-from nxdt_core.checkpoint import CheckpointFacts, read_manifest, save_checkpoint
+from nxdt_core.checkpoint import CheckpointFacts, read_manifest
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
-from nxdt_core.checkpoint.read import difference
-from nxdt_core.checkpoint.read.difference import Difference, Side, compare_checkpoints
+from nxdt_core.cli.checkpoint import difference
+from nxdt_core.cli.checkpoint.difference import Difference, Side, compare_checkpoints
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from tests.checkpoint.layouts.sharded import STEP, Layout, save_in
 

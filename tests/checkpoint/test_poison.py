@@ -34,7 +34,7 @@ from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, encode_man
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.checkpoint.hf.weights import INDEX
-from nxdt_core.checkpoint.read.difference import Side, compare_checkpoints
+from nxdt_core.cli.checkpoint.difference import Side, compare_checkpoints
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound
 from nxdt_core.errors.exchange import WeightsPickled

@@ -34,12 +34,12 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.copying import copy_checkpoint
-from nxdt_core.checkpoint.dcp.write import NxdtWriter
 from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import manifest_key, signature_key
 from nxdt_core.checkpoint.format.manifest import encode_manifest
-from nxdt_core.checkpoint.format.signature import Signature, read_signature, write_signature
+from nxdt_core.checkpoint.signing import Signature, read_signature, write_signature
+from nxdt_core.cli.checkpoint.copying import copy_checkpoint
+from nxdt_core.dcp.write import NxdtWriter
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointIsNoFile, StorageError
 from nxdt_core.errors.signing import (
     CheckpointDigestsWeak,

@@ -11,9 +11,10 @@ import torch
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.memory import MemoryStorage
+from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.builtins.stores.local import LocalStorage
-from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model, read_manifest, save_checkpoint, verify
+from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model, read_manifest, verify
 from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.errors.checkpoints import CheckpointDamaged, SaveLacksElements, TensorStateUnsupported
 from nxdt_core.training import TrainSession

@@ -134,8 +134,9 @@ def dist(site: Path) -> Callable[..., None]:
 def saved_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What :func:`store` is a copy of."""
     import torch
+    from nxdt_testing.stores.saving import save_checkpoint
 
-    from nxdt_core.checkpoint import CheckpointFacts, open_storage, save_checkpoint
+    from nxdt_core.checkpoint import CheckpointFacts, open_storage
 
     uri = str(tmp_path_factory.mktemp("saved") / "store")
     storage = open_storage(uri)

@@ -3,8 +3,8 @@ and without taking the machine's memory."""
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -12,7 +12,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from nxdt_core.data.chat import rendering
 from nxdt_core.data.chat.rendering import TemplateRunner
 from nxdt_core.data.chat.templates import ChatTemplate, shipped_template, template_names
-from nxdt_core.data.chat.time_limit import TookTooLong, time_limit
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import TemplateRefuses
 from tests.checkpoint.poison import little_memory
@@ -171,35 +170,31 @@ def test_a_template_that_cannot_be_read_is_an_error(text):
         run(text)
 
 
-@pytest.mark.parametrize(
-    "text", [ENDLESS, "{% for a in range(9999) %}" * 6 + "x" + "{% endfor %}" * 6], ids=["endless", "loops in loops"]
-)
-def test_a_template_without_end_is_ended(text, monkeypatch):
+WITHOUT_END = {
+    "endless": ENDLESS,
+    "loops in loops": "{% for a in range(9999) %}" * 6 + "x" + "{% endfor %}" * 6,
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "recursive loops": "{% for i in [1] recursive %}{% if loop.depth < 60 %}{{ loop([1]) }}{{ loop([1]) }}{% endif %}"
+    "{% endfor %}",
+    "filters": "{% for i in range(99999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",
+    "conditions": "{% for i in range(99999) if range(99999) | sum < 0 %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("text", WITHOUT_END.values(), ids=WITHOUT_END)
+@pytest.mark.parametrize("marks", [False, True])
+def test_a_template_without_end_is_ended(text, marks, monkeypatch):
     monkeypatch.setattr(rendering, "_MOST_SECONDS", 0.5)
     began = time.monotonic()
-    with pytest.raises(TemplateRefuses, match="has not ended"):
-        run(text)
+    with pytest.raises(TemplateRefuses, match=r"has not ended after 0\.5 seconds"):
+        TemplateRunner(ChatTemplate(text, "of the test"), {}).run(HELLO, place="chats.jsonl:7", marks=marks)
     assert time.monotonic() - began < 60
 
 
-def test_the_limit_counts_in_every_thread_and_leaves_nothing_behind():
-    ended: list[BaseException | None] = []
-
-    def spin(seconds: float) -> None:
-        try:
-            with time_limit(0.3):
-                end = time.monotonic() + seconds
-                while time.monotonic() < end:
-                    pass
-            ended.append(None)
-        except TookTooLong as error:
-            ended.append(error)
-
-    threads = [threading.Thread(target=spin, args=(60.0,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    spin(0.0)
-    assert [type(each) for each in ended] == [TookTooLong, TookTooLong, type(None)]
-    time.sleep(0.5)  # nothing comes late
+def test_the_limit_counts_in_every_thread_and_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(rendering, "_MOST_SECONDS", 0.5)
+    template = "{% for i in range(99999) %}" + ENDLESS + "{% endfor %}"
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(run, template) for _ in range(2)]
+        assert [type(each.exception(60)) for each in ended] == [TemplateRefuses, TemplateRefuses]
+        assert pool.submit(run, "a").result(60)[0] == "a"

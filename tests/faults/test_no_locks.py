@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from nxdt_testing.stores.saving import save_checkpoint
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, open_storage
 from nxdt_core.cli import main
@@ -48,7 +49,7 @@ where, said = Path(sys.argv[1]), []
 storage = open_storage(str(where / "store"))
 
 def save(step, ownership):
-    checkpoint.save_checkpoint(
+    save_checkpoint(
         storage, step=step, model={"w": torch.full((3,), float(step))}, optimizer={}, state={},
         facts=CheckpointFacts(fencing=ownership.fencing), before_commit=ownership.check,
     )

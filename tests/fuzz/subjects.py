@@ -31,6 +31,7 @@ from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.loader import ChatData
+from nxdt_testing.stores.saving import save_checkpoint
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
@@ -150,7 +151,7 @@ def _dump(table: Any) -> bytes:
 def _saved(directory: Path) -> tuple[LocalStorage, checkpoint.Manifest]:
     store = LocalStorage(str(directory / "checkpoints"))
     model = {"w": torch.arange(12.0).reshape(4, 3), "b": torch.ones(3).bfloat16(), "e": torch.empty(0, 2)}
-    manifest = checkpoint.save_checkpoint(
+    manifest = save_checkpoint(
         store,
         step=1,
         model=model,

@@ -162,7 +162,7 @@ def test_a_broken_plugin_registers_nothing_at_all(site, contributed):
     )
     kernel = site.start()
     assert contributed(kernel) == []
-    assert kernel.hooks.implementations("nxdt_validate_config") == ()
+    assert kernel.hooks.nxdt_validate_config.get_hookimpls() == []
 
 
 def test_a_module_that_does_not_exist_is_broken(site, plugin_named):
@@ -341,7 +341,7 @@ def test_a_lazy_module_attribute_is_not_touched(site, plugin_named):
 def test_a_kernel_that_is_started_again_sees_what_has_changed(site, plugin_named, monkeypatch, settled):
     """Metadata is read again where it has changed or is too new to tell."""
     if settled:
-        monkeypatch.setattr("nxdt_core.kernel.file_version._SETTLED_NS", -(10**12))
+        monkeypatch.setattr("nxdt_core.kernel.metadata._SETTLED_NS", -(10**12))
     site.add_optimizer("nxdt-plugin-good", "wolf", version="1.0")
     (folder,) = site.path.glob("nxdt_plugin_good-*.dist-info")
     entries, metadata = folder / "entry_points.txt", folder / "METADATA"

@@ -34,8 +34,8 @@ MIGRATE = "plugins/migration/nxd/src/nxdt_plugin_migrate/config"
 NXD_CORE = "plugins/compat/nxd_core/src/nxdt_plugin_nxd_core"
 ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
-        f"{CORE}/checkpoint/formats/installed.py: _loaded(component).open(path)",
-        f"{CORE}/checkpoint/formats/installed.py: chosen.open(path)",
+        f"{CORE}/checkpoint/formats.py: _loaded(component).open(path)",
+        f"{CORE}/checkpoint/formats.py: chosen.open(path)",
         f"{CORE}/training/run/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/training/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/training/weights/reference.py: "
@@ -57,11 +57,11 @@ ALLOWED = {
         f"{CORE}/cli/explain/catalogue.py: path.read_text(encoding='utf-8')",
         f"{CORE}/config/sources/recipes.py: self.path.read_text(encoding='utf-8')",
         f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
-        f"{CORE}/kernel/components/known.py: _FILE.read_text(encoding='utf-8')",
-        f"{CORE}/kernel/discovery/metadata.py: PathDistribution(Path(folder)).read_text(name)",
-        f"{CORE}/kernel/discovery/metadata.py: dist.read_text(name)",
-        f"{CORE}/kernel/integrity/editable.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
-        f"{CORE}/kernel/integrity/fingerprint.py: open(path, 'rb', buffering=0)",
+        f"{CORE}/kernel/known.py: _FILE.read_text(encoding='utf-8')",
+        f"{CORE}/kernel/metadata.py: PathDistribution(Path(folder)).read_text(name)",
+        f"{CORE}/kernel/metadata.py: dist.read_text(name)",
+        f"{CORE}/cli/plugins/doctor.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
+        f"{CORE}/kernel/fingerprint.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
         f"{CORE}/training/environment.py: module.read_bytes()",
     },
@@ -72,7 +72,7 @@ ALLOWED = {
         f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/cli/terminal/closed_output.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",
-        f"{CORE}/mounts.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
+        f"{CORE}/file_lock.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
         f"{CORE}/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/training/environment.py: file.read_text()",
         f"{CORE}/trainium.py: (system / file).read_text()",
@@ -80,7 +80,7 @@ ALLOWED = {
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
         f"{CORE}/config/sources/files.py: path.read_text(encoding='utf-8-sig')",
-        f"{CORE}/kernel/integrity/lock.py: path.read_text(encoding='utf-8')",
+        f"{CORE}/kernel/lock.py: path.read_text(encoding='utf-8')",
         f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
     },
     "read only, in a directory that is named; links are followed, and the line before checks that it is a file": {
@@ -102,7 +102,6 @@ ALLOWED = {
         f"{CORE}/data/files/array_cache.py: np.save(file, getattr(made, each.name))",
         f"{CORE}/data/files/array_cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
         f"{CORE}/engines/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
-        f"{CORE}/parallel/rounding/native.py: tempfile.TemporaryDirectory(prefix='nxdt-')",
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
         f"{CORE}/data/files/array_cache.py: np.load(path, mmap_mode='r')",

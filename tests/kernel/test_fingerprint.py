@@ -9,8 +9,8 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.kernel.integrity.fingerprint import digest_plugin
-from nxdt_core.kernel.integrity.lock import compare_with_lock, write_lock
+from nxdt_core.kernel.fingerprint import digest_plugin
+from nxdt_core.kernel.lock import compare_with_lock, write_lock
 
 EDITABLE = json.dumps({"url": "file:///src", "dir_info": {"editable": True}})
 
@@ -140,7 +140,7 @@ def test_policy_entries_that_name_nothing_are_told(site):
 
 def test_a_file_is_read_again_once_it_has_changed(site, monkeypatch):
     """Also where its size is the same, and where files were left alone for long."""
-    monkeypatch.setattr("nxdt_core.kernel.file_version._SETTLED_NS", -(10**12))
+    monkeypatch.setattr("nxdt_core.kernel.metadata._SETTLED_NS", -(10**12))
     site.add_optimizer("nxdt-plugin-wolf", "wolf")
     (site.path / "nxdt_plugin_wolf-1.0.dist-info" / "direct_url.json").write_text(EDITABLE)
     before = digest(site, "wolf")

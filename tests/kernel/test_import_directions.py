@@ -23,7 +23,7 @@ LAYERS = (
     {"_version", "capabilities", "deprecation", "garbage_collection", "parent", "visible_text"},
     {"errors"},
     {"callback"},
-    {"api", "compile_counts", "http_server", "mounts", "regular_files", "torch_versions"},
+    {"api", "http_server", "regular_files", "torch_versions"},
     {"device_operations"},
     {"trainium"},
     {"devices"},
@@ -37,7 +37,7 @@ LAYERS = (
     {"launch"},
     {"training"},
     {"inference"},
-    {"cli"},
+    {"cli", "dcp"},
     {"__main__"},
 )
 """From the bottom; the parts of one layer do not import each other."""

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from nxdt_core.kernel.discovery.metadata import MalformedMetadata
-from nxdt_core.kernel.discovery.requirement import admits
+from nxdt_core.kernel.metadata import MalformedMetadata, admits
 
 release = st.lists(st.integers(0, 12), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
 clause = st.tuples(st.sampled_from([">=", "<=", ">", "<", "==", "!=", "~="]), release).filter(

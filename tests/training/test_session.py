@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from nxdt_testing.ranks import RankPool
+from nxdt_testing.stores.saving import save_checkpoint
 
-from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, save_checkpoint
+from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.state import capture_rng, restore_rng, seed_all

@@ -14,7 +14,7 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, TrustedKeys
-from nxdt_core.checkpoint.format.signature import Signature
+from nxdt_core.checkpoint.signing import Signature
 from nxdt_core.cli import main
 from nxdt_core.errors.signing import (
     CheckpointNotSigned,

@@ -100,7 +100,7 @@ def _rounding(bench: Bench, repeats: int, copy: float) -> None:
     elements = 2**12 if bench.small else 2**25
     values = torch.randn(elements, device=bench.device)
     target = torch.empty(elements, device=bench.device, dtype=torch.bfloat16)
-    backend = backend_on(bench.device, elements) if bench.compiles else "eager"
+    backend = backend_on(bench.device) if bench.compiles else "eager"
     (key,) = apart(torch.tensor([rounding_key(0, "rounding")], dtype=torch.int32, device=bench.device), backend)
     kernel = BlockKernel(round_into, backend=backend)
     place = ParameterShard(shape=(elements,), box=Box.whole((elements,)))

@@ -10,16 +10,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.errors.checkpoints import CheckpointDamaged, UnsavableState
 
-__all__ = ["decode_state", "decode_tree", "encode_tree"]
+__all__ = ["ValueDifference", "compare_trees", "decode_state", "decode_tree", "encode_tree"]
 
 _TAG = "$"
 _DEEPEST = 200
 """Levels of nesting; json and this module recurse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """A value of the configuration or of a rank's state that is not the same, or that one side lacks."""
+
+    where: str
+    """``config``, or the file of the state."""
+    path: str
+    """Keys and indices, joined by dots."""
+    values: tuple[Any, Any]
+    """Of the first and second side, JSON-able; None where it is lacking."""
+    only_in: int | None = None
+    """The side, 0 or 1, that alone has it."""
 
 
 def _no_tensors(at: str, value: object) -> str | None:
@@ -66,6 +81,30 @@ def decode_state(data: bytes, tensors: Mapping[str, Any], *, where: str) -> dict
     if not isinstance(state, dict):
         raise CheckpointDamaged(where=where, reason="it is not a state")
     return state
+
+
+def compare_trees(where: str, first: Any, second: Any) -> Iterator[ValueDifference]:
+    """Yield the values in which two trees differ; ``where`` names both."""
+    leaves = dict(_leaves(first)), dict(_leaves(second))
+    for path in {**leaves[0], **leaves[1]}:
+        values = leaves[0].get(path), leaves[1].get(path)
+        lacking = [side for side in (0, 1) if path not in leaves[side]]
+        if lacking or type(values[0]) is not type(values[1]) or values[0] != values[1]:
+            only_in = 1 - lacking[0] if lacking else None
+            yield ValueDifference(where=where, path=path, values=values, only_in=only_in)
+
+
+def _leaves(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of everything in a tree that is neither a mapping nor a list of such; empty ones are leaves."""
+    if isinstance(tree, Mapping) and tree:
+        children: Iterable[tuple[Any, Any]] = tree.items()
+    elif isinstance(tree, list | tuple) and any(isinstance(item, Mapping | list | tuple) for item in tree):
+        children = enumerate(tree)
+    else:
+        yield at, tree
+        return
+    for key, child in children:
+        yield from _leaves(child, f"{at}.{key}" if at else str(key))
 
 
 def _encode(value: Any, at: str, put_tensor: Callable[[str, object], str | None], depth: int) -> Any:

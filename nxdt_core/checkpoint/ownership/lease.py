@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from typing import final
 
 from nxdt_core.checkpoint.os_errors import reason_of
-from nxdt_core.checkpoint.ownership.heartbeat import Heartbeat
 from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner
 from nxdt_core.checkpoint.read.committed import greatest_fencing, read_object
 from nxdt_core.errors.checkpoints import OwnershipLost, StorageError, StoreInUse
@@ -61,6 +61,36 @@ _RELEASED = json.dumps({"released": True}).encode()
 
 
 @final
+class _Heartbeat:
+    """Calls ``beat`` every ``every_s`` seconds until it is stopped or the process ends; a fork does not inherit it."""
+
+    def __init__(self, beat: Callable[[], None], *, every_s: float, what: str) -> None:
+        self._beat = beat
+        self._every_s = every_s
+        self._what = what
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"heartbeat of {what}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for a beat under way, and do no more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        failing = False
+        while not self._stopped.wait(self._every_s):
+            try:
+                self._beat()
+            except (OSError, StorageError) as error:
+                if not failing:
+                    _log.warning("the heartbeat of %s fails, and will be tried again: %s", self._what, reason_of(error))
+                failing = True
+            else:
+                failing = False
+
+
+@final
 class Lease:
     """A store that this process has taken; see :class:`nxdt_core.checkpoint.ownership.store_owner.Ownership`."""
 
@@ -71,7 +101,7 @@ class Lease:
         self._pid = os.getpid()
         self._count = 0
         self._beat()
-        self._heartbeat: Heartbeat | None = Heartbeat(
+        self._heartbeat: _Heartbeat | None = _Heartbeat(
             self._beat, every_s=expiry_s / _BEATS, what=f"{storage.uri}/{_json_key(number)}"
         )
 

@@ -6,9 +6,8 @@ from contextlib import suppress
 
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_name, step_of
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
-from nxdt_core.checkpoint.format.signature import Signature, read_signature
 from nxdt_core.checkpoint.os_errors import explained_os_errors
-from nxdt_core.checkpoint.signing import TrustedKeys, check_signature
+from nxdt_core.checkpoint.signing import Signature, TrustedKeys, check_signature, read_signature
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.protocols.store import CheckpointStore

@@ -6,6 +6,8 @@ Whole tensors onto the host, for one process that wants all of them; or into wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,14 +21,17 @@ from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.pieces import empty_like, storable_piece
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
-from nxdt_core.checkpoint.read.compatibility import Unmatched, check_model, check_optimizer
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
+from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.protocols.parallel.model import Replicas
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
+    "Unmatched",
+    "check_model",
     "iterate_model",
     "load_model",
     "load_model_into",
@@ -40,6 +45,16 @@ __all__ = [
 
 _AT_ONCE_BYTES = 256 * 2**20
 """Tensors that :func:`iterate_model` holds at a time: each read parses headers and verifies whole blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmatched:
+    """Names over all ranks that a load which is not strict passed over."""
+
+    missing: list[str] = field(default_factory=list)
+    """Parameters that the checkpoint lacks."""
+    extra: list[str] = field(default_factory=list)
+    """Parameters of the checkpoint that the model lacks."""
 
 
 def iterate_model(storage: CheckpointStore, manifest: Manifest, names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -153,7 +168,7 @@ def load_optimizer_like(
     where = f"{storage.uri}/{manifest.prefix}optim"
     index = manifest.tensors.get("optim", {})
     if strict:
-        check_optimizer(index, parameters, ranks)
+        _check_optimizer(index, parameters, ranks)
     state: dict[str, torch.Tensor | Piece] = {}
 
     def read() -> None:
@@ -253,3 +268,51 @@ def _state_of(storage: CheckpointStore, manifest: Manifest, rank: int) -> dict[s
         data = read_whole(storage, manifest, name)
         tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
     return decode_rank_state(data, tensors, manifest, where=where)
+
+
+def check_model(
+    index: Mapping[str, TensorEntry],
+    tensors: Mapping[str, torch.Tensor | Piece],
+    ranks: RankAgreement | None,
+    *,
+    strict: bool = True,
+) -> Unmatched:
+    """Compare the names and whole shapes of ``tensors``, this rank's, with ``index``.
+
+    Collective.
+
+    Raises:
+        WeightsDoNotFit: shapes differ; or, if ``strict``, a rank lacks something in the checkpoint, or the checkpoint
+            has what no rank asks for; the same on every rank.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    gathered = [own] if ranks is None else ranks.all_gather_object(own)
+    held = dict(chain.from_iterable(each.items() for each in gathered))
+    missing = [name for name in held if name not in index]
+    extra = [name for name in index if name not in held]
+    shapes = [
+        f"{name}: {index[name].shape} instead of {shape}"
+        for name, shape in held.items()
+        if name in index and index[name].shape != shape
+    ]
+    if shapes or (strict and (missing or extra)):
+        raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+    return Unmatched(missing=missing, extra=extra)
+
+
+def _check_optimizer(
+    index: Mapping[str, TensorEntry], parameters: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement | None
+) -> None:
+    """Check that every parameter with state in ``index`` is on some rank.
+
+    Collective.
+
+    Raises:
+        OptimizerStateDoesNotFit: some are on none; the same on every rank.
+    """
+    own = list(parameters)
+    gathered = [own] if ranks is None else ranks.all_gather_object(own)
+    held = set(chain.from_iterable(gathered))
+    unknown = sorted({key.rpartition("/")[0] for key in index} - held)
+    if unknown:
+        raise OptimizerStateDoesNotFit(parameters=unknown)

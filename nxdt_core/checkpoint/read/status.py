@@ -25,11 +25,10 @@ from nxdt_core.checkpoint.format.file_names import (
 )
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shard_headers import StoredTensor, check_header, tensors_by_file
-from nxdt_core.checkpoint.format.signature import claimed_signer
-from nxdt_core.checkpoint.formats.installed import recognise
+from nxdt_core.checkpoint.formats import recognise
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.committed import read_manifest
-from nxdt_core.checkpoint.signing import TrustedKeys
+from nxdt_core.checkpoint.signing import TrustedKeys, claimed_signer
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew

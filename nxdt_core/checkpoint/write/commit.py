@@ -6,18 +6,25 @@ counts until the newer one does, and a late writer replaces nothing. A step whos
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 
-from nxdt_core.checkpoint.format.file_names import attempt_prefix, manifest_key, step_prefix
+from nxdt_core.checkpoint.format.digests import digest
+from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT, attempt_prefix, manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
-from nxdt_core.checkpoint.format.signature import write_signature
 from nxdt_core.checkpoint.read.committed import committed_attempt, read_object
-from nxdt_core.checkpoint.signing import Signer
-from nxdt_core.errors.checkpoints import CheckpointConflict, CheckpointDamaged, CheckpointTooNew, StorageError
+from nxdt_core.checkpoint.signing import Signer, write_signature
+from nxdt_core.errors.checkpoints import (
+    CheckpointConflict,
+    CheckpointDamaged,
+    CheckpointTooNew,
+    SameWeightsSaved,
+    StorageError,
+)
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["clear_other_attempts", "commit", "prepare_step", "withdraw"]
+__all__ = ["check_weights_moved", "clear_other_attempts", "commit", "prepare_step", "withdraw"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +47,42 @@ def prepare_step(storage: CheckpointStore, step: int) -> bytes | None:
         storage.delete_many([key])
         return None
     return data
+
+
+def check_weights_moved(before: Manifest | None, manifest: Manifest, *, uri: str) -> None:
+    """Refuse to commit the same weights under two steps between which updates were applied.
+
+    Copies that were not renewed look like this (NeMo-RL's issue 3312), and nothing else of a checkpoint shows it.
+
+    Args:
+        before: the newest committed checkpoint of the run.
+        manifest: about to be committed.
+        uri: of the store, for the message.
+
+    Raises:
+        SameWeightsSaved: they are the same.
+    """
+    if before is None:
+        return
+    updates, fingerprint = manifest.facts.updates - before.facts.updates, _weights_fingerprint(manifest)
+    if updates > 0 and fingerprint and fingerprint == _weights_fingerprint(before):
+        reason = (
+            f"its weights are bitwise identical to those of {step_name(before.step)}, and {updates} update(s) with "
+            f"a learning rate above zero happened between them"
+        )
+        raise SameWeightsSaved(where=f"{uri}/{step_name(manifest.step)}", reason=reason)
+
+
+def _weights_fingerprint(manifest: Manifest) -> str:
+    """Return a digest over the digests of the files of weights: of the same weights in the same layout it is the same.
+
+    No byte of them is read again. Empty where there is no such file. Where weights were rounded, those that they were
+    rounded from count, with what else is in their files: a small update changes no bit of a rounded one.
+    """
+    rounded = any(key.endswith(f"/{MASTER_WEIGHT}") for key in manifest.tensors.get("optim", {}))
+    sections = ("model/", "optim/") if rounded else ("model/",)
+    rows = sorted((name, entry.digests_digest) for name, entry in manifest.files.items() if name.startswith(sections))
+    return digest(json.dumps(rows).encode()) if rows else ""
 
 
 def commit(

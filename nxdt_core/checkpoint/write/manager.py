@@ -22,24 +22,51 @@ from nxdt_core.checkpoint.format.manifest import CheckpointFacts, FileEntry, Man
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.write.background import BackgroundJob
-from nxdt_core.checkpoint.write.fingerprint import check_weights_moved
-from nxdt_core.checkpoint.write.plan import Planner, SavePlan
-from nxdt_core.checkpoint.write.rank_data import Share, prepare_share, write_share
-from nxdt_core.checkpoint.write.report import SaveReport
-from nxdt_core.checkpoint.write.save import save_planned
+from nxdt_core.checkpoint.write.commit import check_weights_moved
+from nxdt_core.checkpoint.write.plan import Assignment, Planner, SavePlan, Share, prepare_share, write_share
+from nxdt_core.checkpoint.write.save import save
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "SaveReport"]
 
 _log = logging.getLogger(__name__)
 
 _TOPIC = "checkpoint"
 _SEEN = {"done": 1, "running": 2, "failed": 3}
 """What a rank sees of the save in flight; the ranks act on the greatest. (0 is the answer to no question.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """Duration and size of one committed checkpoint."""
+
+    manifest: Manifest
+    blocked_s: float
+    """Seconds that training waited for it on this rank: for an earlier save, for the other ranks, for the copy to the
+    host, and for its end where something waited for that."""
+    seconds: float
+    """From the call that began it until it was durable on all ranks."""
+    captured_at: float
+    """When the run was as it holds it, in seconds since the epoch."""
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes of the whole checkpoint by the time that it took, in 10⁹ bytes per second."""
+        return self.manifest.size_bytes / max(self.seconds, 1e-9) / 1e9
+
+    def __str__(self) -> str:
+        size = self.manifest.size_bytes
+        speed = f"{_shown(size / max(self.seconds, 1e-9))}/s"
+        return f"{_shown(size)} in {self.seconds:.1f} s, {speed}, training waited {self.blocked_s:.2f} s"
+
+
+def _shown(size_bytes: float) -> str:
+    gib, mib = size_bytes / 2**30, size_bytes / 2**20
+    return f"{gib:.3g} GiB" if gib >= 1 else f"{mib:.3g} MiB"
 
 
 class CheckpointManager:
@@ -121,7 +148,8 @@ class CheckpointManager:
         facts: CheckpointFacts,
         ties: Mapping[str, str] | None = None,
     ) -> bool:
-        """Begin a save of everything as it is now; arguments are those of :func:`save_checkpoint`.
+        """Begin a save of everything as it is now; arguments are those of
+        :func:`nxdt_core.checkpoint.plan_save`.
 
         The tensors may be changed as soon as it returns.
 
@@ -143,8 +171,15 @@ class CheckpointManager:
             shares.append(prepare_share(model, optimizer, state, rank=self._rank, ties=ties))
             return shares[0].listing
 
-        plan = self._planner.plan(prepare, where=self._where(step))
-        flight = _Flight(step=step, share=shares[0], plan=plan, facts=facts, begun=begun, captured_at=captured_at)
+        assignment = self._planner.plan(prepare, where=self._where(step))
+        flight = _Flight(
+            step=step,
+            share=shares[0],
+            assignment=assignment,
+            facts=facts,
+            begun=begun,
+            captured_at=captured_at,
+        )
         if self._asynchronous:
             self._stage(flight)
         ranks = self._background
@@ -221,7 +256,7 @@ class CheckpointManager:
 
     def _stage(self, flight: _Flight) -> None:
         """Replace the pieces that this rank writes with copies, and drop the others."""
-        mine = {place: piece for place, piece in flight.share.pieces.items() if place in flight.plan.mine}
+        mine = {place: piece for place, piece in flight.share.pieces.items() if place in flight.assignment.mine}
         try:
             flight.share = replace(flight.share, pieces=self._staging.stage(mine))
         except Exception as error:  # the save itself reports it to all ranks
@@ -241,12 +276,9 @@ class CheckpointManager:
             if self._before_commit is not None:
                 self._before_commit()
 
-        manifest = save_planned(
+        manifest = save(
             self.storage,
-            step=flight.step,
-            plan=flight.plan,
-            write=write,
-            facts=flight.facts,
+            SavePlan(step=flight.step, facts=flight.facts, assignment=flight.assignment, write=write),
             ranks=ranks,
             add_files=self._add_files,
             before_commit=check,
@@ -276,7 +308,7 @@ class _Flight:
 
     step: int
     share: Share
-    plan: SavePlan
+    assignment: Assignment
     facts: CheckpointFacts
     begun: float
     captured_at: float

@@ -1,21 +1,54 @@
-"""Who writes what in a save, agreed by all ranks."""
+"""What a save writes: who writes which tensor, agreed by all ranks, and what each brings.
+
+Each distinct box is written once, by one of the ranks that hold it, in balance. Every rank derives the same answer from
+the same listings, so nothing else has to be sent round.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
-from nxdt_core.checkpoint.write.assignment import assign
-from nxdt_core.protocols.parallel.piece import Listing, Place
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name, step_name
+from nxdt_core.checkpoint.format.manifest import CheckpointFacts, encode_facts
+from nxdt_core.checkpoint.format.shards import write_pieces
+from nxdt_core.checkpoint.format.state_tree import encode_tree
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
+from nxdt_core.checkpoint.pieces import list_pieces
+from nxdt_core.errors.checkpoints import TensorStateUnsupported
+from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Piece, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["Planner", "SavePlan", "agree_on_plan"]
+__all__ = [
+    "Assignment",
+    "Planner",
+    "SavePlan",
+    "Share",
+    "Write",
+    "agree_on_assignment",
+    "assign",
+    "encode_state",
+    "merge",
+    "plan_save",
+    "prepare_share",
+    "write_share",
+]
+
+Write = Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]]
+"""Writes the tensors that were assigned to this rank; returns the location of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
+class Assignment:
     """The share of each rank."""
 
     listings: Sequence[Listing]
@@ -24,23 +57,84 @@ class SavePlan:
     """Tensors whose box this rank writes."""
 
 
-def agree_on_plan(ranks: RankAgreement | None, prepare: Callable[[], Listing], *, where: str) -> SavePlan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """One save: equal on all ranks but for what is theirs."""
+
+    step: int
+    """The number of optimizer steps done."""
+    facts: CheckpointFacts
+    """Further entries of the manifest; those of rank 0 count."""
+    assignment: Assignment
+    write: Write
+    """Writes the share of this rank; the tensors need not be in memory all at once."""
+
+
+def plan_save(
+    storage: CheckpointStore,
+    *,
+    step: int,
+    model: Mapping[str, torch.Tensor | Piece],
+    optimizer: Mapping[str, torch.Tensor | Piece],
+    state: Mapping[str, Any],
+    facts: CheckpointFacts,
+    ranks: RankAgreement | None = None,
+    ties: Mapping[str, str] | None = None,
+) -> SavePlan:
+    """Check everything that is to be saved, before anything is written, and share the writing. Collective.
+
+    Ranks may hold different tensors (stages of a pipeline) and different parts of one (DTensors); what several hold
+    identically is written by one of them.
+
+    Args:
+        storage: where to, for messages.
+        step: the number of optimizer steps done.
+        model: parameters and buffers by their global names.
+        optimizer: ``<parameter name>/<state name>`` → tensor.
+        state: of this rank: JSON-able tree with plain tensors as leaves: positions, random states, schedules.
+        facts: further entries of the manifest; those of rank 0 count.
+        ranks: of the run; None for a process that is alone.
+        ties: of the model's plan, name of the user → name of the owner; where ``model`` holds both, the user is not
+            stored. None compares addresses, which lazy devices do not have. A training session passes ``{}``,
+            since the ``state_dict`` of a parallel model has a tied parameter once.
+
+    Raises:
+        UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
+    """
+    rank = rank_of(ranks)
+    shares: list[Share] = []
+
+    def prepare() -> Listing:
+        encode_facts(facts)
+        shares.append(prepare_share(model, optimizer, state, rank=rank, ties=ties))
+        return shares[0].listing
+
+    assignment = agree_on_assignment(ranks, prepare, where=f"{storage.uri}/{step_name(step)}")
+    return SavePlan(
+        step=step,
+        facts=facts,
+        assignment=assignment,
+        write=lambda writer, mine: write_share(writer, shares[0], mine, rank=rank),
+    )
+
+
+def agree_on_assignment(ranks: RankAgreement | None, prepare: Callable[[], Listing], *, where: str) -> Assignment:
     """Gather what all ranks hold and share the writing. Collective: what ``prepare`` raises on one is raised on all."""
     listings = on_all_ranks(ranks, prepare, where=where)
-    return SavePlan(listings, assign(listings)[rank_of(ranks)])
+    return Assignment(listings, assign(listings)[rank_of(ranks)])
 
 
 class Planner:
-    """Plans consecutive saves. While the listings of all ranks are unchanged, the ranks exchange only that fact."""
+    """Assigns consecutive saves. While the listings of all ranks are unchanged, the ranks exchange only that fact."""
 
     def __init__(self, ranks: RankAgreement | None) -> None:
         self._ranks = ranks
-        self._plan: SavePlan | None = None
+        self._plan: Assignment | None = None
 
-    def plan(self, prepare: Callable[[], Listing], *, where: str) -> SavePlan:
-        """Return the plan of :func:`agree_on_plan`, made once."""
+    def plan(self, prepare: Callable[[], Listing], *, where: str) -> Assignment:
+        """Return the answer of :func:`agree_on_assignment`, made once."""
         if self._plan is None:
-            self._plan = agree_on_plan(self._ranks, prepare, where=where)
+            self._plan = agree_on_assignment(self._ranks, prepare, where=where)
             return self._plan
         known = self._plan.listings[rank_of(self._ranks)]
         found: list[Listing] = []
@@ -50,5 +144,149 @@ class Planner:
             return found[0] == known
 
         if not all(on_all_ranks(self._ranks, is_known, where=where)):
-            self._plan = agree_on_plan(self._ranks, lambda: found[0], where=where)
+            self._plan = agree_on_assignment(self._ranks, lambda: found[0], where=where)
         return self._plan
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank brings to a save."""
+
+    pieces: Mapping[Place, Piece]
+    listing: Listing
+    state: bytes
+    """JSON of the rank's state; its tensors are among the pieces."""
+
+
+def prepare_share(
+    model: Mapping[str, torch.Tensor | Piece],
+    optimizer: Mapping[str, torch.Tensor | Piece],
+    state: Mapping[str, Any],
+    *,
+    rank: int,
+    ties: Mapping[str, str] | None = None,
+) -> Share:
+    """Check everything of this rank, before anything is written anywhere. The pieces are the tensors' own memory.
+
+    ``ties``: as of :func:`plan_save`.
+
+    Raises:
+        UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
+    """
+    state_tensors: dict[str, torch.Tensor] = {}
+    encoded = encode_state(state, state_tensors, rank)
+    pieces: dict[Place, Piece] = {}
+    listing: dict[Place, Held] = {}
+    for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
+        own, held = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
+        pieces |= {(section, name): piece for name, piece in own.items()}
+        listing |= {(section, name): each for name, each in held.items()}
+    return Share(pieces, listing, encoded)
+
+
+def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> bytes:
+    """Return the JSON of ``state``; its tensors are put into ``tensors`` under names that begin with the rank."""
+
+    def put_tensor(at: str, value: object) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        name = f"rank-{rank:05d}{at}"
+        tensors[name] = value
+        return name
+
+    return json.dumps(encode_tree(state, put_tensor=put_tensor), separators=(",", ":"), allow_nan=False).encode()
+
+
+def write_share(writer: AttemptWriter, share: Share, mine: AbstractSet[Place], *, rank: int) -> dict[Place, TensorPart]:
+    """Write this rank's state and the pieces that were assigned to it, and return the location of each piece."""
+    parts: dict[Place, TensorPart] = {}
+    for section in SECTIONS:
+        chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}
+        parts |= {(section, name): part for name, part in write_pieces(writer, section, chosen, rank=rank).items()}
+    with writer.file(state_name(rank)) as stream:
+        stream.write(share.state)
+    return parts
+
+
+def assign(listings: Sequence[Listing]) -> list[set[Place]]:
+    """Return, by rank, the tensors whose box that rank writes.
+
+    Large boxes are given away first, each to the holder with the fewest bytes so far; among equals, to the one that
+    holds the least in all.
+
+    Raises:
+        TensorStateUnsupported: ranks disagree about a tensor, or do not hold all of it among them.
+    """
+    _check(listings)
+    shared = _shared(listings)
+    holders: dict[tuple[Place, Box], list[int]] = defaultdict(list)
+    totals = [0] * len(listings)
+    for rank, listing in enumerate(listings):
+        for place, held in listing.items():
+            if place not in shared and (held.box.elements or not _elements(held)):
+                holders[place, held.box].append(rank)
+                totals[rank] += _bytes(held)
+    written = [0] * len(listings)
+    chosen: list[set[Place]] = [set() for _ in listings]
+    for (place, _), ranks in sorted(holders.items(), key=lambda item: -_bytes(listings[item[1][0]][item[0][0]])):
+        writer = min(ranks, key=lambda rank: (written[rank], totals[rank], rank))
+        written[writer] += _bytes(listings[writer][place])
+        chosen[writer].add(place)
+    return chosen
+
+
+def merge(
+    listings: Sequence[Listing], parts: Sequence[Mapping[Place, TensorPart]], sections: Sequence[str]
+) -> dict[str, dict[str, TensorEntry]]:
+    """Return the index of the whole checkpoint from the parts that each rank wrote."""
+    shared = _shared(listings)
+    written: dict[Place, list[TensorPart]] = defaultdict(list)
+    for own in parts:
+        for place, part in own.items():
+            written[place].append(part)
+    index: dict[str, dict[str, TensorEntry]] = {section: {} for section in sections}
+    for listing in listings:
+        for (section, name), held in listing.items():
+            if name not in index[section]:
+                index[section][name] = TensorEntry(
+                    dtype=held.dtype,
+                    shape=held.shape,
+                    parts=tuple(sorted(written[section, name], key=lambda part: part.offsets)),
+                    same_as=shared.get((section, name)),
+                )
+    return index
+
+
+def _shared(listings: Sequence[Listing]) -> dict[Place, str]:
+    """Tensors that are the same memory as another one on every rank that holds them → that one's name."""
+    owners: dict[Place, set[str | None]] = defaultdict(set)
+    for listing in listings:
+        for place, held in listing.items():
+            owners[place].add(held.same_as)
+    single = {place: next(iter(names)) for place, names in owners.items() if len(names) == 1}
+    return {place: owner for place, owner in single.items() if owner is not None and owners[place[0], owner] == {None}}
+
+
+def _check(listings: Sequence[Listing]) -> None:
+    first: dict[Place, Held] = {}
+    boxes: dict[Place, set[Box]] = defaultdict(set)
+    for listing in listings:
+        for place, held in listing.items():
+            known = first.setdefault(place, held)
+            if (known.dtype, known.shape) != (held.dtype, held.shape):
+                reason = f"ranks hold it as {known.dtype} {known.shape} and as {held.dtype} {held.shape}"
+                raise TensorStateUnsupported(where="/".join(place), reason=reason)
+            boxes[place].add(held.box)
+    for place, held in first.items():
+        found = sum(box.elements for box in boxes[place])
+        if found != _elements(held):
+            reason = f"of its {_elements(held)} elements the ranks hold {found}"
+            raise TensorStateUnsupported(where="/".join(place), reason=reason)
+
+
+def _elements(held: Held) -> int:
+    return Box.whole(held.shape).elements
+
+
+def _bytes(held: Held) -> int:
+    return held.box.elements * ITEM_BYTES[held.dtype]

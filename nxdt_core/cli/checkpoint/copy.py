@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nxdt_core.checkpoint import CheckpointStatus
-    from nxdt_core.checkpoint.copying import CopyReport
+    from nxdt_core.cli.checkpoint.copying import CopyReport
     from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["copy"]
@@ -50,7 +50,7 @@ def copy(
     only what one of the keys has signed is copied.
     """
     from nxdt_core.checkpoint import TrustedKeys
-    from nxdt_core.checkpoint.copying import copy_checkpoint
+    from nxdt_core.cli.checkpoint.copying import copy_checkpoint
 
     origin, found = look_for_committed(source)
     chosen = _chosen(source, found, steps)

@@ -15,7 +15,8 @@ from nxdt_core.cli.verb import Verb, as_json, print_json, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nxdt_core.checkpoint.read.difference import Difference, Side, TensorDifference, ValueDifference
+    from nxdt_core.checkpoint.format.state_tree import ValueDifference
+    from nxdt_core.cli.checkpoint.difference import Difference, Side, TensorDifference
 
 __all__ = ["diff"]
 
@@ -49,7 +50,7 @@ def diff(ctx: click.Context, first: str, second: str, subjects: tuple[str, ...],
 
     They may be saved in different layouts. Exit status 1 where anything differs.
     """
-    from nxdt_core.checkpoint.read.difference import SUBJECTS, Side, compare_checkpoints
+    from nxdt_core.cli.checkpoint.difference import SUBJECTS, Side, compare_checkpoints
 
     sides = Side(*open_one(first)), Side(*open_one(second))
     chosen = [subject for subject in SUBJECTS if subject in subjects or not subjects]

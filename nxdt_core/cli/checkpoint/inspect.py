@@ -37,7 +37,7 @@ __all__ = ["inspect"]
 @as_json
 def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> None:
     """Say what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names."""
-    from nxdt_core.checkpoint.format.signature import claimed_signer
+    from nxdt_core.checkpoint.signing import claimed_signer
 
     storage, manifest = open_one(uri)
     config = dict(manifest.facts.config)

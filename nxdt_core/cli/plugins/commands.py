@@ -50,8 +50,8 @@ def list_(kind: str | None, json_output: bool) -> None:
 
     Of a plugin with more than four components, the table has their numbers; `nxdt plugins show` names them.
 
-    Notes below the table name plugins whose import changes more than themselves, such as functions of torch, and
-    plugins whose authors forgot something, such as a range of nxdt-core.
+    Notes below the table name plugins whose entry module imports heavy libraries, and plugins whose authors forgot
+    something, such as a range of nxdt-core.
     """
     from nxdt_core.kernel.plugin import plugin_hints, plugin_notes
 
@@ -82,12 +82,12 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
     With CONFIG, the section `plugins` of that configuration decides which plugins are imported, and entries of
     plugins.allow, block and prefer that name no installed plugin are found, too.
 
-    Found are plugins that cannot be used; entry modules that import heavy libraries, replace functions of torch, start
-    threads, implement no hook or change the environment; distributions that require no range of nxdt-core; and editable
-    installations whose metadata are older than their pyproject.toml. The table shows how long each entry module takes.
+    Found are plugins that cannot be used; entry modules that import heavy libraries or implement no hook; distributions
+    that require no range of nxdt-core; and editable installations whose metadata are older than their pyproject.toml.
+    The table shows how long each entry module takes.
     """
+    from nxdt_core.cli.plugins.doctor import complaints
     from nxdt_core.config.secrets.messages import hide_secrets
-    from nxdt_core.kernel.doctor import complaints
 
     kernel = _start_kernel(source, overrides)
     unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]
@@ -197,7 +197,8 @@ def hooks(json_output: bool) -> None:
     rows, objects = [], []
     for phase in PHASES:
         for hook in (name for name in vars(phase) if name in phase.__all__):
-            listeners = [each.plugin for each in kernel.hooks.implementations(hook)]
+            found = reversed(getattr(kernel.hooks, hook).get_hookimpls())  # the last one is called first
+            listeners = [each.plugin_name.rpartition(":")[2] for each in found]
             summary = _plain_text((getattr(phase, hook).__doc__ or "").split("\n", 1)[0])
             rows.append((hook, ", ".join(listeners) or "-", summary))
             objects.append({"hook": hook, "plugins": listeners, "summary": summary})
@@ -214,7 +215,7 @@ def lock(file: Path) -> None:
 
     A configuration with plugins.lock refuses to run with other plugins.
     """
-    from nxdt_core.kernel.integrity.lock import write_lock
+    from nxdt_core.kernel.lock import write_lock
 
     write_lock(_start_kernel().plugins, file)
     say(f"wrote {file}", err=True)

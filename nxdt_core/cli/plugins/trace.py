@@ -32,7 +32,7 @@ def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
     A second table shows the keys whose default came from a plugin. Nothing is trained.
     """
     from nxdt_core.config import load
-    from nxdt_core.kernel.hooks.calls import traced_hooks
+    from nxdt_core.kernel.hooks import traced_hooks
 
     with traced_hooks() as calls:
         config = load(source, overrides)

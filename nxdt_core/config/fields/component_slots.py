@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nxdt_core.config.sources.node import join
-from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.registry import RegisteredComponent
 
 __all__ = ["SLOTS", "Composition", "Slot"]
 

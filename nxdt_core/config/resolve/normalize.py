@@ -67,7 +67,8 @@ def _without_mandatory(node: Node) -> Node:
 def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node, list[ConfigProblem]]:
     """Return the tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
     try:
-        results = kernel.hooks.nxdt_config_defaults(ConfigDefaultsContext(config=to_plain(given), source=label))
+        context = ConfigDefaultsContext(config=to_plain(given), source=label)
+        results = kernel.hooks.nxdt_config_defaults(context=context)
     except NxdtError as error:
         return given, [BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error)]
     problems: list[ConfigProblem] = []

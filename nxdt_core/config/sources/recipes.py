@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nxdt_core.errors.configuration import UnknownRecipe
 from nxdt_core.kernel import Kernel, PluginInfo
-from nxdt_core.kernel.doctor import advise, diagnose
+from nxdt_core.kernel.plugin import advise, diagnose
 
 __all__ = ["RECIPE_SCHEME", "Recipe", "find_recipe", "list_recipes"]
 

@@ -19,8 +19,7 @@ from nxdt_core.config.sources.node import Node, Origin
 from nxdt_core.config.validate.checked import Checked
 from nxdt_core.config.validate.sizes import CP, EP, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
-from nxdt_core.kernel.components.component import RegisteredComponent
-from nxdt_core.kernel.components.registry import Registry
+from nxdt_core.kernel.registry import RegisteredComponent, Registry
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
 __all__ = ["Asked", "check_capabilities", "check_objective", "check_policy", "find_undeclared"]

@@ -71,7 +71,7 @@ def plugin_findings(tree: Node, composition: Composition, kernel: Kernel, checke
     """Yield the problems that the hook ``nxdt_validate_config`` reports."""
     context = ValidateConfigContext(config=to_plain(tree), components=names_by_slot(composition))
     try:
-        for result in kernel.hooks.nxdt_validate_config(context):
+        for result in kernel.hooks.nxdt_validate_config(context=context):
             for finding in result.value:
                 message = _sentence(f"{finding.message} (plugin {result.plugin!r})")
                 yield ComponentFinding(**checked.place(finding.key), message=message, advice=finding.remedy)

@@ -13,7 +13,6 @@ from typing import Any
 from nxdt_core.data.chat.conversation import Message
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.templates import ChatTemplate, find_template
-from nxdt_core.data.chat.time_limit import TookTooLong, time_limit
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import (
     EndOfTurnUntrained,
@@ -22,6 +21,7 @@ from nxdt_core.errors.chats import (
     TemplateRefuses,
     TemplateUnreadable,
 )
+from nxdt_core.errors.data import DataLibraryMissing
 from nxdt_core.errors.evaluation import ChatTemplateMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
@@ -104,6 +104,7 @@ class TemplateRunner:
         Raises:
             TemplateUnreadable: the template is invalid.
             TemplateRefuses: it raises an exception for these messages, does not end, or makes texts without end.
+            DataLibraryMissing: transformers is not installed.
         """
         try:
             plain = _plain(messages)
@@ -135,9 +136,9 @@ class TemplateRunner:
     ) -> tuple[str, list[Span]]:
         from jinja2.exceptions import TemplateSyntaxError
 
-        from nxdt_core.data.chat.template_environment import compiled
-
         try:
+            from nxdt_core.data.chat.template_environment import compiled  # imports transformers
+
             variables = {
                 **_plain(self._variables),
                 "messages": [_with_reasoning(message) for message in messages],
@@ -145,16 +146,16 @@ class TemplateRunner:
                 "documents": None,
                 "add_generation_prompt": prompts,
             }
-            with time_limit(_MOST_SECONDS):
-                environment, template = compiled(self._source, _MOST_CHARACTERS)
-                return environment.render(template, variables, marks=marks)
+            environment, template = compiled(self._source, _MOST_CHARACTERS)
+            return environment.render(template, variables, marks=marks, seconds=_MOST_SECONDS)
         except TemplateSyntaxError as error:
             reason = f"line {error.lineno}: {error.message}"
             raise TemplateUnreadable(origin=self.template.origin, reason=reason) from error
-        except ImportError:
-            raise
-        except TookTooLong as error:
-            raise self._refuses(place, f"it has not ended after {_MOST_SECONDS} seconds") from error
+        except ImportError as error:
+            origin = f"The chat template ({self.template.origin})"
+            raise DataLibraryMissing(
+                path=origin, package="transformers", extra="huggingface", reason=str(error)
+            ) from error
         except Exception as error:  # a template is a program, which can fail in every way that Python can
             raise self._refuses(place, str(error).rstrip(".") or type(error).__name__) from error
 
@@ -253,7 +254,7 @@ def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
         try:
             runner = runner_of(keys, tokenizer)
             end = None if runner is None else end_of_turn(runner, tokenizer)
-        except (NxdtError, ImportError):
+        except NxdtError:
             end = None
         found += [] if end is None else [end]
     return tuple(dict.fromkeys(found))

@@ -2,13 +2,15 @@
 
 Python cannot interrupt a single operation, and ``'a' * 10**10`` is one. Operations that can make much of little are
 therefore estimated before they run: operators, blocks, methods of texts, and filters. What they and slices return is
-counted, so that a template cannot collect copies either. Jinja is imported here, so this module is imported when the
-first template runs.
+counted, so that a template cannot collect copies either. Each of them, and each turn of a loop, looks at the clock.
+Jinja is imported here, so this module is imported when the first template runs.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, wraps
 from typing import Any
@@ -39,17 +41,22 @@ _DROPPED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 
 
 class _Budget(threading.local):
-    """Characters that the rendering of this thread may still make."""
+    """Characters that the rendering of this thread may still make, and when it has to end."""
 
     single = total = 0
+    seconds = ends_at = math.inf
 
 
 class TooLarge(Exception):
-    """A template asked for more than it may have."""
+    """A template asked for more, or took longer, than it may."""
 
 
-class _CountedSlices(CodeGenerator):
-    """Lets slices, which no environment can intercept, go through :meth:`BoundedEnvironment.counted`."""
+class _WatchedCode(CodeGenerator):
+    """Lets slices and loops, which no environment can intercept, go through :class:`BoundedEnvironment`."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        node.iter = nodes.Call(nodes.EnvironmentAttribute("timed"), [node.iter], [], None, None)
+        super().visit_For(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if not isinstance(node.arg, nodes.Slice):
@@ -66,7 +73,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         single: characters that one operation may make; a rendering may make ten times as many.
     """
 
-    code_generator_class = _CountedSlices
+    code_generator_class = _WatchedCode
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, single: int) -> None:
@@ -81,9 +88,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = self._bounded(function, FILTERS.get(name, nothing))
         self.begin()
 
-    def begin(self) -> None:
-        """Grant this thread what one compilation or rendering may make."""
+    def begin(self, seconds: float = math.inf) -> None:
+        """Grant this thread what one compilation or rendering may make, and the time that it may take."""
         self._budget.single, self._budget.total = self._single, 10 * self._single
+        self._budget.seconds, self._budget.ends_at = seconds, time.monotonic() + seconds
 
     def compile_template(self, source: str) -> Template:
         """Return the compiled template."""
@@ -94,9 +102,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             names[name] = self._joined(names[name])
         return template
 
-    def render(self, template: Template, variables: Mapping[str, Any], *, marks: bool) -> tuple[str, list[Any]]:
-        """Return the text, and the spans of the generation blocks where ``marks`` is set."""
-        self.begin()
+    def render(
+        self, template: Template, variables: Mapping[str, Any], *, marks: bool, seconds: float
+    ) -> tuple[str, list[Any]]:
+        """Return the text, made within ``seconds``, and the spans of the generation blocks where ``marks`` is set."""
+        self.begin(seconds)
         pieces: list[str] = []
         spans: list[Any] = []
         if not marks:
@@ -109,12 +119,23 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Take ``size`` characters from the budget.
 
         Raises:
-            TooLarge: it has fewer.
+            TooLarge: it has fewer, or its time is over.
         """
+        self._look_at_clock()
         budget = self._budget
         budget.total -= size
         if size > budget.single or budget.total < 0:
             raise TooLarge(f"one of its operations, or all of them, write more than {budget.single:,} characters")
+
+    def timed(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items of a loop while there is time."""
+        for value in values:
+            self._look_at_clock()
+            yield value
+
+    def _look_at_clock(self) -> None:
+        if time.monotonic() > self._budget.ends_at:
+            raise TooLarge(f"it has not ended after {self._budget.seconds:g} seconds")
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Return the texts of a block, or of the whole template, as one."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
+from nxdt_core.errors.data import DataLibraryMissing
 from nxdt_core.regular_files import require_fetched
 
 __all__ = ["COMPRESSED", "UNREADABLE", "bare_name", "decompressed", "is_compressed", "opened"]
@@ -49,12 +50,17 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    """Return the content of ``raw``, the bytes of ``path`` on the disk; ``raw`` itself where they are not
-    compressed."""
+    """Return the content of ``raw``, the bytes of ``path`` on the disk; ``raw`` itself where they are not compressed.
+
+    Raises:
+        DataLibraryMissing: it is of Zstandard, and the library is not installed.
+    """
     if _ending(path) == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if _ending(path) == ".zst":
-        from nxdt_core.data.files.zstd import ZstdFile
-
+        try:
+            from nxdt_core.data.files.zstd import ZstdFile
+        except ImportError as error:
+            raise DataLibraryMissing(path=str(path), package="zstandard", extra="zstd", reason=str(error)) from error
         return io.BufferedReader(ZstdFile(raw))
     return raw

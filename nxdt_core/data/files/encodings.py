@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from nxdt_core.errors.base import NxdtError
@@ -26,13 +27,8 @@ _ZEROS: Mapping[tuple[bool, ...], str] = {
     (True, False, True, False): "UTF-16BE",
 }
 """Which of the first four bytes are 0 where two or four bytes hold a character of ASCII."""
-_KNOWN = (
-    *("cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r"),
-    *("cp932", "euc_jp", "gb18030", "cp949", "big5", "cp874", "cp437"),
-)
-"""Encodings that texts of the web are in; the library knows many more, and then guesses rare ones."""
-_LIKELIEST = ("cp1252", "gb18030")
-"""Preferred where several fit equally well."""
+_WESTERN_SHARE = 0.2
+"""Most bytes above ASCII in a text of CP1252; where there are more, the text is in another script."""
 _SAMPLE_BYTES = 32768
 _SHOWN = 40
 """Characters of the line that the error shows."""
@@ -58,7 +54,7 @@ def check_wide(path: Path, content: bytes, *, first_line: int = 1) -> None:
 
 
 def iconv_name(content: bytes, at: int) -> str | None:
-    """Return what ``iconv`` calls the likeliest encoding of ``content``; None where nothing fits.
+    """Return what ``iconv`` calls UTF-16, UTF-32 or CP1252 where ``content`` looks like it; None where it does not.
 
     Args:
         content: of a file, or a part of it.
@@ -67,14 +63,11 @@ def iconv_name(content: bytes, at: int) -> str | None:
     wide = _wide(content)
     if wide is not None:
         return wide
-    from charset_normalizer import from_bytes
-
-    found = list(from_bytes(_around(content, at), cp_isolation=list(_KNOWN)))
-    best = [match for match in found if match.chaos == found[0].chaos]
-    for name in _LIKELIEST:
-        if any(name in match.could_be_from_charset for match in best):
-            return _spelled(name)
-    return _spelled(best[0].encoding) if best else None
+    around = _around(content, at)
+    western = sum(byte >= 0x80 for byte in around) <= _WESTERN_SHARE * len(around)
+    with suppress(UnicodeDecodeError):
+        return "CP1252" if western and around.decode("cp1252") else None
+    return None
 
 
 def not_utf8(path: Path, content: bytes, at: int, *, first_line: int = 1) -> NxdtError:
@@ -106,10 +99,6 @@ def _around(content: bytes, at: int) -> bytes:
     begin = max(begin, content.find(b"\n", begin, at) + 1) if begin else 0
     last = content.rfind(b"\n", at, end) if end < len(content) else -1
     return content[begin : end if last < 0 else last]
-
-
-def _spelled(name: str) -> str:
-    return name.upper().replace("_", "-")
 
 
 def _shown(content: bytes, begin: int, at: int, encoding: str) -> str:

@@ -22,11 +22,11 @@ from nxdt_core.data.files.paths import (
     read_bytes,
 )
 from nxdt_core.errors.data import (
-    ArrowMissing,
     ArrowUnreadable,
     BadJsonFile,
     DataFileNotFound,
     DataFileUnreadable,
+    DataLibraryMissing,
     NoRecords,
 )
 
@@ -62,7 +62,7 @@ def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tu
         example: a record as it is wanted, as JSON, for errors.
 
     Raises:
-        DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, BadJsonFile, NoRecords, ArrowMissing,
+        DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, BadJsonFile, NoRecords, DataLibraryMissing,
         ArrowUnreadable: each names the file, and the line where there are lines.
     """
     records: list[Record] = []
@@ -122,7 +122,7 @@ def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ArrowMissing(path=str(path), reason=str(error)) from error
+        raise DataLibraryMissing(path=str(path), package="pyarrow", extra="arrow", reason=str(error)) from error
     buffer = pyarrow.py_buffer(content)
     try:
         if bare_name(path).endswith(_PARQUET):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.api import ConfigFinding
-from nxdt_core.kernel.hookspecs.marker import hookspec
+from nxdt_core.kernel.hookspecs.registration import hookspec
 
 if TYPE_CHECKING:
     from nxdt_core.kernel.contexts import ConfigDefaultsContext, ValidateConfigContext

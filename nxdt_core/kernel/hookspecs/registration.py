@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import pluggy
+
 from nxdt_core.api import (
+    PROJECT,
     AdapterComponent,
     CliCommand,
     Component,
@@ -18,7 +21,6 @@ from nxdt_core.api import (
     ModelComponent,
     StoreComponent,
 )
-from nxdt_core.kernel.hookspecs.marker import hookspec
 
 __all__ = [
     "nxdt_adapters",
@@ -42,6 +44,9 @@ __all__ = [
     "nxdt_tasks",
     "nxdt_tokenizers",
 ]
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+"""The decorator of hook specifications."""
 
 
 @hookspec

@@ -18,16 +18,12 @@ from nxdt_core.devices import profile_of
 from nxdt_core.nn.random.positions import Rows, rows_of
 from nxdt_core.nn.random.rounding import element_numbers
 from nxdt_core.parallel.compile.one_graph import one_graph
-from nxdt_core.parallel.rounding import native
 from nxdt_core.protocols.optimizer import ParameterShard
 
 __all__ = ["Backend", "BlockKernel", "Numbers", "apart", "backend_on", "can_compile"]
 
-Backend = Literal["eager", "compile", "native"]
-"""What runs a kernel: torch operation by operation, ``torch.compile``, or on hosts :mod:`.native`."""
-
-_SMALL_ELEMENTS = 2**20
-"""On a host, updates of fewer elements run operation by operation: building the kernels takes half a second."""
+Backend = Literal["eager", "compile"]
+"""What runs a kernel: torch operation by operation, or ``torch.compile``."""
 
 _PIECE_COMPILED = 2**30
 """Elements of a kernel's call: 32-bit numbers count them."""
@@ -76,8 +72,7 @@ class BlockKernel:
     """An element-wise function ``function(*tensors, numbers, *others)``, which writes its results into its tensors."""
 
     def __init__(self, function: Function, *, backend: Backend = "eager") -> None:
-        """``backend``: see :func:`backend_on`. A native kernel has the function's name without a leading underscore;
-        where there is none for the tensors' dtypes, the function runs operation by operation."""
+        """``backend``: see :func:`backend_on`."""
         self._function = function
         self._backend = backend
 
@@ -95,20 +90,10 @@ class BlockKernel:
             return
         flat = [_plain(tensor.reshape(-1)) for tensor in tensors]
         rows = _rows(place.shape, place.box.offsets, tuple(shard.shape))
-        if not (self._backend == "native" and self._run_native(rows, flat, others)):
-            self._run(rows, flat, others)
+        self._run(rows, flat, others)
         for tensor, each in zip(tensors, flat, strict=True):
             if each.data_ptr() != tensor.data_ptr():  # a copy, since the tensor is not contiguous
                 tensor.copy_(each.view(tensor.shape))
-
-    def _run_native(self, parts: Sequence[Rows], flat: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
-        kernel = native.kernel_for(self._function.__name__.lstrip("_"), flat)
-        if kernel is None:
-            return False
-        pieces = [flat] if len(parts) == 1 else zip(*(each.chunk(len(parts)) for each in flat), strict=True)
-        for rows, piece in zip(parts, pieces, strict=True):
-            kernel(rows, piece, others)
-        return True
 
     def _run(self, parts: Sequence[Rows], flat: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
         whole, device = flat[0].numel(), flat[0].device
@@ -126,11 +111,9 @@ class BlockKernel:
         return self._function, _PIECE_ON_HOST if profile.cache_bound_kernels else _PIECE
 
 
-def backend_on(device: torch.device, elements: int) -> Backend:
-    """Return what runs the kernels of one rank fastest, for an update of so many elements."""
-    if profile_of(device).host:
-        return "native" if elements >= _SMALL_ELEMENTS and native.available() else "eager"
-    return "compile" if can_compile(device) else "eager"
+def backend_on(device: torch.device) -> Backend:
+    """Return what runs the kernels of one rank. A host compiles none: that takes longer than many updates."""
+    return "compile" if not profile_of(device).host and can_compile(device) else "eager"
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def _round(
     if not shards:
         return []
     device = shards[0].device
-    backend = backend_on(device, sum(shard.numel() for shard in shards))
+    backend = backend_on(device)
     kernel = BlockKernel(_keep_and_round, backend=backend)
     keys = apart(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
     kept = []

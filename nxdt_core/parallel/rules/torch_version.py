@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from nxdt_core.config.validate.sizes import EP, TP, mesh_sizes
 from nxdt_core.errors.configuration import ImpossibleCombination
-from nxdt_core.kernel.discovery.requirement import admits
+from nxdt_core.kernel.metadata import admits
 from nxdt_core.protocols.parallel.rules import Settings
 
 __all__ = ["TORCH_RULES"]

@@ -9,7 +9,7 @@ from typing import final
 from nxdt_core.callback import Callback, Run
 from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership, Retention, SaveReport
 from nxdt_core.checkpoint.format.manifest import Keep
-from nxdt_core.checkpoint.write.run_retention import RunRetention
+from nxdt_core.checkpoint.write.retention import RunRetention
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.fields.duration import seconds_of
 from nxdt_core.protocols.store import CheckpointStore

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
+from types import TracebackType
 from typing import final
 
+from torch._dynamo.callback import CallbackArgs, callback_handler
+
 from nxdt_core.callback import Callback, Run
-from nxdt_core.compile_counts import CompileClock
 from nxdt_core.engines.compile_cache import graph_origins
 from nxdt_core.progress import PROGRESS
 
-__all__ = ["CompileTime"]
+__all__ = ["CompileClock", "CompileTime"]
+
+
+class CompileClock:
+    """Seconds that torch spends compiling anywhere in this process, while the block runs.
+
+    Example::
+
+        with CompileClock() as clock:
+            train_step(...)
+        print(clock.seconds)
+
+    Forward is compiled when it first runs, and backward with it or when that first runs.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """So far; grows while the block runs."""
+        self._begun = 0.0
+
+    def __enter__(self) -> CompileClock:
+        callback_handler.register_start_callback(self._start)
+        callback_handler.register_end_callback(self._end)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        callback_handler.remove_start_callback(self._start)
+        callback_handler.remove_end_callback(self._end)
+
+    def _start(self, _: CallbackArgs) -> None:
+        self._begun = time.perf_counter()
+
+    def _end(self, _: CallbackArgs) -> None:
+        self.seconds += time.perf_counter() - self._begun
 
 
 @final

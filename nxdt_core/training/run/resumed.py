@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from nxdt_core.checkpoint import CheckpointFacts
-from nxdt_core.checkpoint.format.averages import has_average
-from nxdt_core.checkpoint.read.difference import compare_trees
+from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.training.session import TrainSession
+from nxdt_core.training.weights.average import has_average
 from nxdt_core.training.weights.saved_config import config_to_save
 
 __all__ = ["resume_notes"]

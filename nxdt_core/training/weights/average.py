@@ -13,14 +13,18 @@ from dataclasses import replace
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from nxdt_core.checkpoint.format.averages import AVERAGE
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.config.schema.exp_manager import EmaConfig
 from nxdt_core.distributed.placement import local_of, piece_of
+from nxdt_core.errors.checkpoints import CheckpointHasNoAverage
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.piece import Piece
 
-__all__ = ["AVERAGE_BYTES", "WeightAverage", "take_average"]
+__all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "take_average"]
 
+AVERAGE = "ema"
+"""Optimizer state ``<parameter name>/ema``: the exponential moving average of that weight, in float32."""
 AVERAGE_BYTES = 4
 """An element of the average."""
 _SUFFIX = f"/{AVERAGE}"
@@ -110,3 +114,20 @@ def _buckets(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Te
         filled += weight.numel()
     if bucket:
         yield bucket
+
+
+def has_average(manifest: Manifest) -> bool:
+    """Return whether the run kept one."""
+    return any(key.endswith(f"/{AVERAGE}") for key in manifest.tensors.get("optim", {}))
+
+
+def average_index(manifest: Manifest, *, where: str) -> Mapping[str, TensorEntry]:
+    """Return the model's tensors by name, those with an average replaced by it; the others were not trained.
+
+    Raises:
+        CheckpointHasNoAverage: there is none; ``where`` names the checkpoint.
+    """
+    if not has_average(manifest):
+        raise CheckpointHasNoAverage(where=where)
+    state = manifest.tensors["optim"]
+    return {name: state.get(f"{name}/{AVERAGE}", entry) for name, entry in manifest.tensors.get("model", {}).items()}

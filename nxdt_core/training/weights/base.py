@@ -12,7 +12,7 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
-from nxdt_core.checkpoint.formats.installed import format_of, open_checkpoint
+from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase

@@ -9,7 +9,6 @@ from typing import Literal
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
-from nxdt_core.checkpoint.format.averages import AVERAGE, average_index
 from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
@@ -24,6 +23,7 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import HFTokenizer
 from nxdt_core.training import build
+from nxdt_core.training.weights.average import AVERAGE, average_index
 from nxdt_core.training.weights.saved_config import SavedRun, locate, named_config, saved_run
 
 __all__ = ["ExportDtype", "Exported", "export_hf", "plan_export"]

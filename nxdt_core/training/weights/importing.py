@@ -15,10 +15,9 @@ from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.formats.installed import open_checkpoint
+from nxdt_core.checkpoint.formats import open_checkpoint
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
-from nxdt_core.checkpoint.write.rank_data import encode_state
-from nxdt_core.checkpoint.write.save import save_listed
+from nxdt_core.checkpoint.write.plan import SavePlan, agree_on_assignment, encode_state
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
@@ -117,15 +116,9 @@ def import_checkpoint(
         versions=versions_of(run.kernel),
         hf={} if said is None else said.facts(),
     )
-    manifest = save_listed(
-        storage,
-        step=train.step,
-        prepare=lambda: listing,
-        write=write,
-        facts=facts,
-        ranks=ranks,
-        signer=build.signer(run),
-    )
+    assignment = agree_on_assignment(ranks, lambda: listing, where=build.step_uri(storage, train.step))
+    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=write)
+    manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(run))
     return Imported(
         source=source,
         format=name,

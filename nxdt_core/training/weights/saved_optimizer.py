@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.format.averages import AVERAGE
 from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.config import ResolvedConfig
@@ -21,6 +20,7 @@ from nxdt_core.errors.training import OptimizerChanged
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.training.weights.average import AVERAGE
 from nxdt_core.training.weights.saved_config import saved_optimizer
 
 __all__ = ["check_shared_state", "continues_optimizer"]

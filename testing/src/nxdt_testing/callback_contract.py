@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import pytest
 
 from nxdt_core.callback import Callback, uncalled_methods
-from nxdt_core.checkpoint.write.rank_data import encode_state
+from nxdt_core.checkpoint.write.plan import encode_state
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
 from nxdt_testing.ranks import RankPool, RanksFailed

@@ -20,8 +20,8 @@ from nxdt_core.config.sources.recipes import list_recipes
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownPlugin
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.components.component import RegisteredComponent
 from nxdt_core.kernel.policy import names
+from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.training import build
 from nxdt_testing.adapter_contract import AdapterContract

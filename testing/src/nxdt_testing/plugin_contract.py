@@ -41,7 +41,7 @@ from nxdt_core.config.sources.recipes import list_recipes
 from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
-from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_testing.unread_keys import NamesRead, names_read, unread_keys
 
 __all__ = ["PluginContract"]

@@ -32,12 +32,12 @@ from nxdt_core.checkpoint import (
     load_model,
     load_state,
     prune,
-    save_checkpoint,
     verify,
 )
 from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_testing.stores.ranks import Opener, work_together
+from nxdt_testing.stores.saving import save_checkpoint
 
 __all__ = ["StoreContract"]
 

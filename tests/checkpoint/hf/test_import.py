@@ -15,7 +15,7 @@ from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core import checkpoint
 from nxdt_core.builtins.stores.local import LocalStorage
-from nxdt_core.checkpoint.formats.installed import open_checkpoint
+from nxdt_core.checkpoint.formats import open_checkpoint
 from nxdt_core.checkpoint.hf import reader as hf_reader
 from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.checkpoint.hf.key_map import Source

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nxdt_testing.stores.saving import save_checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,6 @@ from nxdt_core.checkpoint import (
     load_optimizer_like,
     load_state,
     read_manifest,
-    save_checkpoint,
 )
 from nxdt_core.checkpoint.pieces import storable_piece
 from nxdt_core.devices import HOST

@@ -24,7 +24,7 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.write.assignment import assign, merge
+from nxdt_core.checkpoint.write.plan import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Box, Held
 from tests.calls import Call, run_in_turn

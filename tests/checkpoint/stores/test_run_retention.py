@@ -10,6 +10,7 @@ import pytest
 import torch
 from nxdt_testing.stores.faults import FaultyStorage
 from nxdt_testing.stores.memory import MemoryStorage
+from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.checkpoint import (
     CheckpointFacts,
@@ -20,10 +21,9 @@ from nxdt_core.checkpoint import (
     list_checkpoints,
     prune,
     read_manifest,
-    save_checkpoint,
 )
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_of, step_prefix
-from nxdt_core.checkpoint.write.run_retention import RunRetention
+from nxdt_core.checkpoint.write.retention import RunRetention
 from nxdt_core.protocols.store import CheckpointStore
 
 OLD = range(1, 41)

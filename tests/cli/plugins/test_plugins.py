@@ -92,48 +92,18 @@ def test_verify_without_a_lock_file_says_how_to_write_one(nxdt):
     assert "nxdt plugins lock" in done.stderr
 
 
-PATCH = """
-import torch
-
-def dropout(input, *_, **__):
-    return input
-
-torch.nn.functional.dropout = dropout
-"""
-
-
-def test_a_plugin_that_imports_and_changes_torch_is_named_by_list_show_and_check(nxdt, dist):
-    dist("acme", PATCH + OFFER)
+def test_a_plugin_that_imports_torch_is_named_by_list_show_and_check(nxdt, dist):
+    dist("acme", "import torch\n" + OFFER)
     dist("bolt", OFFER.replace("wolf", "bolt"))
-    heavy = "its entry module imports torch, numpy, which makes every command slow; "  # where it is the first to do so
-    note = "it replaces torch.nn.functional.dropout, also for the other plugins and the core"
+    note = "its entry module imports torch, numpy, which makes every command slow"
     rows = {row["name"]: row for row in json.loads(nxdt("plugins", "list", "--json", fork=False).stdout)}
-    assert (rows["acme"]["state"], rows["acme"]["note"], rows["bolt"]["note"]) == ("ok", heavy + note, "")
-    listed = nxdt("plugins", "list")
+    assert (rows["acme"]["state"], rows["acme"]["note"], rows["bolt"]["note"]) == ("ok", note, "")
+    listed = nxdt("plugins", "list", fork=False)
     assert [line for line in listed.stderr.splitlines() if "plugin" in line] == [
         f"note: plugin 'acme' (acme 1.0): {note}"
     ]
-    assert "it replaces torch.nn.functional.dropout" in nxdt("plugins", "show", "acme").stdout
-    checked = nxdt("config", "check", "recipe:llama-tiny")
-    assert checked.stderr.count("it replaces torch.nn.functional.dropout") == 1
-
-
-BUSY = """
-import threading, time
-from concurrent.futures import ThreadPoolExecutor
-
-threading.Thread(target=time.sleep, args=(1000,), name="poll").start()
-ThreadPoolExecutor(1, "pool").submit(time.sleep, 1000)
-"""
-
-
-def test_commands_end_although_a_plugin_left_threads_running(nxdt, dist):
-    dist("acme", BUSY + OFFER)
-    note = "it starts threads ('poll', 'pool_0'), which nxdt makes daemons so that commands end"
-    for command in (("plugins", "list"), ("config", "check", "recipe:llama-tiny")):
-        done = nxdt(*command, fork=False)
-        assert done.returncode == 0, done.stderr
-        assert note in done.stderr
+    assert note in nxdt("plugins", "show", "acme", fork=False).stdout
+    assert nxdt("config", "check", "recipe:llama-tiny", fork=False).stderr.count(note) == 1
 
 
 def test_doctor_names_what_is_wrong_and_exits_with_1(nxdt, dist):
@@ -151,10 +121,9 @@ def test_doctor_names_what_is_wrong_and_exits_with_1(nxdt, dist):
     assert len(found["problems"]) == 3
     for line in (slow, *problems):
         assert any(problem.startswith(line) for problem in found["problems"]), line
-    dist("acme", PATCH + OFFER)
     done = nxdt("plugins", "doctor")
     assert done.returncode == 1
-    for line in ("plugin 'acme' (acme 1.0): it replaces torch.nn.functional.dropout", *problems):
+    for line in problems:
         assert f"problem: {line}" in done.stdout
     assert "problem: plugin 'dove'" not in done.stdout
 

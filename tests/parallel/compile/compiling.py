@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.devices import PROFILES
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState, seed_all
+from tests.graph_counts import GraphCounts
 from tests.integer_widths import IntegerWidths
 from tests.parallel.layouts.adapting import KINDS
 from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB

@@ -14,10 +14,11 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from nxdt_core.compile_counts import CompileClock, GraphCounts
 from nxdt_core.engines.recompute import apply_recompute
 from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.training.callbacks.compile_time import CompileClock
+from tests.graph_counts import GraphCounts
 from tests.sampling import slow
 
 PLAN = ParallelPlan(recompute={"Layer": ("layers.*",), "First": ("layers.*.first",)})

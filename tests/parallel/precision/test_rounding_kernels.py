@@ -17,7 +17,7 @@ from torch._inductor import config, metrics
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nxdt_core.devices import HOST, current_device
-from nxdt_core.parallel.rounding import kernels, native
+from nxdt_core.parallel.rounding import kernels
 from nxdt_core.parallel.rounding.adam import AdamUpdates
 from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, backend_on, can_compile
 from nxdt_core.parallel.rounding.masters import rounded_weights
@@ -113,7 +113,7 @@ def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name
 
 @pytest.mark.slow
 def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
-    monkeypatch.setattr("nxdt_core.parallel.rounding.masters.backend_on", lambda device, elements: "compile")
+    monkeypatch.setattr("nxdt_core.parallel.rounding.masters.backend_on", lambda device: "compile")
     master = nn.Parameter(torch.randn(300, 401))
     before = master.detach().clone()
     with counting_bytes() as counted, rounded_weights([(master, "w", whole(300, 401))], StochasticRounding(seed=0), 1):
@@ -129,13 +129,11 @@ def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
         assert not torch.equal(master, before)
 
 
-@pytest.mark.parametrize(
-    ("state", "backend"),
-    [("float32", "native"), ("bfloat16", "native"), slow("float32", "compile"), slow("bfloat16", "compile")],
-)
-def test_compiled_kernels_give_the_bits_of_eager_ones(state, backend):
+@pytest.mark.slow
+@pytest.mark.parametrize("state", STATES)
+def test_compiled_kernels_give_the_bits_of_eager_ones(state):
     options = {"state": state, "optimizer": torch.optim.Adam if state == "bfloat16" else torch.optim.AdamW}
-    assert_same_bits(stepped(PLACES, backend=backend, **options), stepped(PLACES, **options))
+    assert_same_bits(stepped(PLACES, backend="compile", **options), stepped(PLACES, **options))
 
 
 def assert_same_bits(found, expected):
@@ -154,29 +152,6 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop])
-@pytest.mark.parametrize("state", STATES)
-def test_native_kernels_give_the_bits_of_eager_ones_for_all_blocks(state, optimizer):
-    options = {"state": state, "optimizer": optimizer}
-    found, expected = (stepped(BLOCKS, backend=each, **options) for each in ("native", "eager"))
-    assert_same_bits(found, expected)
-
-
-def test_square_roots_have_the_same_last_bit():
-    """Torch's own are MKL's on a CPU; one bit in float32 changes one of 10⁵ rounded elements."""
-    found, expected = (stepped({"w": whole(2**10, 2**11)}, backend=each, steps=2) for each in ("native", "eager"))
-    assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
-@pytest.mark.parametrize("state", STATES)
-def test_updates_of_a_host_run_natively(state, optimizer, monkeypatch):
-    called = []
-    monkeypatch.setattr(kernels.BlockKernel, "_run", lambda *arguments: called.append(arguments))
-    stepped(PLACES, state=state, optimizer=optimizer, backend="native", steps=2)
-    assert not called, "an operation by operation"
-
-
 def rounded_masters(places, backend, device=HOST):
     """Masters as a block sees them, on the host; after it they are as before."""
     draw = torch.Generator().manual_seed(0)
@@ -191,11 +166,6 @@ def rounded_masters(places, backend, device=HOST):
     assert all(torch.equal(masters[name].to(HOST), value) for name, value in before.items())
     assert all(torch.equal(value, value.bfloat16().float()) for value in found.values())
     return found
-
-
-def test_masters_are_rounded_natively_as_eagerly():
-    places = {"w": CUT, "v": whole(70, 300)}
-    assert_equal(rounded_masters(places, "native"), rounded_masters(places, "eager"))
 
 
 def assert_equal(found, expected):
@@ -217,37 +187,19 @@ def test_a_step_of_adam_on_an_accelerator_is_that_of_the_host(state):
     """But for what is on the edge between two values: an accelerator merges products and sums."""
     places = {name: place for name, place in (PLACES | BLOCKS).items() if place.box.elements > 1000}
     device = current_device()
-    found, _ = stepped(places, state=state, device=device, backend=backend_on(device, 2**20), steps=1)
+    found, _ = stepped(places, state=state, device=device, backend=backend_on(device), steps=1)
     expected, _ = stepped(places, state=state, steps=1)
     for name, weight in expected.items():
         assert_few_apart(found[name].to(HOST), weight)
-
-
-def test_dtypes_without_a_native_kernel_run_operation_by_operation():
-    assert native.kernel_for("decoupled", [torch.zeros(1)] * 4) is None
-    found, expected = (stepped(PLACES, backend=each, weights_in=torch.float32) for each in ("native", "eager"))
-    assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_native_bits_do_not_depend_on_the_number_of_threads(threads):
-    before = torch.get_num_threads()
-    expected = stepped(BLOCKS, backend="native", steps=1)
-    torch.set_num_threads(threads)
-    try:
-        assert_same_bits(stepped(BLOCKS, backend="native", steps=1), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 QUICKLY = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
 """Without the headers of later kernels, and without a program that shows that the compiler knows the processor."""
 
 
-@pytest.mark.parametrize("backend", ["compile", "native"])
-def test_extremes_are_rounded_alike_compiled_and_not(backend):
+def test_extremes_are_rounded_alike_compiled_and_not():
     with config.patch(QUICKLY):
-        assert_equal(rounded_extremes(backend), rounded_extremes("eager"))
+        assert_equal(rounded_extremes("compile"), rounded_extremes("eager"))
 
 
 def rounded_extremes(backend, device=HOST):
@@ -293,20 +245,19 @@ def test_what_is_not_torchs_adam_takes_the_general_way():
     assert not AdamUpdates.handles(torch.optim.SGD(over))
 
 
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_a_step_that_is_rejected_on_the_device_changes_nothing(backend):
-    weights, states = stepped(PLACES, steps=1, found_inf=1.0, backend=backend)
+def test_a_step_that_is_rejected_on_the_device_changes_nothing():
+    weights, states = stepped(PLACES, steps=1, found_inf=1.0)
     untouched, _ = stepped(PLACES, steps=0)
     for name, weight in untouched.items():
         assert torch.equal(weights[name], weight)
         assert not any(value.any() for value in states[name].values())
-    accepted, _ = stepped(PLACES, steps=1, found_inf=0.0, backend=backend)
+    accepted, _ = stepped(PLACES, steps=1, found_inf=0.0)
     plain, _ = stepped(PLACES, steps=1)
     assert all(torch.equal(accepted[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize("way", ["eager", "native", "general"])
+@pytest.mark.parametrize("way", ["eager", "general"])
 def test_gradients_are_divided_by_the_scale(way, optimizer):
     """By a power of two, so that bfloat16 holds the quotients as well."""
     options = {"general": True} if way == "general" else {"backend": way}
@@ -320,11 +271,10 @@ def test_gradients_are_divided_by_the_scale(way, optimizer):
     assert not all(torch.equal(undivided[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_weights_that_are_not_contiguous_are_updated(backend):
+def test_weights_that_are_not_contiguous_are_updated():
     place = whole(6, 4)
     expected, _ = stepped({"w": place}, steps=1)
-    weights, updates, _ = made({"w": place}, backend=backend)
+    weights, updates, _ = made({"w": place})
     weights["w"].data = weights["w"].data.t().contiguous().t()
     give_gradients(weights, 0)
     updates.apply(0)
@@ -446,22 +396,5 @@ def test_a_missing_compiler_is_said_once_and_the_rounding_is_the_same(monkeypatc
     assert re.search(r"operation by operation.*RuntimeError: no g\+\+ here\. Install a C\+\+ compiler", said)
 
 
-@pytest.mark.parametrize("compiler", ["/no/such/g++", "false", "cat"])
-def test_a_host_without_a_compiler_says_so_once_and_updates_eagerly(monkeypatch, caplog, compiler):
-    monkeypatch.setenv("CXX", compiler)
-    native._library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            found = {backend_on(torch.device("cpu"), elements) for elements in (1, 2**20, 2**30)}
-            weights, _ = stepped(PLACES, backend=found.pop())
-    finally:
-        native._library.cache_clear()
-    assert not found
-    assert all(torch.equal(weights[name], value) for name, value in stepped(PLACES)[0].items())
-    (said,) = caplog.messages
-    assert re.search(rf"operation by operation.*{re.escape(compiler)} failed with .*Install a C\+\+ compiler", said)
-
-
-def test_a_host_runs_natively_what_is_worth_it():
-    assert backend_on(torch.device("cpu"), 2**10) == "eager"
-    assert backend_on(torch.device("cpu"), 2**24) == "native"
+def test_a_host_compiles_no_kernel():
+    assert backend_on(torch.device("cpu")) == "eager"

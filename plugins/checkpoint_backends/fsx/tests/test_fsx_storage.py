@@ -15,6 +15,7 @@ import torch
 from nxdt_plugin_fsx.config import FsxStorageConfig
 from nxdt_plugin_fsx.storage import FsxStorage
 from nxdt_testing.errors import raises
+from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
@@ -25,7 +26,6 @@ from nxdt_core.checkpoint import (
     locate,
     open_storage,
     own,
-    save_checkpoint,
     verify,
 )
 from nxdt_core.cli import main

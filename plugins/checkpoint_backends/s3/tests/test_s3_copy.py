@@ -16,10 +16,11 @@ import torch
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import S3Server
 from nxdt_testing.errors import raises
+from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.builtins.stores.local import LocalStorage
-from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, save_checkpoint, verify
-from nxdt_core.checkpoint.copying import copy_checkpoint
+from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, verify
+from nxdt_core.cli.checkpoint.copying import copy_checkpoint
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.signing import CheckpointNotSigned
 from nxdt_core.protocols.store import CheckpointStore

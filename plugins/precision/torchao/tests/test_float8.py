@@ -18,7 +18,6 @@ from nxdt_testing.precision_contract import PrecisionContract
 from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
-from nxdt_core.compile_counts import GraphCounts
 from nxdt_core.config import load
 from nxdt_core.devices import PROFILES
 from nxdt_core.errors.configuration import ConfigError
@@ -26,6 +25,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.training import build, primitives
 from nxdt_core.training.state import TrainState
 from tests.calls import Call, run_in_turn
+from tests.graph_counts import GraphCounts
 from tests.sampling import asked, slow_except
 
 SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -23,7 +23,7 @@ from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownComponent
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.components.component import RegisteredComponent
+from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder

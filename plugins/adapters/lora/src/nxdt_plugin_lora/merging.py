@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nxdt_core.checkpoint import Signer, TrustedKeys
+from nxdt_core.checkpoint import SavePlan, Signer, TrustedKeys, save
 from nxdt_core.checkpoint.collective import rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.write.rank_data import encode_state
-from nxdt_core.checkpoint.write.save import save_listed
+from nxdt_core.checkpoint.write.plan import agree_on_assignment, encode_state
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
@@ -103,15 +102,14 @@ def merge_lora(
     facts = saved.manifest.facts
     elements = sum(each.box.elements for each in held.values())
     kept = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
-    manifest = save_listed(
-        target,
-        step=saved.manifest.step,
-        prepare=prepare,
-        write=write,
+    step = saved.manifest.step
+    plan = SavePlan(
+        step=step,
         facts=replace(facts, config=kept, base="", without_base=False, fencing=0, keep="regular", elements=elements),
-        ranks=ranks,
-        signer=signer,
+        assignment=agree_on_assignment(ranks, prepare, where=build.step_uri(target, step)),
+        write=write,
     )
+    manifest = save(target, plan, ranks=ranks, signer=signer)
     return Merged(
         source=saved.uri,
         target=build.step_uri(target, manifest.step),

@@ -95,7 +95,6 @@ OutputNotTensors = NxdtError.define(
     "Return tensors, or a tuple, a list, a dict or a dataclass of them; or use model.run_train(...).",
 )
 
-
 WorldDoesNotDivide = NxdtError.define(
     "NXDT-T061",
     "Processes that do not fall into groups of the sizes that were asked for.",

@@ -1,14 +1,13 @@
-"""Counts of what ``torch.compile`` makes in this process: graphs, graph breaks, recompilations, and seconds."""
+"""Counts of what ``torch.compile`` makes in this process: graphs, graph breaks and recompilations."""
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
 
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.utils import counters
 
-__all__ = ["CompileClock", "GraphCounts"]
+__all__ = ["GraphCounts"]
 
 
 class GraphCounts:
@@ -49,38 +48,3 @@ class GraphCounts:
     def _start(self, arguments: CallbackArgs) -> None:
         of_dynamo = arguments.callback_trigger is CallbackTrigger.DYNAMO
         self.recompilations += of_dynamo and not str(arguments.compile_id).endswith("/0")
-
-
-class CompileClock:
-    """Seconds that torch spends compiling anywhere in this process, while the block runs.
-
-    Example::
-
-        with CompileClock() as clock:
-            train_step(...)
-        print(clock.seconds)
-
-    Forward is compiled when it first runs, and backward with it or when that first runs.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """So far; grows while the block runs."""
-        self._begun = 0.0
-
-    def __enter__(self) -> CompileClock:
-        callback_handler.register_start_callback(self._start)
-        callback_handler.register_end_callback(self._end)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        callback_handler.remove_start_callback(self._start)
-        callback_handler.remove_end_callback(self._end)
-
-    def _start(self, _: CallbackArgs) -> None:
-        self._begun = time.perf_counter()
-
-    def _end(self, _: CallbackArgs) -> None:
-        self.seconds += time.perf_counter() - self._begun

@@ -1,4 +1,5 @@
-"""Finds plugins in the metadata of installed distributions. No code of a plugin runs here.
+"""Finds plugins in the metadata of installed distributions, and files that ``plugins.local`` names. None of their code
+runs here.
 
 Each distribution is read on its own, guarded: the standard library's ``entry_points()`` raises for everybody
 where the metadata of one unrelated distribution is malformed.
@@ -7,27 +8,31 @@ where the metadata of one unrelated distribution is malformed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import Distribution, distributions
+from pathlib import Path
 
 from nxdt_core._version import __version__
 from nxdt_core.api import ENTRY_POINT_GROUP
-from nxdt_core.kernel.discovery.metadata import (
+from nxdt_core.errors.plugins import LocalPluginMissing
+from nxdt_core.kernel.loading import local_module_name
+from nxdt_core.kernel.metadata import (
     MalformedMetadata,
+    admits,
     directory_above,
     directory_name,
     directory_stem,
+    is_bounded,
     plugin_entries,
     read_core_metadata,
     read_metadata_file,
 )
-from nxdt_core.kernel.discovery.requirement import admits, is_bounded
-from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 from nxdt_core.kernel.policy import PluginPolicy, normalise
 
-__all__ = ["find_plugins"]
+__all__ = ["find_local_plugins", "find_plugins"]
 
 _MAJOR, _MINOR = __version__.split(".")[:2]
 _UNBOUNDED = (
@@ -124,3 +129,33 @@ def _with_state(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
     if refused:
         return replace(plugin, state="incompatible", reason=f"requires {refused[0]}; this is nxdt-core {__version__}")
     return replace(plugin, hints=() if any(map(is_bounded, plugin.requires)) else (_UNBOUNDED,))
+
+
+def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
+    """Return the files of ``policy.local`` as plugins, sorted by name.
+
+    Raises:
+        LocalPluginMissing: a path is not a file.
+    """
+    paths = list(dict.fromkeys(path.resolve() for path in policy.local))
+    for path in paths:
+        if not path.is_file():
+            raise LocalPluginMissing(path=str(path))
+    return sorted(_distinct(_local(path, policy) for path in paths), key=lambda plugin: plugin.name)
+
+
+def _local(path: Path, policy: PluginPolicy) -> PluginInfo:
+    plugin = PluginInfo(name=path.stem, dist=LOCAL, version="", module=local_module_name(path), location=str(path))
+    objection = replace(policy, allow=None).objection(name=plugin.name, dist=LOCAL)
+    return replace(plugin, state="blocked", reason=objection) if objection else plugin
+
+
+def _distinct(plugins: Iterable[PluginInfo]) -> list[PluginInfo]:
+    """A second file of one stem is shadowed: ``plugin:name`` could not tell them apart."""
+    first: dict[str, PluginInfo] = {}
+    distinct = []
+    for plugin in plugins:
+        winner = first.setdefault(plugin.name, plugin)
+        hidden = replace(plugin, state="shadowed", reason=f"{winner.location} has the same name")
+        distinct.append(plugin if winner is plugin else hidden)
+    return distinct

@@ -1,19 +1,29 @@
-"""Finds editable installations whose metadata are of an older ``pyproject.toml``: pip writes them at installation."""
+"""What is wrong with installed plugins, for ``nxdt plugins doctor``; among it editable installations whose metadata are
+of an older ``pyproject.toml``: pip writes them at installation."""
 
 from __future__ import annotations
 
-import json
+import tomllib
+from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, distributions
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from nxdt_core.kernel.discovery.metadata import read_metadata_file
-from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.kernel.fingerprint import editable_source
+from nxdt_core.kernel.plugin import PluginInfo, advise, diagnose
 
-__all__ = ["editable_source", "stale_metadata"]
+__all__ = ["complaints", "stale_metadata"]
 
 _GROUP = "nxdt.plugins"
+
+
+def complaints(plugins: Iterable[PluginInfo]) -> Iterator[str]:
+    """Yield a line for each thing that is wrong with a plugin; one that is blocked is as its user wants it."""
+    for plugin in plugins:
+        if plugin.state not in ("ok", "blocked"):
+            yield f"plugin {diagnose(plugin)} ({advise(plugin)})"
+        for line in (plugin.note, *plugin.hints, stale_metadata(plugin)):
+            if line:
+                yield f"plugin {plugin.label}: {line}"
 
 
 def stale_metadata(plugin: PluginInfo) -> str:
@@ -22,8 +32,6 @@ def stale_metadata(plugin: PluginInfo) -> str:
 
     Compared are the entry points of plugins, the version and the requirements, where ``pyproject.toml`` has them.
     """
-    import tomllib  # only `nxdt plugins doctor` needs it, and every command imports this module
-
     dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
     source = None if dist is None else editable_source(dist)
     if dist is None or source is None:
@@ -43,17 +51,6 @@ def stale_metadata(plugin: PluginInfo) -> str:
     return (
         f"its installed metadata are older than {source / 'pyproject.toml'}: other {' and '.join(different)}; {again}"
     )
-
-
-def editable_source(dist: Distribution) -> Path | None:
-    """Return the directory of an installation with ``pip install -e``; None of other installations."""
-    try:
-        origin = json.loads(read_metadata_file(dist, "direct_url.json") or "{}")
-    except ValueError:
-        return None
-    if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):
-        return None
-    return Path(unquote(urlsplit(str(origin.get("url", ""))).path))
 
 
 def _pairs(dist: Distribution, project: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -1,6 +1,6 @@
 """Reading and writing checkpoints through ``torch.distributed.checkpoint``."""
 
-from nxdt_core.checkpoint.dcp.read import NxdtReader
-from nxdt_core.checkpoint.dcp.write import NxdtWriter
+from nxdt_core.dcp.read import NxdtReader
+from nxdt_core.dcp.write import NxdtWriter
 
 __all__ = ["NxdtReader", "NxdtWriter"]

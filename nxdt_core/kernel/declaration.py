@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
+
+import pluggy
 
 from nxdt_core.api import CAPABILITIES, KINDS, AdapterComponent, CliCommand, Component, Kind
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing, one_of
 from nxdt_core.errors.plugins import PluginHookFailed
-from nxdt_core.kernel.components.component import RegisteredComponent
-from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
-from nxdt_core.kernel.hooks.calls import HookResult
-from nxdt_core.kernel.hooks.facade import Hooks
-from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.kernel.plugin import GUARDED, PluginDefect, PluginInfo, describe_failure
+from nxdt_core.kernel.registry import RegisteredComponent
 
 __all__ = ["Declaration", "declare", "fill_added_kinds"]
 
 T = TypeVar("T")
-_Hook = Callable[[], tuple[HookResult[Any], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,30 +34,27 @@ class Declaration:
     """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
 
 
-def declare(plugin: PluginInfo, hooks: Hooks) -> Declaration:
+def declare(plugin: PluginInfo, hooks: pluggy.HookRelay) -> Declaration:
     """Call the registration hooks of one plugin.
 
     Args:
         plugin: Whose hooks.
-        hooks: A facade over this plugin's implementations alone.
+        hooks: Pluggy's, with this plugin registered alone.
 
     Raises:
         PluginDefect: a hook fails, or yields what its kind does not take.
     """
-    kinds = _yielded("nxdt_kinds", hooks.nxdt_kinds, Kind)
+    kinds = _yielded(hooks, "nxdt_kinds", Kind)
     for kind in kinds:
         if any(kind.name == own.name for own in KINDS):
             raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which the kernel defines")
         if not (isinstance(kind.record, type) and issubclass(kind.record, Component)):
             raise PluginDefect(f"nxdt_kinds adds {kind.name!r} whose record {kind.record!r} is not a Component class")
     components = [
-        _registered(plugin, kind, record)
-        for kind in KINDS
-        if hooks.implementations(kind.hook)
-        for record in _yielded(kind.hook, partial(hooks.components, kind), kind.record)
+        _registered(plugin, kind, record) for kind in KINDS for record in _yielded(hooks, kind.hook, kind.record)
     ]
     _refuse_duplicates(components)
-    _yielded("nxdt_cli", hooks.nxdt_cli, CliCommand)  # checked now; the command line calls it again
+    _yielded(hooks, "nxdt_cli", CliCommand)  # checked now; the command line calls it again
     return Declaration(plugin=plugin, kinds=kinds, components=tuple(components), added=_added(hooks))
 
 
@@ -86,22 +80,27 @@ def fill_added_kinds(declaration: Declaration, kinds: Mapping[str, Kind]) -> tup
     return tuple(components)
 
 
-def _yielded(hook: str, call: _Hook, record: type[T]) -> tuple[T, ...]:
+def _yielded(hooks: pluggy.HookRelay, hook: str, record: type[T]) -> tuple[T, ...]:
     """What one registration hook gives, each of the class ``record``."""
     with _defects_of(hook):
-        records = [record for result in call() for record in _items(hook, result.value)]
+        records = [record for value in _values(hooks, hook) for record in _items(hook, value)]
     for found in records:
         _require(hook, found, record)
     return tuple(records)
 
 
-def _added(hooks: Hooks) -> dict[str, tuple[Any, ...]]:
+def _values(hooks: pluggy.HookRelay, hook: str) -> list[Any]:
+    caller = getattr(hooks, hook)
+    return [result.value for result in caller()] if caller.get_hookimpls() else []  # most plugins implement one hook
+
+
+def _added(hooks: pluggy.HookRelay) -> dict[str, tuple[Any, ...]]:
     added: dict[str, tuple[Any, ...]] = {}
     with _defects_of("nxdt_components"):
-        for result in hooks.nxdt_components():
-            if not isinstance(result.value, Mapping):
-                raise PluginDefect(f"nxdt_components returns {type(result.value).__name__}, not a mapping by kind")
-            for name, records in result.value.items():
+        for value in _values(hooks, "nxdt_components"):
+            if not isinstance(value, Mapping):
+                raise PluginDefect(f"nxdt_components returns {type(value).__name__}, not a mapping by kind")
+            for name, records in value.items():
                 added[name] = (*added.get(name, ()), *_items("nxdt_components", records))
     return added
 

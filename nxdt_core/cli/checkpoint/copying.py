@@ -16,10 +16,9 @@ from nxdt_core.checkpoint.format.digested_files import VerifiedFile
 from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
-from nxdt_core.checkpoint.format.signature import Signature, read_signature, write_signature
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.committed import read_object
-from nxdt_core.checkpoint.signing import TrustedKeys
+from nxdt_core.checkpoint.signing import Signature, TrustedKeys, read_signature, write_signature
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint

@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.checkpoint.format.digested_files import read_whole
 from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
+from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_trees
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
     "SUBJECTS",
     "Difference",
     "Side",
     "TensorDifference",
-    "ValueDifference",
     "compare_checkpoints",
-    "compare_trees",
 ]
 
 Subject = Literal["model", "optim", "state", "config"]
@@ -67,20 +67,6 @@ class TensorDifference:
     """In the unit of the tensor; NaN where one side has no number."""
     relative_norm: float | None = None
     """L2 norm of the difference over that of the first side's tensor; infinite where that is zero."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueDifference:
-    """A value of the configuration or of a rank's state that is not the same, or that one side lacks."""
-
-    where: str
-    """``config``, or the file of the state."""
-    path: str
-    """Keys and indices, joined by dots."""
-    values: tuple[Any, Any]
-    """Of the first and second side, JSON-able; None where it is lacking."""
-    only_in: int | None = None
-    """The side, 0 or 1, that alone has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +190,8 @@ def _runs(shape: tuple[int, ...], row_bytes: int) -> Iterator[Box]:
 
 def _read(side: Side, wanted: Mapping[_Key, tuple[Box, TensorEntry]]) -> dict[_Key, torch.Tensor]:
     """The boxes, verified, on the host."""
+    import torch
+
     tensors: dict[_Key, torch.Tensor] = {}
     rest = dict(wanted)
     with explained_os_errors(f"{side.storage.uri}/{side.manifest.prefix}"):
@@ -238,6 +226,8 @@ class _Sums:
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Take further rows into account."""
+        import torch
+
         mine_all, other_all = first.reshape(-1), second.reshape(-1)
         for start in range(0, first.numel(), _CHUNK_ELEMENTS):
             mine, other = (tensor[start : start + _CHUNK_ELEMENTS] for tensor in (mine_all, other_all))
@@ -263,6 +253,8 @@ class _Sums:
 
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     return tensor.view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
@@ -290,27 +282,3 @@ def _state(side: Side, name: str) -> Any:
         data = read_whole(side.storage, side.manifest, name)
     decode_rank_state(data, dict.fromkeys(state_tensors(side.manifest, name)), side.manifest, where=where)
     return json.loads(data)
-
-
-def compare_trees(where: str, first: Any, second: Any) -> Iterator[ValueDifference]:
-    """Yield the values in which two trees differ; ``where`` names both."""
-    leaves = dict(_leaves(first)), dict(_leaves(second))
-    for path in {**leaves[0], **leaves[1]}:
-        values = leaves[0].get(path), leaves[1].get(path)
-        lacking = [side for side in (0, 1) if path not in leaves[side]]
-        if lacking or type(values[0]) is not type(values[1]) or values[0] != values[1]:
-            only_in = 1 - lacking[0] if lacking else None
-            yield ValueDifference(where=where, path=path, values=values, only_in=only_in)
-
-
-def _leaves(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of everything in a tree that is neither a mapping nor a list of such; empty ones are leaves."""
-    if isinstance(tree, Mapping) and tree:
-        children: Iterable[tuple[Any, Any]] = tree.items()
-    elif isinstance(tree, list | tuple) and any(isinstance(item, Mapping | list | tuple) for item in tree):
-        children = enumerate(tree)
-    else:
-        yield at, tree
-        return
-    for key, child in children:
-        yield from _leaves(child, f"{at}.{key}" if at else str(key))

@@ -1,20 +1,31 @@
-"""Checkpoints of other programs: which installed format recognises a path, and its reader. Torch-free.
+"""Checkpoints of other programs: which installed format recognises a path, its reader, and its weights in a run.
 
-Formats are components of the kind ``format`` (:mod:`nxdt_core.protocols.format`).
+Torch is imported where weights are loaded. Formats are components of the kind ``format``
+(:mod:`nxdt_core.protocols.format`).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from nxdt_core.checkpoint.collective import on_all_ranks
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import ForeignFormatUnknown
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.kernel.defect import GUARDED, describe_failure
+from nxdt_core.kernel.plugin import GUARDED, describe_failure
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.parallel.piece import Box, Listing, Piece
+from nxdt_core.protocols.parallel.ranks import RankAgreement
 
-__all__ = ["format_of", "open_checkpoint", "recognise"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["format_of", "load_format_into", "open_checkpoint", "recognise"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +75,60 @@ def open_checkpoint(path: Path, kernel: Kernel, format: str | None = None) -> tu
     if not chosen.recognises(path):
         raise _unknown(path, kernel, f"it is not of the format {format!r}")
     return component.record.name, chosen.open(path)
+
+
+def load_format_into(
+    path: Path,
+    builder: ModelBuilder,
+    kernel: Kernel,
+    tensors: Mapping[str, torch.Tensor | Piece],
+    *,
+    ranks: RankAgreement | None = None,
+) -> None:
+    """Fill parameters in place, in any layout. A rank reads those that it holds a part of, one at a time.
+
+    Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        path: of an installed checkpoint format.
+        builder: of the whole model.
+        kernel: its plugins bring the formats.
+        tensors: of this rank by global name, DTensors or pieces where they are sharded.
+        ranks: of the run; None for a process that is alone.
+
+    Raises:
+        ForeignFormatUnknown: nothing there is recognised.
+        WeightsDoNotFit: its weights are not those of the model; nothing was read.
+    """
+    from nxdt_core.checkpoint.read.load import check_model  # imports torch
+
+    opened: list[tuple[CheckpointReader, Listing]] = []
+
+    def look() -> None:
+        found = open_checkpoint(path, kernel)[1]
+        opened.append((found, found.listing(builder, weights_only=True)))
+
+    on_all_ranks(ranks, look, where=str(path))
+    found, listing = opened[0]
+    index = {
+        name: TensorEntry(dtype=held.dtype, shape=held.shape)
+        for (section, name), held in listing.items()
+        if section == "model"
+    }
+    check_model(index, tensors, ranks)
+    on_all_ranks(ranks, lambda: _fill(found, [name for name in index if name in tensors], tensors), where=str(path))
+
+
+def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch.Tensor | Piece]) -> None:
+    import torch
+
+    from nxdt_core.checkpoint.pieces import storable_piece
+
+    due = found.read([("model", name) for name in names])
+    for name in names:
+        piece = storable_piece(name, tensors[name])
+        with torch.no_grad():
+            piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])
 
 
 def _loaded(component: RegisteredComponent) -> CheckpointFormat:

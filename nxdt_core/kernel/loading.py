@@ -11,34 +11,38 @@ from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
-from nxdt_core.kernel.defect import GUARDED, PluginDefect, describe_failure
-from nxdt_core.kernel.discovery.side_effects import Watch
-from nxdt_core.kernel.discovery.threads import threads_detached
-from nxdt_core.kernel.plugin import LOCAL, PluginInfo
+from nxdt_core.kernel.plugin import GUARDED, LOCAL, PluginDefect, PluginInfo, describe_failure
 
-__all__ = ["import_local", "import_plugin", "import_reference", "local_module_name"]
+__all__ = ["HEAVY", "import_local", "import_plugin", "import_reference", "local_module_name"]
+
+HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
+"""Libraries that an entry module must leave alone; strict mode holds plugins to it."""
+_brought: dict[str, list[str]] = {}
+"""Those that each entry module imported. It is imported once in a process, kernels may be started more often."""
 
 
 def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, str]:
-    """Import the entry module of a plugin, or its local file, and note what else that changes.
+    """Import the entry module of a plugin, or its local file.
 
     Args:
         plugin: that may be imported.
-        strict: Also refuse a module that imports a library of :data:`nxdt_core.kernel.discovery.side_effects.HEAVY`.
+        strict: Also refuse a module that imports a library of :data:`HEAVY`.
 
     Returns:
-        What the entry point names, and one line about the rest of the process; empty where nothing changed.
+        What the entry point names, and one line about heavy libraries that it imports; empty where it imports none.
 
     Raises:
         PluginDefect: missing, raises, calls ``sys.exit``, has no such attribute, or imports what it must not.
     """
-    with threads_detached() as started:
-        watch = Watch(plugin.module, started)
-        loaded = import_local(plugin) if plugin.dist == LOCAL else import_reference(plugin.module)
-    note, heavy = watch.note(), watch.heavy()
+    module = plugin.module.partition(":")[0]
+    new, absent = module not in sys.modules, [name for name in HEAVY if name not in sys.modules]
+    loaded = import_local(plugin) if plugin.dist == LOCAL else import_reference(plugin.module)
+    if new:
+        _brought[module] = [name for name in absent if name in sys.modules]
+    heavy = _brought.get(module, [])
     if strict and heavy:
         raise PluginDefect(f"its entry module imports {heavy[0]}, which makes every command slow")
-    return loaded, note
+    return loaded, f"its entry module imports {', '.join(heavy)}, which makes every command slow" if heavy else ""
 
 
 def import_reference(reference: str) -> object:

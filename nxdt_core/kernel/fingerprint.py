@@ -9,18 +9,18 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.util
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from importlib.metadata import distributions
-from pathlib import PurePosixPath
+from importlib.metadata import Distribution, distributions
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
 
-from nxdt_core.kernel.discovery.metadata import read_metadata_file
-from nxdt_core.kernel.file_version import version_of
-from nxdt_core.kernel.integrity.editable import editable_source
+from nxdt_core.kernel.metadata import read_metadata_file, version_of
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 
-__all__ = ["digest_plugin", "fingerprint", "identify_plugins"]
+__all__ = ["digest_plugin", "editable_source", "fingerprint", "identify_plugins"]
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """In ``*.dist-info``, written by the installer and so different for equal wheels."""
@@ -46,6 +46,17 @@ def digest_plugin(plugin: PluginInfo) -> str:
         return _digest_file(plugin.location)
     record = _wheel_record(plugin)
     return _hex("\n".join(record).encode()) if record else _digest_files(plugin.module)
+
+
+def editable_source(dist: Distribution) -> Path | None:
+    """Return the directory of an installation with ``pip install -e``; None of other installations."""
+    try:
+        origin = json.loads(read_metadata_file(dist, "direct_url.json") or "{}")
+    except ValueError:
+        return None
+    if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):
+        return None
+    return Path(unquote(urlsplit(str(origin.get("url", ""))).path))
 
 
 def _hex(data: bytes) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
-from nxdt_core.kernel.integrity.fingerprint import digest_plugin
+from nxdt_core.kernel.fingerprint import digest_plugin
 from nxdt_core.kernel.plugin import PluginInfo
 from nxdt_core.regular_files import replace_text
 

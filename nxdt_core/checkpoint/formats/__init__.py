@@ -1,1 +1,0 @@
-"""Checkpoints of other programs, read through the kind ``format``."""

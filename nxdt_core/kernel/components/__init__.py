@@ -1,1 +1,0 @@
-"""Components that plugins register, and the registry that finds them."""

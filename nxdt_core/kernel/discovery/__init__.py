@@ -1,1 +1,0 @@
-"""Finds installed and local plugins and imports their entry modules."""

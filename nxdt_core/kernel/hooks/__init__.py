@@ -1,1 +1,0 @@
-"""Calls of plugin hooks: checks, order, and a typed facade."""

@@ -1,1 +1,0 @@
-"""Digests of the installed plugins, and the lock file that pins them."""
