@@ -151,6 +151,8 @@ class MigrationComponent(Component):
 
     program: str = ""
     """Name of the program in messages, such as ``NxD Training``; empty for the component's ``name``."""
+    shown_by: tuple[str, ...] = ()
+    """Keys that only its files have, so that a file is recognised where the plugin is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

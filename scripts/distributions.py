@@ -87,7 +87,9 @@ def with_extras(text: str) -> str:
 
 
 def _row(kind: str, dist: str, record: Any) -> dict[str, Any]:
-    further = {key: list(getattr(record, key, ())) for key in ("aliases", "hf_architectures", "uri_schemes")}
+    further = {
+        key: list(getattr(record, key, ())) for key in ("aliases", "hf_architectures", "uri_schemes", "shown_by")
+    }
     return {"kind": kind, "dist": dist, "name": record.name} | {key: value for key, value in further.items() if value}
 
 

@@ -61,7 +61,7 @@ def configuration(shape: list[str], steps: int, where: str, name: str) -> Resolv
             f"trainer.max_steps={steps}",
             "trainer.log_every_n_steps=10",
             "trainer.val_check_interval=null",
-            "exp_manager.create_checkpoint_callback=false",
+            "checkpoint.enabled=false",
             f"exp_manager.exp_dir={where}",
             f"name={name}",
         ],

@@ -48,7 +48,7 @@ SHAPES["1.5B"] = (
 """As stage ``train-1b`` of ``benchmarks/accelerator`` trains it."""
 KERNELS = {"fused": True, "unfused": False}
 """Torch's second is foreach, on a host one parameter at a time."""
-OTHERS: dict[str, tuple[str, ...]] = {"lion": (), "adafactor": ("betas=null",), "muon": ()}
+OTHERS = ("lion", "adafactor", "muon")
 ROUNDED: dict[str, tuple[str, ...]] = {
     "bf16SR": ("precision.type=bf16SR",),
     "bf16SR, bf16 state": ("precision.type=bf16SR", "precision.optimizer_state=bfloat16"),
@@ -248,7 +248,7 @@ def main() -> int:
         for name, fused in KERNELS.items()
     ]
     if options.others:
-        pairs += [(name, of_nxdt(shape, f"name={name}", *keys), "fused") for name, keys in OTHERS.items()]
+        pairs += [(name, of_nxdt(shape, f"name={name}"), "fused") for name in OTHERS]
     if options.rounded:
         pairs += [(name, of_nxdt(shape, "name=adamw", precision=keys), "fused") for name, keys in ROUNDED.items()]
     torchs = {name: of_torch(shape, fused=fused) for name, fused in KERNELS.items()}

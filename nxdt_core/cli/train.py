@@ -45,7 +45,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     CONFIG is a YAML file or recipe:NAME. KEY=VALUE replaces or adds one value of it, with the key written
     as a dotted path. Everything is checked before anything is built.
 
-    The same command resumes from the newest checkpoint where exp_manager.resume_if_exists is true. Ctrl-C
+    The same command resumes from the newest checkpoint where checkpoint.resume_if_exists is true. Ctrl-C
     and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once. A reader of its
     output that goes away does not stop it. With --json, the summary at the end is JSON on standard output; everything
     else is on standard error.

@@ -1,4 +1,4 @@
-"""What an annotation of a configuration dataclass can say in addition to its type: bounds, aliases, effects.
+"""What an annotation of a configuration dataclass can say in addition to its type: bounds, secrets, paths.
 
 They are written with :data:`typing.Annotated`, so that type checkers see the bare type. Components' own
 dataclasses may use them too::
@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 __all__ = [
-    "AliasOf",
     "DefaultsTo",
     "Deprecated",
     "Fraction",
-    "NoEffect",
     "NonNegativeFloat",
     "NonNegativeInt",
     "PartOf",
@@ -27,7 +25,6 @@ __all__ = [
     "SourcePath",
     "StartsAtFile",
     "Written",
-    "XlaOnly",
 ]
 
 
@@ -52,13 +49,6 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class AliasOf:
-    """The key is another spelling of ``key``: setting one sets both, setting both differently is an error."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
 class DefaultsTo:
     """Where the key is not set, it takes the value of ``key``; the two may differ."""
 
@@ -73,13 +63,6 @@ class PartOf:
 
 
 @dataclass(frozen=True, slots=True)
-class NoEffect:
-    """The key is accepted for old files, and a note says why it does nothing."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Deprecated:
     """The key goes in version ``goes`` of the core, two minor versions after ``since`` at the earliest. A note says so
     where it is set, and what to ``use``."""
@@ -87,11 +70,6 @@ class Deprecated:
     use: str
     since: str
     goes: str
-
-
-@dataclass(frozen=True, slots=True)
-class XlaOnly:
-    """The key is read by engines with the capability ``xla``; with others a note says that it has no effect."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from typing import Any
 from nxdt_core.config.fields.component_slots import SLOTS, Composition
 from nxdt_core.config.fields.extensions import Extensions, option_sections, select_extensions
 from nxdt_core.config.huggingface.section import merge_hf_values, read_hf_config
-from nxdt_core.config.migration import explained
+from nxdt_core.config.migration import converted, explained
 from nxdt_core.config.output.problems import error_report
-from nxdt_core.config.resolve.alignment import spread_alignment
 from nxdt_core.config.resolve.bind import Reading, read_tree
 from nxdt_core.config.resolve.defaults import complete
 from nxdt_core.config.resolve.interpolation import interpolate
@@ -31,24 +30,22 @@ from nxdt_core.config.resolved import ResolvedConfig, Selected
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.secrets.addresses import hide_credentials
 from nxdt_core.config.secrets.fields import mask_fields
-from nxdt_core.config.secrets.messages import hide_secrets, notes_on_secrets
+from nxdt_core.config.secrets.messages import describe_node, hide_secrets, notes_on_secrets
 from nxdt_core.config.sources.files import Source
 from nxdt_core.config.sources.inheritance import read_based
-from nxdt_core.config.sources.node import Node, Origin
+from nxdt_core.config.sources.node import Node, Origin, merge
 from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
 from nxdt_core.config.validate import (
     Checked,
-    find_conflicts,
     find_impossible,
     find_notes,
     find_overfull_curve,
     find_unknown_recompute,
-    find_unsupported,
     find_wrong_durations,
 )
 from nxdt_core.config.validate.capabilities import find_undeclared
 from nxdt_core.config.validate.components import component_findings, engine_findings, plugin_findings
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, NotSupported
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.plugin import plugin_notes
 
@@ -131,8 +128,6 @@ class _Load:
         """The kernel in use; before it is known, one that was started to find the recipe."""
         self.problems: list[ConfigProblem] = []
         self.mandatory: Mapping[str, Origin] = {}
-        self.given: Node | None = None
-        """What was written, as it was written."""
         self.filled: Node | None = None
         """The completed tree with resolved interpolations."""
         self.reading: Reading | None = None
@@ -141,7 +136,7 @@ class _Load:
         """Components that something above the source that names them replaces."""
 
     def run(self) -> ResolvedConfig:
-        source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced)
+        source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced, self._converted)
         given = self._collect(source)
         locator = Locator(source.label)
         kernel = self.started = self._start_kernel(given, locator)
@@ -149,14 +144,12 @@ class _Load:
         given, dropped = drop_replaced(given, self.replaced, kernel)
         self.notes += dropped
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
-        given, pairs = spread_alignment(given)
         given, composition = self._compose(given, kernel, locator)
         completion = complete(_without_end(given), composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
         filled = self.filled = self._hide(filled, composition, kernel)
         reading = self.reading = read_tree(filled, composition, completion.known, locator)
         self.problems += explained(reading.problems, completion.known, kernel)
-        self.problems += find_conflicts(reading.tree, [*pairs, *completion.pairs])
         self.problems += find_ungiven(self.mandatory, reading.tree)
         extensions = select_extensions(reading.tree, kernel, locator)
         self.problems += extensions.problems
@@ -167,7 +160,7 @@ class _Load:
         notes = (
             *self.notes,
             *notes_on_secrets(reading.tree),
-            *find_notes(checked, composition, reading.legacy.items()),
+            *find_notes(checked, composition),
             *extensions.notes,
             *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
@@ -194,13 +187,30 @@ class _Load:
         self.started = self._start_kernel(tree, Locator(str(self.wanted)))
         return self.started
 
+    def _converted(self, source: Source, above: Node) -> Source:
+        """The source in keys of nxdt, where it is a file of another program."""
+        if source.path is None or source.problems:
+            return source
+        found = len(self.problems)
+        try:
+            kernel = self._kernel_for_recipes(merge(source.tree, above))
+        except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
+            del self.problems[found:]
+            return source
+        source, notes = converted(source, kernel)
+        self.notes += notes
+        return source
+
     def _collect(self, source: Source) -> Node:
         """What was written, overrides included."""
         self.problems += source.problems
         above, _ = apply_overrides(Node({}, COMMAND_LINE), self.overrides)
         self._note_replaced(source.tree, above)
         given = self._keep(apply_overrides(source.tree, self.overrides))
-        self.given = given
+        if (base := above.find("base")) is not None and base.value is not None:
+            reason = "a base is read with the file that names it, and overrides come later"
+            place = base.origin.at("base")
+            self.problems.append(NotSupported(**place, found=describe_node(base), reason=reason, allowed="null"))
         self.mandatory = mandatory_keys(given)
         given = self._keep(tidy_given(given))
         given = with_name(given, source.stem)
@@ -250,7 +260,6 @@ class _Load:
         self.problems += engine_findings(checked, composition)
         self.problems += find_undeclared(checked, composition.components, reading.instances, kernel.registry)
         self.problems += find_overfull_curve(checked, reading.instances)
-        self.problems += find_unsupported(checked)
         self.problems += find_unknown_recompute(checked, composition)
         self.problems += find_wrong_durations(checked)
         self.problems += component_findings(checked, composition, reading.instances)
@@ -261,7 +270,7 @@ class _Load:
         followers = self.reading.followers if self.reading is not None else {}
         for problem in self.problems:
             hide_secrets.redact_error(problem)
-        return error_report(label, self.problems, followers, self.given, self.passed or self.started)
+        return error_report(label, self.problems, followers)
 
 
 def _assemble(

@@ -29,7 +29,7 @@ def values_to_set(config: ResolvedConfig) -> tuple[str, ...]:
 def _given(config: ResolvedConfig, path: str) -> bool:
     """Whether the key was written itself, and does not follow another one."""
     origin = config.origins.get(path)
-    return origin is None or origin.kind not in ("alias", "default")
+    return origin is None or origin.kind != "default"
 
 
 def require_set(config: ResolvedConfig) -> None:

@@ -99,8 +99,8 @@ SecretsInJobFiles = NxdtError.define(
 RestartsNeedResume = NxdtError.define(
     "NXDT-P121",
     "``--max-restarts`` of a run that would begin again at step 0.",
-    "--max-restarts is {restarts}, and exp_manager.resume_if_exists is false: a restart would not resume.",
-    "Set exp_manager.resume_if_exists=true exp_manager.resume_ignore_no_checkpoint=true, or leave it out.",
+    "--max-restarts is {restarts}, and checkpoint.resume_if_exists is false: a restart would not resume.",
+    "Set checkpoint.resume_if_exists=true checkpoint.resume_ignore_no_checkpoint=true, or leave it out.",
 )
 
 NodeAlreadyJoined = NxdtError.define(

@@ -39,41 +39,27 @@ class ConfigError(NxdtError):
     usual_remedy = "Correct each problem that is listed, by its own code."
     source: str
     problems: tuple[ConfigProblem, ...]
-    migrates: tuple[str, str] | None = None
-    """Value of ``--from`` and name of the program that it is a file of, if it can be migrated."""
-    install: str | None = None
-    """Distribution that migrates it, where that is not installed."""
 
     def _view(self) -> dict[str, Any]:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         rows = [problem.row() for problem in self.problems]
-        if self.migrates:
-            rows.append(self.advice())
         return {**super()._view(), "count": count, "rows": "\n  ".join(rows)}
 
-    def advice(self) -> str:
-        """Return how the file is converted where it is one of another program; empty where it is not."""
-        if not self.migrates:
-            return ""
-        option, name = self.migrates
-        first = f"pip install {self.install}, then " if self.install else ""
-        return f"A file of {name} is taken over by: {first}nxdt config migrate FILE --from {option} -o NEW.yaml"
+
+def _config_file_not_found(error: Any) -> dict[str, Any]:
+    near = f"Did you mean {one_of(error.candidates, 3)}?" if error.candidates else "Check the path."
+    return {"near": near}
 
 
-class ConfigFileNotFound(ConfigProblem):
-    """The configuration, or a file that it names, is not there."""
-
-    code = "NXDT-C002"
-    happened = "no file '{path}'."
-    remedy = "{near}"
-    usual_remedy = "Check the path, or take the close name that the message suggests."
-    path: str
-    candidates: tuple[str, ...] = ()
-
-    def _view(self) -> dict[str, Any]:
-        near = f"Did you mean {one_of(self.candidates, 3)}?" if self.candidates else "Check the path."
-        return {**super()._view(), "near": near}
-
+ConfigFileNotFound = ConfigProblem.define(
+    "NXDT-C002",
+    "The configuration, or a file that it names, is not there.",
+    "no file '{path}'.",
+    "{near}",
+    usual_remedy="Check the path, or take the close name that the message suggests.",
+    defaults={"candidates": ()},
+    also=_config_file_not_found,
+)
 
 ConfigUnreadable = ConfigProblem.define(
     "NXDT-C003",
@@ -190,30 +176,12 @@ BadInterpolation = ConfigProblem.define(
     also=_bad_interpolation,
 )
 
-
-class ConflictingKeys(ConfigProblem):
-    """Two spellings of one setting with two values."""
-
-    code = "NXDT-C014"
-    happened = "{found}, but '{other}' ({other_place}) says {other_found}; both are the same setting."
-    remedy = "Keep one of the two."
-    found: str
-    other: str
-    other_place: str
-    other_found: str
-
-
-class NotSupported(ConfigProblem):
-    """A key that the schema knows and that this version, or the selected component, does not carry out."""
-
-    code = "NXDT-C015"
-    happened = "found {found}; {reason}."
-    remedy = "Allowed: {allowed}."
-    found: str
-    reason: str
-    allowed: str
-    of_legacy: bool = False
-    """Whether it is a key of NxD Training that the selected component does not know."""
+NotSupported = ConfigProblem.define(
+    "NXDT-C015",
+    "A key that the schema knows, with a value that is not carried out there.",
+    "found {found}; {reason}.",
+    "Allowed: {allowed}.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ GradientSumsRounded = NxdtError.define(
 NoMasterWeights = NxdtError.define(
     "NXDT-T030",
     "Master weights are to be saved where a precision keeps none.",
-    "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt wants float32 as the model's weights, and "
+    "checkpoint.use_master_weights_in_ckpt wants float32 as the model's weights, and "
     "the precision {precision} keeps them in {dtype} alone.",
     "Set it to false, or choose a precision.type with float32 weights, such as mixed_precision.",
 )

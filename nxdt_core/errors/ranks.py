@@ -95,7 +95,7 @@ RankDied = NxdtError.define(
     "A process that ended without a report.",
     "Rank {rank} on {host} died{how}; the other ranks were stopped.",
     "A process that the system killed for want of memory is named by `dmesg`; checkpoints that were committed are "
-    "complete, and exp_manager.resume_if_exists=true resumes from the newest.",
+    "complete, and checkpoint.resume_if_exists=true resumes from the newest.",
     exit_status=1,
     defaults={"how": ""},
 )
@@ -123,7 +123,7 @@ RankHung = NxdtError.define(
     "NXDT-P080",
     "A run in which a rank is silent, or in which no rank makes progress.",
     "{found}{waiting}",
-    "{where}Checkpoints that were committed are complete, and exp_manager.resume_if_exists=true resumes from the "
+    "{where}Checkpoints that were committed are complete, and checkpoint.resume_if_exists=true resumes from the "
     "newest. If a rank may be without progress for longer, raise distributed_strategy.timeout_s.",
     exit_status=1,
     also=_rank_hung,

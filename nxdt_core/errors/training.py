@@ -18,7 +18,7 @@ OptimizerStateDoesNotFit = NxdtError.define(
     "NXDT-T002",
     "Saved optimizer state of parameters that the model does not train.",
     "The checkpoint has optimizer state of {count} parameters that this run does not train ({parameters:list4}).",
-    "Resume with the model and adapter of the checkpoint, or load its weights only: model.weight_init_only=true.",
+    "Resume with the model and adapter of the checkpoint, or load its weights only: checkpoint.weight_init_only=true.",
     also=lambda error: {"count": len(error.parameters)},
 )
 
@@ -49,14 +49,14 @@ RunAlreadyHasCheckpoints = NxdtError.define(
     "NXDT-T005",
     "A new run would write into an older one's checkpoints.",
     "{uri} already holds checkpoints, up to step {step}.",
-    "Resume with exp_manager.resume_if_exists=true, or give the new run another name=….",
+    "Resume with checkpoint.resume_if_exists=true, or give the new run another name=….",
 )
 
 NoCheckpointToResume = NxdtError.define(
     "NXDT-T006",
     "The run must resume, and there is no checkpoint to resume from.",
     "There is no good checkpoint at {uri} to resume from.",
-    "Check the path with `nxdt checkpoint list`, or start at step 0 with exp_manager.resume_ignore_no_checkpoint=true.",
+    "Check the path with `nxdt checkpoint list`, or start at step 0 with checkpoint.resume_ignore_no_checkpoint=true.",
 )
 
 CannotWriteRunDirectory = NxdtError.define(
@@ -64,7 +64,7 @@ CannotWriteRunDirectory = NxdtError.define(
     "The run's directory cannot be made or written.",
     "The run's directory {path} cannot be written: {reason}.",
     "Free space there, make it writable, or choose another directory with exp_manager.exp_dir=…. Checkpoints that "
-    "are committed are intact; exp_manager.resume_if_exists=true continues from the newest.",
+    "are committed are intact; checkpoint.resume_if_exists=true continues from the newest.",
 )
 
 CannotGenerate = NxdtError.define(

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-__all__ = ["known_offers", "offering_dist", "reading_model", "serving_dist"]
+__all__ = ["known_offers", "offering_dist", "reading_model", "serving_dist", "showing_migrations"]
 
 _FILE: Final = Path(__file__).with_name("first_party.json")
 
@@ -29,6 +29,7 @@ class _Offer:
     aliases: Sequence[str] = ()
     hf_architectures: Sequence[str] = ()
     uri_schemes: Sequence[str] = ()
+    shown_by: Sequence[str] = ()
 
 
 @cache
@@ -75,6 +76,11 @@ def reading_model(architecture: str) -> str | None:
 def serving_dist(scheme: str) -> str | None:
     """Return the distribution that serves ``scheme://`` locations of checkpoints."""
     return next((offer.dist for offer in _offers() if scheme.lower() in offer.uri_schemes), None)
+
+
+def showing_migrations() -> tuple[str, ...]:
+    """Return the keys that show that a configuration is of a program which one of our plugins migrates."""
+    return tuple(key for offer in _offers() for key in offer.shown_by)
 
 
 def _spelling(name: str) -> str:

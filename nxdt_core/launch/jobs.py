@@ -37,7 +37,7 @@ from nxdt_core.regular_files import make_directory, read_text, replace_text
 
 __all__ = ["prepare", "read_options", "submit", "write"]
 
-_RESUME = ("exp_manager.resume_if_exists=true", "exp_manager.resume_ignore_no_checkpoint=true")
+_RESUME = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
 _NAME_LENGTH = 48
 """Kubernetes allows 63 characters in the name of a pod, which has the number of the node behind it."""
 

@@ -42,7 +42,7 @@ def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[s
     Raises:
         RestartsNeedResume: the run would begin again at step 0.
     """
-    if not config.run.exp_manager.resume_if_exists:
+    if not config.run.checkpoint.resume_if_exists:
         raise RestartsNeedResume(restarts=restarts)
     words = [sys.executable, *interpreter_words(config, command)]
     for attempt in range(restarts + 1):

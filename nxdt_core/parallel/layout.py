@@ -103,7 +103,7 @@ class LayoutOptions:
             symmetric_memory=profile.symmetric_memory,
             gathers_again=run.distributed_strategy.sequence_parallel_regather,
             pad_heads=run.distributed_strategy.pad_heads,
-            context_parallel_method=run.context_parallel_method or profile.context_parallel_method,
+            context_parallel_method=run.distributed_strategy.context_parallel_method or profile.context_parallel_method,
             sliced_tokens=_sliced_tokens(run, mesh),
             all_to_all=profile.all_to_all,
             token_shuffle=run.distributed_strategy.token_shuffle_group_size,

@@ -88,8 +88,8 @@ class Migration(Protocol):
     def recognise(self, config: Mapping[str, Any]) -> str:
         """Return the key that shows that a configuration is of this program; empty where none does.
 
-        Where ``nxdt train`` or ``nxdt config check`` find problems in a file that is recognised, the report names the
-        command that migrates it; ``nxdt config migrate`` without ``--from`` takes the migration that recognises a file.
+        Commands that read a configuration take what :meth:`migrate` writes in place of a file that is recognised;
+        ``nxdt config migrate`` without ``--from`` takes the migration that recognises a file.
 
         Args:
             config: What the file says, as a nested plain tree.

@@ -176,7 +176,7 @@ def precision(config: ResolvedConfig) -> PrecisionPolicy:
     """
     policy = cast(PrecisionPolicy, _construct(config, "precision"))
     check_policy(config, policy)
-    wanted = config.run.exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt
+    wanted = config.run.checkpoint.use_master_weights_in_ckpt
     if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
         raise NoMasterWeights(precision=policy.name, dtype=policy.parameters)
     return policy

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.api import CAPABILITIES
-from nxdt_core.config.annotations import AliasOf, DefaultsTo, NoEffect, XlaOnly
+from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.fields.component_slots import SLOTS
 from nxdt_core.config.fields.docs import class_doc, field_docs
 from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
 from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Origin, Place, from_plain, join, to_plain
 from nxdt_core.errors import NxdtError
@@ -33,7 +32,6 @@ def section_pages() -> Iterator[tuple[str, str]]:
         section = keys_of(RunConfig)[name].section
         assert section is not None
         yield f"reference/config/{name}.md", "\n".join(_section_page(name, section))
-    yield "reference/config/nxd-training.md", "\n".join(_legacy())
 
 
 def component_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
@@ -65,7 +63,7 @@ def plugin_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
             lines += _component_keys(component, f"{slot.key}-{component.record.name}", 4)
         if not mine:
             lines += ["Its components have no keys in the configuration of a run.", ""]
-        yield f"reference/plugins/{folder.name}.md", "\n".join(lines)
+        yield f"reference/plugins/{_page_name(project)}.md", "\n".join(lines)
 
 
 def support_page(kernel: Kernel) -> str:
@@ -191,9 +189,8 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
 
 
 def _key(key: Key, doc: str, path: str, level: int) -> Iterator[str]:
-    remarks = " ".join([doc, *_remarks(key)]).strip()
     yield from (f"{'#' * level} `{key.name}` {{ #{path} }}", "")
-    yield from (f"Value: {_escaped(key.shape.describe())}. Default: {_default(key)}.", "", _escaped(remarks), "")
+    yield from (f"Value: {_escaped(key.shape.describe())}. Default: {_default(key)}.", "", _escaped(doc), "")
 
 
 def _component_keys(component: Any, anchor: str, level: int = 3) -> list[str]:
@@ -209,20 +206,8 @@ def _component_keys(component: Any, anchor: str, level: int = 3) -> list[str]:
     return [line for key, each in rows for line in _key(each, docs.get(key, ""), f"{anchor}-{name}-{key}", level)]
 
 
-def _legacy() -> Iterator[str]:
-    yield from ("# Keys of NxD Training without a counterpart", "")
-    yield from (
-        "A component may declare one of these keys. Elsewhere every value except the neutral one is an error.",
-        "",
-    )
-    yield from ("| Key | Value | Neutral value |", "|---|---|---|")
-    for section, cls in LEGACY.items():
-        for key in keys_of(cls).values():
-            yield f"| `{section}.{key.name}` | {_escaped(key.shape.describe())} | {_default(key)} |"
-
-
 def _default(key: Key) -> str:
-    follows = key.mark(DefaultsTo) or key.mark(AliasOf)
+    follows = key.mark(DefaultsTo)
     if follows is not None:
         return f"the value of `{follows.key}`"
     return "none, the key is required" if key.default is REQUIRED else f"`{_literal(key.default)}`"
@@ -235,14 +220,6 @@ def _literal(value: Any) -> str:
     return str(plain) if plain != "" else '""'
 
 
-def _remarks(key: Key) -> Iterator[str]:
-    dead = key.mark(NoEffect)
-    if dead is not None:
-        yield f"No effect: {dead.reason}."
-    if key.mark(XlaOnly) is not None:
-        yield "Read by engines of the XLA runtime; no effect with `torch`."
-
-
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
 
@@ -253,7 +230,12 @@ def _projects() -> Mapping[Path, Mapping[str, Any]]:
 
 
 def _plugin_page(dist: str) -> str | None:
-    return next((folder.name for folder, project in _projects().items() if project["name"] == dist), None)
+    return next((_page_name(project) for project in _projects().values() if project["name"] == dist), None)
+
+
+def _page_name(project: Mapping[str, Any]) -> str:
+    """Return the name of a plugin's page; two folders may have one name, distributions do not."""
+    return str(project["name"]).removeprefix("nxdt-plugin-").replace("-", "_")
 
 
 def _moved_links(markdown: str, folder: Path) -> str:
@@ -277,4 +259,5 @@ def _page_of(path: str) -> str | None:
     if path.startswith("docs/"):
         return f"../../{path.removeprefix('docs/')}"
     folder = Path(path).parent
-    return f"{folder.name}.md" if folder in _projects() and Path(path).name == "README.md" else None
+    project = _projects().get(folder)
+    return f"{_page_name(project)}.md" if project is not None and Path(path).name == "README.md" else None

@@ -290,7 +290,6 @@ def test_a_missing_path_is_named_with_what_lies_nearby(directory, key):
         ({"model": Path("a"), "type": "b"}, "type"),
         ({"vocab_file": Path("v")}, "merge_file"),
         ({"merge_file": Path("m")}, "vocab_file"),
-        ({"model": Path("a"), "use_fast": False}, "use_fast"),
     ],
 )
 def test_sections_that_name_no_or_two_tokenizers_are_refused(keys, key):

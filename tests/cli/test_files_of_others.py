@@ -9,7 +9,7 @@ import pytest
 
 from tests.in_the_way import KINDS, PRECIOUS, put
 
-OLD = Path(__file__).parents[1] / "config" / "nxdt" / "llama3_8b_sft.yaml"
+OLD = Path(__file__).parents[2] / "plugins/migration/nxd/tests/published/llama3_8b_sft.yaml"
 WHOLE = {
     "plot": ("run/loss.png", ("plot", "run")),
     "plot to a name": ("run/loss.svg", ("plot", "run", "-o", "run/loss.svg")),

@@ -28,7 +28,6 @@ class TinyConfig:
     num_layers: PositiveInt = 2
     num_attention_heads: PositiveInt = field(default=4, metadata={"doc": "Heads of attention."})
     num_kv_heads: PositiveInt | None = None
-    encoder_seq_length: PositiveInt
     vocab_size: PositiveInt = 256
     dropout: Annotated[float, Range(0, 1)] = 0.0
     rope_scaling: RopeScaling | None = None

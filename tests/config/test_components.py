@@ -52,30 +52,13 @@ def test_names_aliases_and_rules_select(load, good, override, slot, name):
 @pytest.mark.parametrize(
     ("overrides", "key", "sentences"),
     [
-        (["data.name=null"], "data.name", ["'hf-data'", "follows from model_source", "nxdt-plugin-hf-data"]),
-        (["data.name=null", "model_source=megatron"], "data.name", ["'megatron-data'"]),
-        (["data.name=null", "model_alignment_strategy.sft.packing=true"], "data.name", ["'sft-chat'"]),
-        (["model.name=null", "name=hf_mixtral"], "model.name", ["'mixtral'", "nxdt-plugin-mixtral"]),
-        (["model.name=null"], "model.name", ["'llama'"]),
-        (["model.name=null", "model_source=megatron"], "model.name", ["'gpt'", "nxdt-plugin-gpt"]),
-        (["model.name=null", "name=hf_mistral"], "model.name", ["'llama'", "nxdt-plugin-llama"]),
-        (
-            ["model.name=null", "model_source=megatron", "name=megatron_mistral"],
-            "model.name",
-            ["'mistral'", "nxdt-plugin-llama", "follows from model_source (megatron) and the run's name"],
-        ),
-        (["model.name=null", "model_source=megatron", "name=megatron_llama"], "model.name", ["'llama'"]),
-        (
-            ["model.name=null", "model_source=megatron", "name=Megatron_Mixtral"],
-            "model.name",
-            ["'mixtral'", "nxdt-plugin-mixtral"],
-        ),
+        (["data.name=null"], "data.name", ["'hf-data'", "follows from the default", "nxdt-plugin-hf-data"]),
+        (["model.name=null"], "model.name", ["'llama'", "nxdt-plugin-llama"]),
         (["model.optim.name=fusssy"], "model.optim.name", ["Did you mean 'fussy'?"]),
         (["model.optim.name=lost"], "model.optim.name", ["module 'no_such_package.config' does not exist"]),
         (["checkpoint.uri=s3://bucket"], "checkpoint.uri", ["s3:// addresses", "nxdt-plugin-s3"]),
         (["adapter=lora"], "adapter.name", ["'lora'", "nxdt-plugin-lora"]),
         (["exp_manager.loggers=[cvs]"], "exp_manager.loggers[0]", ["'cvs'", "'csv'"]),
-        (["exp_manager.create_neptune_logger=true"], "exp_manager.create_neptune_logger", ["'neptune'"]),
         (["trainer.callbacks=[boop]"], "trainer.callbacks[0]", ["'boop'"]),
     ],
 )
@@ -87,27 +70,15 @@ def test_a_component_that_cannot_be_had_is_one_row_with_the_kernel_s_hints(repor
         assert sentence in row
 
 
-@pytest.mark.parametrize(
-    ("overrides", "name", "why"),
-    [
-        (["model_source=hf", "name=hf_llama"], "llama", "model_source (hf)"),
-        (["model_source=hf", "name=hf_mixtral_8x7b"], "mixtral", "model_source (hf) and the run's name"),
-        (["model_source=hf", "name=hf_mistral"], "llama", "model_source (hf)"),
-        (["model_source=megatron", "name=megatron_gpt"], "gpt", "model_source (megatron)"),
-        (["model_source=megatron", "name=megatron_llama"], "llama", "model_source (megatron) and the run's name"),
-        (["model_source=megatron", "name=megatron_mistral"], "mistral", "model_source (megatron) and the run's name"),
-        (["model_source=megatron", "name=megatron_mixtral"], "mixtral", "model_source (megatron) and the run's name"),
-    ],
-)
-def test_names_of_nxd_training_select_its_models_and_a_note_says_so(good, tmp_path, overrides, name, why):
+def test_a_model_without_a_name_is_a_llama_and_a_note_says_so(good, tmp_path):
     plugin = tmp_path / "models.py"
     plugin.write_text(MODELS)
     (tmp_path / "run.yaml").write_text(good.replace("  name: tiny\n  hidden_size: 32\n", ""))
     kernel = Kernel.start(PluginPolicy(allow=(), local=(Path(__file__).parent / "parts.py", plugin)))
-    config_ = config.load(tmp_path / "run.yaml", overrides, kernel=kernel)
-    assert config_.selected("model").component.record.name == name
+    config_ = config.load(tmp_path / "run.yaml", kernel=kernel)
+    assert config_.selected("model").component.record.name == "llama"
     (note,) = [note for note in config_.notes if note.startswith("model.name")]
-    assert note.startswith(f"model.name: not given; {name!r} follows from {why}")
+    assert note == "model.name: not given; 'llama' follows from the default"
     assert not [n for n in config.load(config_.to_dict(), kernel=kernel).notes if n.startswith("model.name")]
 
 
@@ -116,7 +87,7 @@ from nxdt_core.api import ModelComponent, hookimpl
 
 @hookimpl
 def nxdt_models():
-    return [ModelComponent(name=n, target="t:T") for n in ("llama", "mistral", "mixtral", "gpt")]
+    return [ModelComponent(name="llama", target="t:T")]
 """
 
 

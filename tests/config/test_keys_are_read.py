@@ -14,8 +14,6 @@ from nxdt_core.kernel import Kernel
 from tests.config.test_documentation import classes
 
 ROOT = Path(__file__).parents[2]
-PASSED_ON = "nxdt_core.config.schema.alignment"
-"""Its keys are passed on to adapters and objectives, under the names of their own keys."""
 
 
 @cache
@@ -29,7 +27,7 @@ def sections():
     registry = Kernel.start().registry
     offered = [component.load_config() for kind in KINDS for component in registry.all(kind.name)]
     roots = [RunConfig, *(cls for cls in offered if cls is not None and cls.__module__.startswith("nxdt_"))]
-    found = (cls for root in roots for cls in classes(root) if cls.__module__ != PASSED_ON)
+    found = (cls for root in roots for cls in classes(root))
     return {f"{cls.__module__}.{cls.__name__}": cls for cls in found}
 
 

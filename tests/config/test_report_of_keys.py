@@ -101,20 +101,6 @@ KEYS = {
         "data.global_batch_size='???'",
         "data.global_batch_size: required key is missing. Give it an integer of at least 1. [NXDT-C011]",
     ),
-    "key of the older schema that the model does not read": (
-        "model.hidden_dropout=0.1",
-        "model.hidden_dropout: found 0.1 (a number); it is a key of NxD Training that model 'tiny' does not"
-        " read. Allowed: leave it out. [NXDT-C015]",
-    ),
-    "wrong type of a key of the older schema": (
-        "model.has_bias=3",
-        "model.has_bias: found 3 (an integer); allowed: true or false. [NXDT-C012]",
-    ),
-    "not carried out yet": (
-        "distributed_strategy.pipeline_model_parallel_split_rank=2",
-        "distributed_strategy.pipeline_model_parallel_split_rank: found 2 (an integer); it splits encoders from"
-        " decoders, and models here are decoders. Allowed: null. [NXDT-C015]",
-    ),
     "package of a path is not installed": (
         "data.files=['package://no_such_package/x.txt']",
         "data.files: found 'package://no_such_package/x.txt', but no package 'no_such_package' is installed;"
@@ -212,11 +198,9 @@ def test_a_missing_section_is_told_by_its_required_keys(report):
         "run.yaml:1: trainer.max_steps: required key is missing. Give it an integer of at least 1. [NXDT-C011]" in rows
     )
     assert "run.yaml:1: data.seq_length: required key is missing. Give it an integer of at least 1. [NXDT-C011]" in rows
-    assert not [row for row in rows if "encoder_seq_length" in row], "an alias is not told apart from its key"
 
 
 def test_the_error_prints_all_rows(load, good):
-    from nxdt_core.errors.configuration import ConfigError
 
     with pytest.raises(ConfigError) as caught:
         load(good, "trainer.max_steps=0", "seed=0")
@@ -241,10 +225,3 @@ def test_a_number_that_is_not_finite_is_not_told_to_lose_its_quotes(report, good
     (row,) = report(good, f"model.optim.lr={value}")
     assert "It must be finite." in row
     assert "quotes" not in row
-
-
-@pytest.mark.parametrize(("override", "told"), [("model.hidden_dropout=0.1", True), ("model.hidden_dropot=0.1", False)])
-def test_keys_of_nxd_training_name_the_command_that_takes_them_over(load, good, override, told):
-    with pytest.raises(ConfigError) as caught:
-        load(good, override)
-    assert ("nxdt config migrate FILE --from nxdt" in str(caught.value)) is told

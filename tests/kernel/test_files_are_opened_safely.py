@@ -41,12 +41,12 @@ ALLOWED = {
         f"{CORE}/training/weights/reference.py: "
         "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
         f"{MEGATRON}/preprocess/progress.py: np.fromfile(file, '<i4')",
-        f"{MIGRATE}/aliases.py: "
-        "document.move(path, alias.key, _CHECKPOINT if alias.key.startswith('checkpoint.') else '')",
-        f"{MIGRATE}/aliases.py: document.move(path, target_of(part, rest) if rest else section)",
+        f"{MIGRATE}/legacy.py: document.move(path, OF_ENGINE[path])",
+        f"{MIGRATE}/legacy.py: document.move(path, key, _CHECKPOINT if key.startswith('checkpoint.') else '')",
+        f"{MIGRATE}/legacy.py: document.move(path, ALIGNMENT.get(path, section + path.removeprefix("
+        "f'model_alignment_strategy.{part}')))",
         f"{MIGRATE}/models.py: document.move(old, new)",
         f"{MIGRATE}/nemo.py: document.move(path, target)",
-        f"{MIGRATE}/nxdt.py: document.move(old, new)",
         f"{MIGRATE}/nxdt.py: "
         "document.move(path, target, 'NxD Training finds it by searching the whole file for its name')",
         f"{MIGRATE}/peft.py: document.move(f'{{_LORA}}.{{old}}', f'adapter.{{new}}')",

@@ -137,7 +137,7 @@ def train_under_mpi(arguments):
 
 
 def test_processes_of_mpirun_train_together(tmp_path, metric_rows):
-    arguments = ["train", "recipe:llama-tiny", *SMALL, "exp_manager.create_checkpoint_callback=false"]
+    arguments = ["train", "recipe:llama-tiny", *SMALL, "checkpoint.enabled=false"]
     arguments += ["trainer.devices=2", "trainer.max_steps=2", "name=mpi", f"exp_manager.exp_dir={tmp_path}"]
     assert RankPool(2).run(train_under_mpi, arguments, timeout_s=90) == [0, 0]
     assert sorted(metric_rows(tmp_path / "mpi")) == [1, 2]

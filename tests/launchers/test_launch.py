@@ -52,7 +52,7 @@ def test_a_batch_script_of_a_recipe(launch, tmp_path):
     assert (found["nodes"], found["ntasks-per-node"], found["signal"]) == ("16", "8", "TERM@300")
     assert (script.parent / "logs").is_dir()
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    assert "trainer.num_nodes=16 exp_manager.resume_if_exists=true" in script.read_text()
+    assert "trainer.num_nodes=16 checkpoint.resume_if_exists=true" in script.read_text()
 
 
 def test_an_engine_of_xla_compiles_first_and_has_a_launcher_per_node(launch, tmp_path):
@@ -212,7 +212,5 @@ def test_what_the_scheduler_refuses_is_told(launch, tmp_path, monkeypatch):
 
 def test_restarts_without_a_resume_are_refused(nxdt, tmp_path):
     where = f"exp_manager.exp_dir={tmp_path}"
-    done = nxdt(
-        "train", "recipe:llama-tiny", *SMALL, "--max-restarts", "1", where, "exp_manager.resume_if_exists=false"
-    )
+    done = nxdt("train", "recipe:llama-tiny", *SMALL, "--max-restarts", "1", where, "checkpoint.resume_if_exists=false")
     assert (done.returncode, "[NXDT-P121]" in done.stderr) == (2, True), done.stderr

@@ -57,7 +57,7 @@ def finish(process):
 def arguments(where, name, *more):
     shutil.copy(waits.__file__, where)
     keys = (f"trainer.max_steps={STEPS}", "checkpoint.every_n_train_steps=2", "trainer.callbacks=[waits]")
-    resume = ("exp_manager.resume_if_exists=true", "exp_manager.resume_ignore_no_checkpoint=true")
+    resume = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
     plugin = (f"plugins.local=[{where / 'waits.py'}]", f"exp_manager.exp_dir={where}", f"name={name}")
     return ["recipe:llama-tiny", *SMALL, *keys, *resume, *plugin, *more]
 

@@ -125,7 +125,7 @@ def test_a_save_that_fails_stops_the_run_and_the_checkpoint_before_stays(small_r
         train(config)
     assert steps(config) == [2]
     monkeypatch.undo()
-    assert train(small_run("trainer.max_steps=5", "exp_manager.resume_if_exists=true")).step == 5
+    assert train(small_run("trainer.max_steps=5", "checkpoint.resume_if_exists=true")).step == 5
 
 
 def test_stale_copies_stop_a_run(small_run, monkeypatch):
@@ -179,7 +179,7 @@ def test_the_best_by_a_metric_of_their_own_step_are_kept(small_run, weights):
     whole = weights(config)
     for step in (8, 6):
         checkpoint.delete_step(store, step)
-    train(small_run("trainer.max_steps=8", *settings, "exp_manager.resume_if_exists=true"))
+    train(small_run("trainer.max_steps=8", *settings, "checkpoint.resume_if_exists=true"))
     resumed = weights(config)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items()), "saved between two steps"
 
@@ -201,7 +201,7 @@ def test_permanent_and_ephemeral_checkpoints(small_run):
 @pytest.mark.parametrize("sound", [None, 2])
 def test_a_damaged_newest_checkpoint_never_makes_retention_delete_good_ones(small_run, sound):
     """One flipped bit, which names and sizes do not show, in a checkpoint later than all that the next run commits."""
-    settings = ("checkpoint.every_n_train_steps=2", "exp_manager.resume_if_exists=true")
+    settings = ("checkpoint.every_n_train_steps=2", "checkpoint.resume_if_exists=true")
     config = small_run("trainer.max_steps=6", f"checkpoint.save_top_k={1 if sound is None else -1}", *settings)
     train(config)
     for step in {2, 4, 6} - {sound}:
@@ -226,7 +226,7 @@ def test_a_resumed_run_reads_older_manifests_at_its_start_only(small_run, monkey
     monkeypatch.setattr(
         LocalStorage, "open_read", lambda self, key, *where: opened.append(key) or read(self, key, *where)
     )
-    config = small_run("trainer.max_steps=8", *settings, "exp_manager.resume_if_exists=true")
+    config = small_run("trainer.max_steps=8", *settings, "checkpoint.resume_if_exists=true")
     train(config)
     monkeypatch.undo()
     assert [opened.count(f"step-{step:08d}/manifest.json") for step in (1, 2, 3)] == [reads] * 3

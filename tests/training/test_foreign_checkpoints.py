@@ -132,7 +132,7 @@ def command(name: str, place: Path, base: Path) -> tuple[object, ...]:
     if name == "train":
         started = (f"adapter.lora_save_dir={place}/stranger", "adapter.load_lora_from_ckpt=true", "name=mine")
     elif name == "resume":
-        started = (f"checkpoint.uri={place}/stranger", "exp_manager.resume_if_exists=true")
+        started = (f"checkpoint.uri={place}/stranger", "checkpoint.resume_if_exists=true")
     if name in ("train", "resume"):
         over = (f"checkpoint.resume_from={base}", "checkpoint.weight_init_only=true")
         return (*READS[name], *started, *over, f"exp_manager.exp_dir={place}")
@@ -151,7 +151,22 @@ def ignored(config: Config) -> None:
     config["data"] |= {"name": "evil", "train_files": ["private"], "no_such_key": "${oc.env:NXDT_STRANGER}"}
     config["model"] |= {"model_config": "private", "optim": {"name": "evil"}, "pipeline_cuts": ["${evil:1}"]}
     config["objective"] = config["parallel_engine"] = config["distributed_strategy"] = {"name": "evil:run"}
-    config["model_alignment_strategy"] = {"dpo": {"target": "evil:run"}}
+
+
+def written_before(config: Config) -> None:
+    """Hold what checkpoints held while the schema had second names and keys without an effect."""
+    config["model_source"], config["model_alignment_strategy"] = "hf", None
+    config["model"] |= {"encoder_seq_length": 16, "weight_init_only": False, "fusions": {"softmax": False}}
+    config["model"] |= {"use_cpu_initialization": False, "qkv_linear": False, "fuse_qkv": True, "save_logits": False}
+    config["model"] |= {"transpose_nki_inputs": True}
+    config["adapter"] |= {"merge_sharded_lora": False}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_checkpoint_with_keys_that_the_schema_had_before_is_used(place, trained, nxdt, name):
+    forge(place, written_before)
+    status, said = nxdt(*command(name, place, trained / "base" / "checkpoints"))
+    assert status == 0, said
 
 
 @pytest.mark.parametrize("name", READS)

@@ -12,7 +12,7 @@ from nxdt_core.training import TrainSession, build, primitives, train
 from nxdt_core.training.state import TrainState
 
 PARTS = Path(__file__).with_name("hidden_parts.py")
-SHORT = ("trainer.max_steps=4", "data.global_batch_size=4", "exp_manager.create_checkpoint_callback=false")
+SHORT = ("trainer.max_steps=4", "data.global_batch_size=4", "checkpoint.enabled=false")
 OPTIMIZERS = {
     "Counting": "'taken'",
     "Slow": "'copies.weights[0]'",

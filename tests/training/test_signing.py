@@ -27,7 +27,7 @@ from nxdt_core.training.run.start import decide_start
 from tests.checkpoint.signed import load_trusted, write_key
 from tests.training.small import SMALL
 
-RESUME = "exp_manager.resume_if_exists=true"
+RESUME = "checkpoint.resume_if_exists=true"
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_run_refuses_what_a_trusted_key_has_not_signed(small_run, key, tmp_pat
     trusting = [f"checkpoint.sign.trusted=['{key[1]}']", "trainer.max_steps=2"]
     plain = str(tmp_path / "plain/checkpoints")
     with raises(CheckpointNotSigned, match=r"checkpoint\.sign\.trusted"):
-        train(small_run(*trusting, RESUME, "exp_manager.resume_ignore_no_checkpoint=true", name="plain"))
+        train(small_run(*trusting, RESUME, "checkpoint.resume_ignore_no_checkpoint=true", name="plain"))
     for weights_only in ("true", "false"):
         start = [f"checkpoint.resume_from={plain}", f"checkpoint.weight_init_only={weights_only}"]
         with raises(CheckpointNotSigned):

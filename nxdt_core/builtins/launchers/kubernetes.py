@@ -243,7 +243,7 @@ def _placed(job: Job, arguments: tuple[str, ...]) -> list[str]:
     """Name the configuration as pods see it: the resolved one, with the overrides in it."""
     if job.config_path is None:
         return list(arguments)
-    kept = [word for word in arguments[2:] if word.startswith("exp_manager.resume_")]
+    kept = [word for word in arguments[2:] if word.startswith("checkpoint.resume_")]
     return [arguments[0], f"{_CONFIG_PATH}/run.yaml", *kept]
 
 

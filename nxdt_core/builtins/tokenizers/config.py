@@ -1,6 +1,6 @@
 """The section ``data.tokenizer`` of each built-in tokenizer. No torch, no tokenizer library.
 
-The keys are those of NxD Training. ``delimiter``, of its tabular tokenizer, is unknown to all of them.
+The keys are those of NxD Training.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-from nxdt_core.config.annotations import NoEffect
+from typing import Literal
 
 __all__ = [
     "ByteTokenizerConfig",
@@ -39,8 +37,6 @@ class HuggingFaceTokenizerConfig:
     """``vocab.json`` of a byte-level BPE tokenizer such as GPT-2's; goes with ``merge_file``."""
     merge_file: Path | None = None
     """``merges.txt`` of the same tokenizer."""
-    use_fast: bool = True
-    """Only ``true``: the slow tokenizers written in Python are not supported."""
     bos_token: str | None = None
     """Begin-of-text token, such as ``"<s>"``; null takes what the tokenizer's files say."""
     eos_token: str | None = None
@@ -57,8 +53,6 @@ class HuggingFaceTokenizerConfig:
             yield "model", "no tokenizer is named; give a tokenizer.json or a directory, or a hub name under 'type'"
         if len(sources) > 1:
             yield sources[1], f"{' and '.join(sources)} each name a tokenizer; keep one"
-        if not self.use_fast:
-            yield "use_fast", "only fast tokenizers are supported; take the key out or set it to true"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +71,6 @@ class MegatronTokenizerConfig:
     """End-of-text token; null takes ``<|endoftext|>``, where the vocabulary has it."""
     pad_token: str | None = None
     """Padding token; null: none."""
-    use_fast: Annotated[bool, NoEffect("both kinds of GPT-2's tokenizer give the same ids")] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

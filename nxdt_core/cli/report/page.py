@@ -159,7 +159,7 @@ def _configuration(runs: Sequence[Run]) -> Iterator[Markup]:
 
 def _is_set(run: Run, key: str) -> bool:
     """Whether a file, the command line or a plugin gave the value."""
-    return key in run.values and not run.origins.get(key, "").startswith(("default", "alias"))
+    return key in run.values and not run.origins.get(key, "").startswith("default")
 
 
 def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[Content]]:

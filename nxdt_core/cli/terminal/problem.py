@@ -42,8 +42,6 @@ def _terminal_lines(error: NxdtError, problems: tuple[ConfigProblem, ...]) -> It
         yield ""
         key = f"{problem.key}: " if problem.key else ""
         yield from _hanging(problem.shown_code, problem.place, f"{key}{problem.what()} {problem.do()}".strip(), _INDENT)
-    if error.advice():
-        yield from ("", *_hanging("", "", error.advice(), _INDENT))
 
 
 def _hanging(code: str, place: str, text: str, indent: str) -> Iterator[str]:

@@ -30,9 +30,6 @@ FLAGS = {
     "tensorboard": "summary_writer_kwargs",
     "wandb": "wandb_logger_kwargs",
     "mlflow": "mlflow_logger_kwargs",
-    "dllogger": "dllogger_logger_kwargs",
-    "clearml": "clearml_logger_kwargs",
-    "neptune": "neptune_logger_kwargs",
 }
 """Logger → key of ``exp_manager`` with its options; ``create_<logger>_logger`` switches it on."""
 

@@ -1,21 +1,28 @@
-"""Asks the components of the kind ``migration`` (:mod:`nxdt_core.protocols.migration`)."""
+"""Asks the components of the kind ``migration`` (:mod:`nxdt_core.protocols.migration`).
+
+A file of another program is read as the migration that recognises it writes it; nothing is written.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 from nxdt_core.api import MigrationComponent
-from nxdt_core.config.sources.files import read_source
-from nxdt_core.config.sources.node import to_plain
+from nxdt_core.config.sources.files import Source, read_source
+from nxdt_core.config.sources.node import Node, Origin, join, to_plain
+from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, MigrationUnknown, NotSupported, UnknownKey
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, MigrationUnknown, UnknownKey
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration
+from nxdt_core.kernel.known import showing_migrations
+from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration, Verdict
 
-__all__ = ["environment_notes", "explained", "migrate", "program_of", "recognising"]
+__all__ = ["converted", "environment_notes", "explained", "migrate", "program_of", "summary"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,17 +50,81 @@ def migrate(source: Path, target: Path, name: str | None, kernel: Kernel) -> Mig
     read = read_source(source, lambda: kernel)
     if read.problems:
         raise ConfigError(source=str(source), problems=read.problems)
-    found = recognising(to_plain(read.tree), kernel)
-    if not found:
-        install, unusable = kernel.registry.not_offered(_KIND)
-        installed = tuple(f"{each.record.name} ({program_of(each)})" for each in kernel.registry.all(_KIND))
-        raise MigrationUnknown(source=str(source), installed=installed, install=install, unusable=unusable)
-    return _loaded(kernel.registry.choose(_KIND, str(source), found)).migrate(source, target, kernel)
+    found = _recognising(read, kernel)
+    if found is None:
+        raise _unknown(read.label, kernel)
+    return _loaded(found).migrate(source, target, kernel)
 
 
-def recognising(config: Mapping[str, Any], kernel: Kernel) -> list[RegisteredComponent]:
-    """Return the installed migrations that recognise a configuration, a nested plain tree."""
-    return [component for component, migration in _usable(kernel) if migration.recognise(config)]
+def converted(source: Source, kernel: Kernel) -> tuple[Source, list[str]]:
+    """Return a source in keys of nxdt, each with its line of the file, and notes on what became of which key.
+
+    A file that is not of another program is returned as it is.
+
+    Args:
+        source: A file that could be read.
+        kernel: Its plugins bring the migrations.
+
+    Raises:
+        MigrationUnknown: keys show that it is of a program whose migration is not installed.
+        NxdtError: the migration refuses it.
+    """
+    found, path = _recognising(source, kernel), source.path
+    assert path is not None
+    if found is None:
+        if any(kernel.registry.not_offered(_KIND)) and any(source.tree.find(key) for key in showing_migrations()):
+            raise _unknown(source.label, kernel)
+        return source, []
+    done = _loaded(found).migrate(path, path, kernel)
+    tree, _ = parse_yaml(done.text, source.label, source.tree.origin.directory)
+    before = {row.target: row.key for row in done.keys if row.target}
+    tree = _placed(tree, "", source.tree, before, Origin(kind="plugin", where=found.dist))
+    return replace(source, tree=tree), list(_notes(done, source))
+
+
+def _placed(node: Node, path: str, file: Node, before: Mapping[str, str], added: Origin) -> Node:
+    """Return a migrated tree whose nodes are where ``file`` has their keys, which had other names ``before``."""
+    children = {key: _placed(child, join(path, key), file, before, added) for key, child in node.children.items()}
+    there = file.find(before.get(path, path)) if path else file
+    below = (child.origin for child in children.values() if child.origin.kind == "file")
+    origin = there.origin if there is not None else next(below, added)
+    if children:
+        return Node(children, origin)
+    return _moved(node, origin)
+
+
+def _moved(node: Node, origin: Origin) -> Node:
+    return Node([_moved(item, origin) for item in node.value] if isinstance(node.value, list) else node.value, origin)
+
+
+def _notes(done: MigratedConfig, source: Source) -> Iterator[str]:
+    """Yield what ``nxdt config migrate`` prints, and a line for each value that is another one than in the file."""
+    counts = ", ".join(f"{verdict} {count}" for verdict, count in summary(done))
+    yield f"{source.label}: read as a file of {done.program}, as nxdt config migrate writes it: {counts}"
+    for row in done.keys:
+        if row.verdict in ("changed", "added", "ignored", "unsupported"):
+            place = f"{source.label}:{row.line}" if row.line else source.label
+            value = f" ({row.value})" if row.value else ""
+            yield f"{place}: {row.key}{value}: {row.verdict}; {row.reason}"
+
+
+def summary(migration: MigratedConfig) -> list[tuple[Verdict, str]]:
+    """Return verdict and number of keys, those that lose something last."""
+    counts = Counter(row.verdict for row in migration.keys)
+    return [(verdict, str(counts[verdict])) for verdict in get_args(Verdict) if counts[verdict]]
+
+
+def _recognising(source: Source, kernel: Kernel) -> RegisteredComponent | None:
+    """The installed migration that recognises a source; of several the preferred one."""
+    config = to_plain(source.tree)
+    found = [component for component, migration in _usable(kernel) if migration.recognise(config)]
+    return kernel.registry.choose(_KIND, source.label, found) if found else None
+
+
+def _unknown(label: str, kernel: Kernel) -> NxdtError:
+    install, unusable = kernel.registry.not_offered(_KIND)
+    installed = tuple(f"{each.record.name} ({program_of(each)})" for each in kernel.registry.all(_KIND))
+    return MigrationUnknown(source=label, installed=installed, install=install, unusable=unusable)
 
 
 def explained(problems: Iterable[ConfigProblem], known: Collection[str], kernel: Kernel) -> Iterator[ConfigProblem]:
@@ -66,7 +137,7 @@ def explained(problems: Iterable[ConfigProblem], known: Collection[str], kernel:
     """
     migrations: list[Migration] | None = None
     for problem in problems:
-        if isinstance(problem, UnknownKey) or (isinstance(problem, NotSupported) and problem.of_legacy):
+        if isinstance(problem, UnknownKey):
             migrations = [each for _, each in _usable(kernel)] if migrations is None else migrations
             answers = (migration.explain(problem.key, known) for migration in migrations)
             _explain(problem, next((answer for answer in answers if answer is not None), KeyMeaning()))
@@ -87,10 +158,8 @@ def program_of(component: RegisteredComponent) -> str:
     return (record.program if isinstance(record, MigrationComponent) else "") or record.name
 
 
-def _explain(problem: UnknownKey | NotSupported, meaning: KeyMeaning) -> None:
-    if isinstance(problem, NotSupported):
-        problem.allowed = f"{meaning.name} in its place" if meaning.name else problem.allowed
-    elif meaning.name:
+def _explain(problem: UnknownKey, meaning: KeyMeaning) -> None:
+    if meaning.name:
         problem.candidates = (meaning.name,)
     elif meaning.unneeded:
         problem.candidates, problem.unneeded, problem.program = (), meaning.unneeded, meaning.program

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, get_args
+from typing import Any
 
+from nxdt_core.config.migration.programs import summary
 from nxdt_core.protocols.migration import MigratedConfig, MigratedKey, Verdict
 
-__all__ = ["report_json", "report_markdown", "summary"]
+__all__ = ["report_json", "report_markdown"]
 
 _MEANINGS: dict[Verdict, str] = {
     "mapped": "kept under its name",
@@ -21,17 +21,11 @@ _MEANINGS: dict[Verdict, str] = {
 }
 
 
-def summary(migration: MigratedConfig) -> list[tuple[str, str]]:
-    """Verdict and number of keys, those that lose something last."""
-    counts = Counter(row.verdict for row in migration.keys)
-    return [(verdict, str(counts[verdict])) for verdict in get_args(Verdict) if counts[verdict]]
-
-
 def report_markdown(migration: MigratedConfig) -> str:
     """Return the report as a page."""
     lines = [f"# {migration.source} → {migration.target}", "", f"A file of {migration.program}.", ""]
     lines += ["| verdict | keys | meaning |", "|---|---|---|"]
-    lines += [f"| {verdict} | {count} | {_MEANINGS[verdict]} |" for verdict, count in summary(migration)]  # type: ignore[index]
+    lines += [f"| {verdict} | {count} | {_MEANINGS[verdict]} |" for verdict, count in summary(migration)]
     lines += ["", "## Still to be set", "", *_list(migration.to_set)]
     lines += ["", "## What `nxdt config check` says of it now", "", *_list(migration.remaining)]
     lines += ["", "## Every key", "", "| line | key | value | verdict | now | why |", "|---|---|---|---|---|---|"]

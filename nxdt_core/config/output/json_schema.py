@@ -1,6 +1,6 @@
 """JSON Schema of the configuration, for editors: descriptions, completion, and what no key may be.
 
-It covers keys and types. What only loading knows (combinations, aliases, required keys that may come from the command
+It covers keys and types. What only loading knows (combinations, required keys that may come from the command
 line) is left to ``nxdt config check``.
 """
 
@@ -14,7 +14,6 @@ from nxdt_core.config.fields.docs import class_doc, field_docs
 from nxdt_core.config.fields.keys import REQUIRED, Key
 from nxdt_core.config.resolve.defaults import section_keys
 from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Place, join
 from nxdt_core.errors import NxdtError
@@ -87,8 +86,7 @@ def _closed(properties: Mapping[str, Any], description: str = "") -> dict[str, A
 
 def _properties(cls: type, extra: type | None, path: str, kernel: Kernel, sections: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    legacy = section_keys(LEGACY.get(path), None)
-    for name, keys in {**legacy, **section_keys(cls, extra)}.items():
+    for name, keys in section_keys(cls, extra).items():
         found[name] = _property(keys[-1], join(path, name), kernel, sections)
     return found
 

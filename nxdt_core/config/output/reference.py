@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nxdt_core.config.annotations import AliasOf, DefaultsTo, Deprecated, NoEffect, XlaOnly
+from nxdt_core.config.annotations import DefaultsTo, Deprecated
 from nxdt_core.config.fields.component_slots import SLOTS
 from nxdt_core.config.fields.docs import class_doc, field_docs
 from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
 from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Origin, Place, from_plain, join, to_plain
 from nxdt_core.errors import NxdtError
@@ -26,7 +25,6 @@ def reference_markdown(kernel: Kernel | None = None) -> str:
     lines = ["# YAML reference", ""]
     for path, cls in _sections(RunConfig, ""):
         lines += [f"## `{path}`" if path else "## Top level", "", class_doc(cls), "", *_table(cls), ""]
-    lines += ["# Keys of NxD Training", "", *_legacy()]
     if kernel is not None:
         lines += ["# Keys of components", "", *_components(kernel)]
     return "\n".join(lines).rstrip() + "\n"
@@ -37,15 +35,6 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
     for name, key in keys_of(cls).items():
         if key.section is not None:
             yield from _sections(key.section, join(path, name))
-
-
-def _legacy() -> Iterator[str]:
-    yield "Known wherever a component does not declare them itself; there, any other value than this is refused."
-    yield from ("", "| key | value | asks for nothing |", "|---|---|---|")
-    for section, cls in LEGACY.items():
-        for key in keys_of(cls).values():
-            yield f"| `{section}.{key.name}` | {key.shape.describe()} | {_default(key)} |"
-    yield ""
 
 
 def _components(kernel: Kernel) -> Iterator[str]:
@@ -73,7 +62,7 @@ def _row(key: Key, doc: str) -> str:
 
 
 def _default(key: Key) -> str:
-    follows = key.mark(DefaultsTo) or key.mark(AliasOf)
+    follows = key.mark(DefaultsTo)
     if follows is not None:
         return f"`{follows.key}`"
     if key.section is not None:
@@ -89,11 +78,6 @@ def _literal(value: Any) -> str:
 
 
 def _remarks(key: Key) -> Iterator[str]:
-    dead = key.mark(NoEffect)
-    if dead is not None:
-        yield f"No effect: {dead.reason}."
     going = key.mark(Deprecated)
     if going is not None:
         yield f"Deprecated, goes in nxdt-core {going.goes}: use {going.use}."
-    if key.mark(XlaOnly) is not None:
-        yield "Read by engines of the XLA runtime; no effect with `torch`."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from nxdt_core.config.annotations import AliasOf, DefaultsTo
+from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.fields.keys import Key
 from nxdt_core.config.fields.types import Choice, Items, Mismatch, Scalar, Shape
@@ -16,7 +16,6 @@ from nxdt_core.config.output.suggest import nearest_keys
 from nxdt_core.config.resolve.defaults import complete, section_keys
 from nxdt_core.config.resolve.interpolation import UNRESOLVED
 from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.schema.legacy import LEGACY
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.secrets.messages import describe_node, is_hidden
 from nxdt_core.config.sources.node import Node, join, to_plain
@@ -24,7 +23,6 @@ from nxdt_core.errors.configuration import (
     ComponentFinding,
     ConfigProblem,
     MissingKey,
-    NotSupported,
     UnknownKey,
     WrongValue,
 )
@@ -42,13 +40,11 @@ class Reading:
     run: RunConfig | None
     """None where a core key is wrong."""
     tree: Node
-    """The tree with paths made absolute and without legacy keys that ask for nothing."""
+    """The tree with paths made absolute."""
     values: dict[str, Any] = field(default_factory=dict)
     """Typed value by key path; wrong ones are absent."""
     instances: dict[str, Any] = field(default_factory=dict)
     """By section: an instance of the component's dataclass."""
-    legacy: dict[str, Key] = field(default_factory=dict)
-    """Legacy keys that are given and ask for nothing."""
     problems: list[ConfigProblem] = field(default_factory=list)
     followers: dict[str, str] = field(default_factory=dict)
     """Key → key that it takes its value from: a wrong value is reported at the latter."""
@@ -100,7 +96,7 @@ class _Reader:
         key = keys[0]
         node = section.children.get(key.name)
         if node is None:
-            if not any(isinstance(mark, (AliasOf, DefaultsTo)) for mark in key.marks):
+            if key.mark(DefaultsTo) is None:
                 self._missing(path, section, key)
             return [_INVALID for _ in keys]
         if node.origin.written:
@@ -139,34 +135,11 @@ class _Reader:
             self.result.problems.append(found)
 
     def _undeclared(self, name: str, node: Node, path: str, declared: Mapping[str, Any]) -> None:
-        """A key that neither the core nor the component declares: of the older schema, or unknown."""
-        where = join(path, name)
-        legacy = section_keys(LEGACY.get(path), None).get(name)
-        if legacy is not None and path not in self.composition.open:
-            self._legacy(legacy[0], node, where, path)
-        elif legacy is None and path not in self.composition.open:
+        """A key that neither the core nor the component declares."""
+        if path not in self.composition.open:
+            where = join(path, name)
             near = nearest_keys(where, self.known)
             self.result.problems.append(UnknownKey(**node.origin.at(where), candidates=near, known=tuple(declared)))
-
-    def _legacy(self, key: Key, node: Node, path: str, section: str) -> None:
-        (value,) = self._leaf((key,), node, path)
-        if value is _INVALID:
-            return
-        del self.result.values[path]
-        if value == key.default or key.marks:
-            self.result.legacy[path] = key
-            self.result.tree = self.result.tree.without(path)
-            return
-        label = self.composition.label(section)
-        reads = f"{label} does not read" if label else "is not read here"
-        problem = NotSupported(
-            **node.origin.at(path),
-            found=describe_node(node),
-            reason=f"it is a key of NxD Training that {reads}",
-            allowed=f"{key.default!r}, or leave it out" if key.default else "leave it out",
-            of_legacy=True,
-        )
-        self.result.problems.append(problem)
 
     def _missing(self, path: str, section: Node, key: Key) -> None:
         where = path.rpartition(".")[0]

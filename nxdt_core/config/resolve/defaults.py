@@ -1,16 +1,16 @@
-"""Fills in every key that was left out: from the key it is an alias of, from the component, from the schema."""
+"""Fills in every key that was left out: from the key that it follows, from the component, from the schema."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
-from nxdt_core.config.annotations import AliasOf, DefaultsTo
+from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
-from nxdt_core.config.resolve.alignment import Pair, link
+from nxdt_core.config.resolve.interpolation import has_interpolation
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Node, Origin, from_plain, join
 
@@ -37,7 +37,7 @@ class _Filling:
     """As the core declares it, where the component does so too."""
     default: Node | None
     """The component's default before the core's: who reads a key knows what it should be."""
-    link: AliasOf | DefaultsTo | None
+    link: DefaultsTo | None
     """The key whose value it takes instead of a default."""
     null_is_unset: bool
 
@@ -49,7 +49,7 @@ def _fillings(core: type | None, extra: type | None) -> Mapping[str, _Filling]:
         name: _Filling(
             key=keys[0],
             default=next((_default(key, extra) for key in reversed(keys) if key.default is not REQUIRED), None),
-            link=next((mark for mark in keys[0].marks if isinstance(mark, (AliasOf, DefaultsTo))), None),
+            link=keys[0].mark(DefaultsTo),
             null_is_unset=any(each.default is not REQUIRED or each.marks for each in keys)
             and not any(each.optional for each in keys),
         )
@@ -63,22 +63,18 @@ def _default(key: Key, extra: type | None) -> Node:
 
 
 class Completion:
-    """The filled tree, and which pairs of keys must agree once interpolations are resolved."""
+    """The filled tree, and every key path that it may have."""
 
     def __init__(self, given: Node, composition: Composition, root: type, path: str) -> None:
         self.composition = composition
         self.given = given
-        self.links: list[tuple[str, AliasOf | DefaultsTo]] = []
-        self.pairs: list[Pair] = []
-        self.unset: set[str] = set()
-        """Keys that cannot be null and say ``null`` for "not set", as files of NeMo do."""
+        self.links: list[tuple[str, str]] = []
         self.known: list[str] = []
         """Every key path of the schema, for suggestions."""
         self.tree = self._section(root, given, path)
-        self._follow_aliases()
-        for path, mark in self.links:
-            if isinstance(mark, DefaultsTo) and given.plain(path) is None:
-                self._link(path, mark.key, "default")
+        for path, source in self.links:
+            if given.plain(path) is None and (found := self.tree.find(source)) is not None:
+                self.tree = self.tree.set(path, _following(found, source))
 
     def _section(self, cls: type | None, node: Node | None, path: str) -> Node:
         extra = self.composition.classes.get(path)
@@ -96,7 +92,6 @@ class Completion:
         key = filling.key
         self.known.append(path)
         if node is not None and node.value is None and filling.null_is_unset:
-            self.unset.add(path)
             node = None
         if key.section is not None and (node is None or node.value is None or isinstance(node.value, dict)):
             absent = node is None or node.value is None
@@ -104,34 +99,23 @@ class Completion:
                 return node or Node(None, _DEFAULT)
             return self._section(key.section, node, path)
         if filling.link is not None:
-            self.links.append((path, filling.link))
+            self.links.append((path, filling.link.key))
             return node
         return node or filling.default
 
-    def _follow_aliases(self) -> None:
-        groups: dict[str, list[str]] = {}
-        for path, mark in self.links:
-            if isinstance(mark, AliasOf):
-                groups.setdefault(mark.key, [mark.key]).append(path)
-        for target, members in groups.items():
-            given = [path for path in members if self.given.find(path) is not None and path not in self.unset]
-            # Files say `dirpath: null` for "not set"; that does not contradict a value.
-            given = [path for path in given if self.given.plain(path) is not None] or given[:1]
-            for path in members:
-                if path not in given:
-                    self._link(path, given[0] if given else target, "alias" if given else "default")
-            self.pairs += [(path, given[0]) for path in given[1:]]
 
-    def _link(self, path: str, source: str, kind: Literal["alias", "default"]) -> None:
-        linked = link(self.tree, source, kind)
-        if linked is not None and path != source:
-            self.tree = self.tree.set(path, linked)
+def _following(node: Node, source: str) -> Node:
+    """Return a node with the value of the key ``source``, which ``node`` holds."""
+    value = f"${{{source}}}" if has_interpolation(node.value) else node.value
+    written, came = node.origin.at(source)["place"], node.origin
+    origin = Origin(kind="default", where=source, line=came.line, written=written, directory=came.directory)
+    return Node(value, origin, node.shown)
 
 
 def complete(given: Node, composition: Composition, root: type = RunConfig, path: str = "") -> Completion:
     """Fill ``given`` by the dataclass ``root`` and what the components of ``composition`` add to it.
 
-    ``path`` is the path of ``given``; aliases are followed only from the root of the configuration.
+    ``path`` is the path of ``given``; keys follow others only from the root of the configuration.
     """
     return Completion(given, composition, root, path)
 

@@ -78,6 +78,8 @@ def _name(tree: Node, slot: Slot) -> str | None:
 def _default(slot: Slot) -> str | None:
     if slot.kind == "store":
         return _FILE
+    if slot.kind == "tokenizer":
+        return "huggingface"
     key = _core_keys(slot.section).get(slot.selector)
     return key.default if key is not None and isinstance(key.default, str) else None
 

@@ -9,7 +9,6 @@ from typing import Any
 from nxdt_core.config.fields.component_slots import SLOTS, Composition, Slot
 from nxdt_core.config.fields.keys import BadAnnotation, keys_of
 from nxdt_core.config.huggingface.values import architectures_of
-from nxdt_core.config.resolve.alignment import SECTION, data_of
 from nxdt_core.config.sources.node import Node, Origin, Place
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem
@@ -37,7 +36,9 @@ class Selection:
         return Composition(components=self.components, classes=self.classes, open=frozenset(self.open))
 
 
-_RULE_KEYS = ("name", "model_source", "model.model_config", "checkpoint.uri", "data.tokenizer")
+_DEFAULT = "the default"
+
+_RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
 """Keys that the rules below read in addition to the selectors."""
 
 
@@ -118,18 +119,16 @@ class Implied:
     @property
     def origin(self) -> Origin:
         """Return where the name comes from, for ``nxdt config show``."""
-        return (
-            Origin(kind="plugin", where=self.plugin) if self.plugin else Origin(kind="default", where=f"by {self.why}")
-        )
+        if self.plugin:
+            return Origin(kind="plugin", where=self.plugin)
+        return Origin(kind="default", where="" if self.why == _DEFAULT else f"by {self.why}")
 
 
 def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied | None:
     if slot.kind == "model":
-        return _model_name(view, kernel, hf)
+        return _model_name(kernel, hf)
     if slot.kind == "dataset":
-        if (strategy := view.find(SECTION)) is not None and strategy.value is not None:
-            return Implied(data_of(part for part, node in strategy.children.items() if node.value is not None), SECTION)
-        return Implied("megatron-data" if view.plain("model_source") == "megatron" else "hf-data", "model_source")
+        return Implied("hf-data", _DEFAULT)
     if slot.kind == "tokenizer":
         section = view.find("data.tokenizer")
         given = section.children if section is not None else {}
@@ -138,27 +137,14 @@ def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any])
     return None
 
 
-def _model_name(view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
+def _model_name(kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
     architectures = architectures_of(hf)
     readers = kernel.registry.readers(architectures)
     if readers:
         return Implied(_only(readers, architectures[0]).record.name, f"model.model_config ({architectures[0]})")
     if architectures:
         return Implied(reading_model(architectures[0]) or "hf", f"model.model_config ({architectures[0]})")
-    return _incumbent_name(str(view.plain("name", "")), str(view.plain("model_source")))
-
-
-_NAMED: Mapping[str, tuple[str, ...]] = {"hf": ("mixtral",), "megatron": ("mixtral", "mistral", "llama")}
-"""By ``model_source``: what NxD Training looks for in a run's name, and what its examples for Megatron are called."""
-_OTHERWISE: Mapping[str, str] = {"hf": "llama", "megatron": "gpt"}
-
-
-def _incumbent_name(name: str, source: str) -> Implied:
-    """The model that NxD Training takes for a run of that name."""
-    found = next((model for model in _NAMED.get(source, ()) if model in name.lower()), None)
-    if found is not None:
-        return Implied(found, f"model_source ({source}) and the run's name ({name})")
-    return Implied(_OTHERWISE.get(source, "llama"), f"model_source ({source})")
+    return Implied("llama", _DEFAULT)
 
 
 def _only(readers: Sequence[RegisteredComponent], architecture: str) -> RegisteredComponent:

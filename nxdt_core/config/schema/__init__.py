@@ -1,6 +1,5 @@
 """The typed schema, one file per section. Keys, types, defaults and the YAML reference all come from here."""
 
-from nxdt_core.config.schema.alignment import AlignmentConfig
 from nxdt_core.config.schema.checkpoint import CheckpointConfig
 from nxdt_core.config.schema.data import DataConfig, TokenizerSection
 from nxdt_core.config.schema.exp_manager import ExpManagerConfig
@@ -11,7 +10,6 @@ from nxdt_core.config.schema.strategy import DistributedStrategyConfig
 from nxdt_core.config.schema.trainer import TrainerConfig
 
 __all__ = [
-    "AlignmentConfig",
     "CheckpointConfig",
     "DataConfig",
     "DistributedStrategyConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from nxdt_core.config.annotations import NoEffect, PositiveInt, Range, SourcePath
+from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range, SourcePath
 from nxdt_core.config.fields.duration import Duration
 
 __all__ = ["CheckpointConfig", "SignSection", "StorageSection"]
@@ -41,6 +41,8 @@ class CheckpointConfig:
     """Location of checkpoints: a path or ``scheme://…``; ``null`` means ``<run directory>/checkpoints``."""
     every_n_train_steps: PositiveInt | None = None
     """Optimizer steps between two checkpoints; ``null`` saves at the end of the run only."""
+    every_n_epochs: NonNegativeInt | None = None
+    """Passes over the training data between two checkpoints, as steps; ``null`` or 0 counts ``every_n_train_steps``."""
     train_time_interval: Duration | None = None
     """Time between two checkpoints: seconds, ``days:hours:minutes:seconds``, or a mapping such as ``{minutes: 30}``."""
     permanent_every_n_steps: PositiveInt | None = None
@@ -68,14 +70,15 @@ class CheckpointConfig:
     save_bf16: bool = False
     """Save weights that are float32 as the model in bfloat16, rounded to the nearest. Where there is an optimizer, its
     state then holds them in float32, and a resume is as exact; a reader of only the model gets bfloat16."""
+    use_master_weights_in_ckpt: bool = False
+    """Insist on float32 as the model's weights, as is the way unless ``save_bf16`` says otherwise: ``true`` refuses
+    that key, and a precision that keeps no float32 weights."""
     hf_every_n_saves: PositiveInt | None = None
     """Every n-th checkpoint also contains its model as a Hugging Face directory; ``null``: none does."""
     resume_if_exists: bool = False
     """Resume from the newest good checkpoint at ``uri``."""
     resume_ignore_no_checkpoint: bool = False
     """With ``resume_if_exists``: start from scratch where there is none, instead of an error."""
-    resume_past_end: Annotated[bool, NoEffect("a run that has reached trainer.max_steps says so and ends")] = False
-    """Resume a run that has reached ``trainer.max_steps``."""
     resume_from: SourcePath | None = None
     """One checkpoint to start from: its directory or URI."""
     weight_init_only: bool = False

@@ -22,15 +22,13 @@ class DataConfig:
     """Selects a dataloader; the keys of the dataloader are next to ``name``."""
 
     name: str
-    """Component of kind ``dataset``. Where it is not set: ``preference`` with ``dpo`` or ``orpo`` in
-    ``model_alignment_strategy``, ``sft-chat`` with other parts of it, else ``hf-data`` for ``model_source: hf`` and
-    ``megatron-data`` for ``megatron``."""
+    """Component of kind ``dataset``; ``hf-data`` where it is not set."""
     global_batch_size: PositiveInt
     """Sequences of one optimizer step, over all devices."""
     micro_batch_size: PositiveInt = 1
     """Sequences that one device takes at a time."""
     seq_length: PositiveInt
-    """Tokens of a sequence; the same setting as ``model.encoder_seq_length``."""
+    """Tokens of a sequence."""
     shuffle: bool = True
     """Draw training samples in random order, each once a pass."""
     num_workers: NonNegativeInt = 0

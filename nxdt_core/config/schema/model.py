@@ -5,13 +5,13 @@ The architecture's own keys (layers, heads, …) are those of the selected model
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from nxdt_core.config.annotations import AliasOf, DefaultsTo, NoEffect, NonNegativeFloat, PositiveInt, XlaOnly
+from nxdt_core.config.annotations import DefaultsTo, NonNegativeFloat, PositiveInt
 
-__all__ = ["FusionsConfig", "ModelConfig", "OptimConfig", "ParamGroupConfig", "SchedConfig"]
+__all__ = ["ModelConfig", "OptimConfig", "ParamGroupConfig", "SchedConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,35 +53,18 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusionsConfig:
-    """Kernels of the incumbent."""
-
-    softmax: Annotated[bool, XlaOnly()] = False
-    """Fused softmax of the Neuron compiler."""
-    flash_attention: Annotated[bool, XlaOnly()] = False
-    """NKI flash attention; the torch engine always takes ``scaled_dot_product_attention``."""
-    ring_attention: bool = False
-    """The same as ``distributed_strategy.context_parallel_method: ring``; false leaves the choice to that key."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Selects a model; the keys of the architecture are next to ``name``."""
 
     name: str
     """Component of kind ``model``. Where it is not set: the one that reads the architecture of
-    ``model_config``; without that, ``mixtral`` if the run's ``name`` contains it; else for ``model_source: hf``
-    ``llama``, and for ``megatron`` ``mistral`` or ``llama`` if the name contains it, or ``gpt``. A note says which."""
-    encoder_seq_length: Annotated[PositiveInt, AliasOf("data.seq_length")]
-    """Tokens of a sequence; the same setting as ``data.seq_length``."""
+    ``model_config``, else ``llama``. A note says which."""
     model_config: Path | None = None
     """Hugging Face ``config.json``, or its directory. Keys given next to it take precedence."""
     optim: OptimConfig
     """Optimizer and learning rate."""
     do_layer_norm_weight_decay: bool = False
     """Let the weights of normalisation layers decay too."""
-    weight_init_only: Annotated[bool, AliasOf("checkpoint.weight_init_only")] = False
-    """``checkpoint.weight_init_only``."""
     pipeline_cuts: tuple[str, ...] | None = None
     """Modules that end a pipeline stage (PP × VPP - 1 names). ``null``: the engine ``torch`` chooses cuts that balance
     layers, embedding and head; ``nxd`` cuts evenly."""
@@ -95,15 +78,3 @@ class ModelConfig:
     memory does not grow with tokens times vocabulary. The head's work grows by a third. ``null``: all at once."""
     compile: bool = False
     """Compile each layer with ``torch.compile``. The first step takes longer; its compile time is logged apart."""
-    fusions: FusionsConfig = field(default_factory=FusionsConfig)
-    """Kernels of the incumbent."""
-    use_cpu_initialization: Annotated[bool, NoEffect("weights are drawn on the host, equal for every device")] = False
-    """Draw weights on the host."""
-    qkv_linear: Annotated[bool, XlaOnly()] = False
-    """NxD's layer for grouped queries."""
-    fuse_qkv: Annotated[bool, XlaOnly()] = True
-    """One matrix for queries, keys and values."""
-    transpose_nki_inputs: Annotated[bool, XlaOnly()] = True
-    """Layout of NKI flash attention."""
-    save_logits: bool = False
-    """Write logits out while validating."""

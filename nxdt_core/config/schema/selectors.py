@@ -26,7 +26,7 @@ class ObjectiveSection:
     """Selects the loss; its keys are next to ``name``."""
 
     name: str = "causal_lm"
-    """Component of kind ``objective``; ``dpo`` or ``orpo`` where ``model_alignment_strategy`` has that section."""
+    """Component of kind ``objective``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class AdapterSection:
     """Selects a change to the model; its keys are next to ``name``."""
 
     name: str | None = None
-    """Component of kind ``adapter``; ``lora`` where ``model_alignment_strategy.peft`` is given, else none."""
+    """Component of kind ``adapter``; ``null`` for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

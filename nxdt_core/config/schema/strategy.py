@@ -57,8 +57,6 @@ class DistributedStrategyConfig:
     """Neighbouring data parallel ranks that mix their tokens before experts and sort them out behind, while training;
     where experts have a bounded capacity, a rank with very similar tokens then drops fewer. A divisor of the ranks
     that shard parameters (DP / ``dp_replicate``)."""
-    pipeline_model_parallel_split_rank: int | None = None
-    """First pipeline rank of a decoder, for encoder-decoder models."""
 
     def mesh_sizes(self, world_size: int) -> MeshSizes:
         """Return the size of every dimension for so many processes.

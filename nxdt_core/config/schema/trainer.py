@@ -8,12 +8,10 @@ from typing import Annotated, Any, Literal
 
 from nxdt_core.config.annotations import (
     Fraction,
-    NoEffect,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Range,
-    XlaOnly,
 )
 from nxdt_core.config.fields.duration import Duration
 
@@ -34,8 +32,6 @@ class TrainerConfig:
     """Nodes of the run."""
     gradient_clip_val: NonNegativeFloat | None = 1.0
     """Largest global 2-norm of the gradient; larger ones are scaled down. ``null`` or 0 never clips."""
-    gradient_clip_algorithm: Literal["norm"] | None = None
-    """Only clipping by norm exists."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is not finite does. Neither applies the update: ``stop`` ends the run with an error,
     ``skip`` drops the step, counts it and continues."""
@@ -49,10 +45,6 @@ class TrainerConfig:
     stream takes as many by itself); a share is one of each set."""
     limit_train_batches: PositiveInt | Fraction | None = None
     """Train on the first global batches of the training split only: a count, or a share as for validation."""
-    limit_test_batches: Annotated[NonNegativeInt | Fraction | None, NoEffect("training reads no test split")] = None
-    """Bound of the test split, as for validation."""
-    limit_predict_batches: Annotated[NonNegativeInt | Fraction | None, NoEffect("training does not predict")] = None
-    """Bound of prediction, as for validation."""
     enable_progress_bar: bool | None = None
     """Progress bar; ``null`` shows one on a terminal and prints lines elsewhere."""
     callbacks: tuple[str | Mapping[str, Any], ...] = ()
@@ -72,12 +64,6 @@ class TrainerConfig:
     """Passes over the training data between two validations; ``null`` counts steps by ``val_check_interval``."""
     num_sanity_val_steps: int = 0
     """Validation batches before training starts."""
-    accumulate_grad_batches: int = 1
-    """Always 1: accumulation follows from ``data.global_batch_size`` and ``data.micro_batch_size``."""
-    enable_model_summary: bool = False
-    """Lightning's table of modules."""
-    precision: int | str | None = None
-    """Lightning's precision; only 32 is accepted, since ``precision.type`` decides."""
     fast_dev_run: bool | NonNegativeInt = False
     """Try a configuration out: so many steps (``true``: 1), a validation of as many batches, no checkpoint and no
     loggers, in ``fast_dev_run`` below the run's directory."""
@@ -89,22 +75,17 @@ class TrainerConfig:
     take longest, ``advanced`` those of all functions, ``pytorch`` a trace of some steps for ``chrome://tracing``."""
     detect_anomaly: bool = False
     """Let autograd name the operation whose gradient is not finite; several times slower."""
-    reload_dataloaders_every_n_epochs: int = 0
-    """Lightning's reloading of data."""
     inference_mode: bool = True
     """Validate under ``torch.inference_mode``."""
-    use_distributed_sampler: bool = False
-    """Always false: the core hands out samples itself."""
     float32_matmul_precision: Literal["highest", "high"] = "highest"
     """Precision of matrix products of float32 tensors: ``high`` lets GPUs round their factors to 10 bits of mantissa
     (TF32). A run replaces what its process has set before. CPUs and Trainium ignore the key, and a note says so."""
     gc_interval: NonNegativeInt | None = None
     """Optimizer steps between two collections of Python's garbage collector, on all ranks after the same step; none
     runs within a step. 0 lets Python collect when it likes. ``null`` takes what suits the device: 50, and 0 on CPUs."""
+    lnc: PositiveInt | None = None
+    """Cores of a Trainium chip in one device (LNC): the engine ``nxd`` starts its runtime with it. With ``torch`` the
+    environment says it, and a note says that the key has no effect."""
     expandable_segments: bool | None = None
     """Let the device's allocator grow its segments, so that less memory is lost between tensors of changing sizes.
     ``null`` does so on GPUs. ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF`` take precedence over this key."""
-    lnc: Annotated[int | None, XlaOnly()] = None
-    """Logical NeuronCore size of Trn2."""
-    sequential_move_factor: Annotated[int | None, XlaOnly()] = None
-    """Ranks of a node that move their weights to the device at once."""

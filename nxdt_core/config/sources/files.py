@@ -34,6 +34,8 @@ class Source:
     """What the user named."""
     tree: Node
     problems: tuple[ConfigProblem, ...]
+    path: Path | None = None
+    """Of a file that was named."""
     stem: str = ""
     """Name of the file or recipe without its ending; empty for a mapping."""
     readable: bool = True
@@ -71,7 +73,7 @@ def read_source(
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
         return _failed(label, file_problem(path, error, named, find_kernel))
-    return replace(_parsed(label, text, path.absolute().parent), stem=path.stem)
+    return replace(_parsed(label, text, path.absolute().parent), path=path, stem=path.stem)
 
 
 def _parsed(label: str, text: str, directory: Path) -> Source:

@@ -27,6 +27,7 @@ def read_based(
     find_kernel: Callable[[Node], Kernel],
     label: str | None = None,
     merging: Callable[[Node, Node], object] = lambda low, high: None,
+    convert: Callable[[Source, Node], Source] = lambda source, above: source,
 ) -> Source:
     """Read a source and, below it, what it is based on; problems are returned, not raised.
 
@@ -35,15 +36,17 @@ def read_based(
         find_kernel: Given what was read so far, called where a recipe is named; its plugins bring the recipes.
         label: What a mapping is called.
         merging: Called with each tree below and with what it is about to be merged under.
+        convert: Given each source as it was read, and what is above it; returns what takes its place.
     """
-    top = read_source(source, partial(find_kernel, Node({}, COMMAND_LINE)), label=label)
+    nothing = Node({}, COMMAND_LINE)
+    top = convert(read_source(source, partial(find_kernel, nothing), label=label), nothing)
     tree, problems, seen, below, stem = top.tree.without(_KEY), [*top.problems], [top.label], top, top.stem
     while below.readable and (node := below.tree.find(_KEY)) is not None and node.value is not None:
         named = _named(node, seen)
         if isinstance(named, ConfigProblem):
             return replace(top, problems=(*problems, named), readable=False)
         seen.append(named)
-        below = read_source(named, partial(find_kernel, tree), node.origin.at(_KEY))
+        below = convert(read_source(named, partial(find_kernel, tree), node.origin.at(_KEY)), tree)
         stem = stem or below.stem
         problems += below.problems
         merging(below.tree, tree)

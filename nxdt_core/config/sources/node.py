@@ -28,13 +28,13 @@ class Place(TypedDict):
 class Origin:
     """Where a value comes from."""
 
-    kind: Literal["file", "override", "default", "plugin", "alias", "hf"]
+    kind: Literal["file", "override", "default", "plugin", "hf"]
     where: str
-    """``run.yaml:12``, ``command line``, the plugin's name, the key that it is an alias of, or a ``config.json``."""
+    """``run.yaml:12``, ``command line``, the plugin's name, the key that it follows, or a ``config.json``."""
     line: int = 0
     """Line in the file, counted from 1; 0 where there is none."""
     written: str = ""
-    """Of an alias: where the key that it follows was written."""
+    """Of a value that follows another key: where that key was written."""
     own: str = ""
     """Of a Hugging Face ``config.json``: its own name of the key."""
     directory: Path | None = None

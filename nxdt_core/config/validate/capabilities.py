@@ -30,7 +30,7 @@ _REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
 _SCHEDULE, _METHOD = f"{_STRATEGY}.pipeline_schedule", f"{_STRATEGY}.context_parallel_method"
 _ZERO, _ZERO_STAGE = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
 _SHUFFLE = f"{_STRATEGY}.token_shuffle_group_size"
-_RING, _COMPILE = "model.fusions.ring_attention", "model.compile"
+_COMPILE = "model.compile"
 _RECOMPUTE, _GROUPS = "model.activations_checkpoint_granularity", "model.optim.param_groups"
 _ENGINE, _MODEL, _OPTIMIZER = "engine", "model", "optimizer"
 _SELECTORS = {slot.kind: slot.key for slot in SLOTS}
@@ -163,9 +163,9 @@ def _of_sizes(checked: Checked) -> Iterator[Asked]:
             yield Asked((_PAD,), "true", "Set it to false", "pad_heads")
     if size := _above_one(checked, CP):
         yield Asked((CP,), size, one, "cp", "cp")
-        method = "ring" if checked.values.get(_RING) else checked.values.get(_METHOD)
+        method = checked.values.get(_METHOD)
         if method is not None:
-            yield Asked((_METHOD, _RING), method, "Leave it out, and the engine chooses", f"cp:{method}")
+            yield Asked((_METHOD,), method, "Leave it out, and the engine chooses", f"cp:{method}")
     if size := _above_one(checked, EP):
         yield Asked((EP,), size, one, "ep", "ep", "sharded")
     if size := _above_one(checked, _SHUFFLE):

@@ -31,10 +31,6 @@ class Checked:
         return node.origin if node is not None else self.tree.origin
 
     def place(self, *keys: str) -> Place:
-        """Return the place of a problem between ``keys``: the first that is written, by default the first.
-
-        An alias is reported under the name that was written.
-        """
+        """Return the place of a problem between ``keys``: the first that is written, by default the first."""
         key = next((key for key in keys if self.origin(key).kind != "default"), keys[0])
-        origin = self.origin(key)
-        return origin.at(origin.where if origin.kind == "alias" else key)
+        return self.origin(key).at(key)

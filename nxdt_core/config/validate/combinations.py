@@ -14,8 +14,7 @@ __all__ = ["RULES", "find_impossible"]
 Rule = Callable[[Checked], Iterable[ImpossibleCombination]]
 
 _ZERO, _ZERO_STAGE = "distributed_strategy.zero1", "distributed_strategy.zero_stage"
-_RING, _METHOD = "model.fusions.ring_attention", "distributed_strategy.context_parallel_method"
-_MASTERS = "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt"
+_MASTERS = "checkpoint.use_master_weights_in_ckpt"
 _GRANULARITY = "model.activations_checkpoint_granularity"
 _RECOMPUTE = "model.activations_checkpoint_recompute"
 
@@ -37,21 +36,11 @@ def zero_stage_agrees(checked: Checked) -> Iterator[ImpossibleCombination]:
         )
 
 
-def one_context_method(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """``ring_attention: true`` is an older way to write ``context_parallel_method: ring``."""
-    if checked.values.get(_RING) and checked.values.get(_METHOD) == "gather":
-        yield ImpossibleCombination(
-            **checked.place(_METHOD, _RING),
-            reason=f"it says gather, and {_RING}: true says ring",
-            advice="Keep one of them.",
-        )
-
-
 def resume_named(checked: Checked) -> Iterator[ImpossibleCombination]:
     """``weight_init_only`` takes weights from somewhere."""
     if checked.values.get("checkpoint.weight_init_only") and checked.values.get("checkpoint.resume_from", "") is None:
         yield ImpossibleCombination(
-            **checked.place("checkpoint.weight_init_only", "model.weight_init_only"),
+            **checked.place("checkpoint.weight_init_only"),
             reason="weight_init_only takes the weights of a checkpoint, and checkpoint.resume_from names none",
             advice="Set checkpoint.resume_from.",
         )
@@ -76,17 +65,6 @@ def one_dtype_of_state(checked: Checked) -> Iterator[ImpossibleCombination]:
             **checked.place(narrow, optimizer),
             reason=f"it says bfloat16, and {optimizer}: adamw_fp32OptState says float32",
             advice=f"Set {optimizer} to adamw, or {narrow} to float32.",
-        )
-
-
-def one_objective(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Yield a second loss: a run has one."""
-    keys = ("model_alignment_strategy.dpo", "model_alignment_strategy.orpo")
-    if all(checked.tree.plain(key) is not None for key in keys):
-        yield ImpossibleCombination(
-            **checked.place(keys[1]),
-            reason=f"{keys[0]} is given too, and a run has one loss",
-            advice="Keep one of them.",
         )
 
 
@@ -147,11 +125,9 @@ RULES: tuple[Rule, ...] = (
     *ENDING_RULES,
     *LAYOUT_RULES,
     zero_stage_agrees,
-    one_context_method,
     resume_named,
     one_form_of_weights,
     one_dtype_of_state,
-    one_objective,
     recompute_named,
     rate_falls,
     sequence_has_positions,

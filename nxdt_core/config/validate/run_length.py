@@ -13,7 +13,7 @@ _STOPPING = "exp_manager.create_early_stopping_callback"
 _LOCAL, _GLOBAL = "exp_manager.log_local_rank_0_only", "exp_manager.log_global_rank_0_only"
 _BY_STEPS, _BY_PASSES = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
 _SAVE_BY_STEPS = "checkpoint.every_n_train_steps"
-_SAVE_BY_PASSES = "exp_manager.checkpoint_callback_params.every_n_epochs"
+_SAVE_BY_PASSES = "checkpoint.every_n_epochs"
 
 
 def early_stopping_validates(checked: Checked) -> Iterator[ImpossibleCombination]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from nxdt_core.config.annotations import NoEffect
 from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams, EmaConfig
 from nxdt_core.config.sources.node import join
@@ -28,7 +27,7 @@ _SP, _REGATHER = f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.sequence_parall
 _READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
     TP: (_SP, _REGATHER, f"{_STRATEGY}.async_tensor_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
     PP: (VPP, f"{_STRATEGY}.pipeline_schedule", "model.pipeline_cuts"),
-    CP: (f"{_STRATEGY}.context_parallel_method", "model.fusions.ring_attention"),
+    CP: (f"{_STRATEGY}.context_parallel_method",),
     EP: ("model.moe.exchange_chunks",),
 }
 """Size of a dimension → settings that only a size above 1 reads."""
@@ -58,7 +57,7 @@ def find_idle(checked: Checked, classes: Mapping[str, type]) -> Iterator[str]:
 def _switched_off(checked: Checked, switch: str, section: str, cls: type) -> Iterator[str]:
     """What a section sets that ``switch`` leaves off."""
     if not checked.values.get(switch):
-        defaults = {join(section, name): key.default for name, key in keys_of(cls).items() if not key.mark(NoEffect)}
+        defaults = {join(section, name): key.default for name, key in keys_of(cls).items()}
         changed = [path for path, default in defaults.items() if checked.values.get(path, default) != default]
         yield from _lines(changed, f"{switch} is not set")
 

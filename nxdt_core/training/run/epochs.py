@@ -12,8 +12,8 @@ __all__ = ["counts_passes", "in_steps"]
 
 def counts_passes(config: ResolvedConfig) -> bool:
     """Return whether a setting of the run is given in passes over the data."""
-    trainer, saving = config.run.trainer, config.run.exp_manager.checkpoint_callback_params
-    passes = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch, saving.every_n_epochs)
+    trainer, saves = config.run.trainer, config.run.checkpoint.every_n_epochs
+    passes = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch, saves)
     return any(count is not None and count > 0 for count in passes)
 
 
@@ -31,7 +31,6 @@ def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
         LengthUnknown: a setting counts passes over such data.
     """
     run, trainer = config.run, config.run.trainer
-    saving = "exp_manager.checkpoint_callback_params.every_n_epochs"
 
     def steps(key: str, passes: int | None) -> int | None:
         if passes is None or passes < 1:
@@ -44,7 +43,7 @@ def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
     last = trainer.max_steps if end is None else min(end, trainer.max_steps)
     least = steps("trainer.min_epochs", trainer.min_epochs)
     validation = steps("trainer.check_val_every_n_epoch", trainer.check_val_every_n_epoch)
-    save = steps(saving, run.exp_manager.checkpoint_callback_params.every_n_epochs)
+    save = steps("checkpoint.every_n_epochs", run.checkpoint.every_n_epochs)
     sched = run.model.optim.sched
     if sched.max_steps == trainer.max_steps:
         sched = replace(sched, max_steps=last)

@@ -10,8 +10,7 @@ from nxdt_core.config.secrets.command_line import shown_words
 
 __all__ = ["resume_command"]
 
-_RESUME = ("exp_manager.resume_if_exists", "checkpoint.resume_if_exists")
-"""Two spellings of one setting."""
+_RESUME = "checkpoint.resume_if_exists"
 
 
 def resume_command(config: ResolvedConfig, step: int) -> str:
@@ -29,9 +28,8 @@ def resume_command(config: ResolvedConfig, step: int) -> str:
         if manager.use_datetime_version and manager.version is not None:
             override("exp_manager.version", manager.version)
         if not config.run.checkpoint.resume_if_exists:
-            for key in _RESUME:
-                overrides.pop(key, None)
-            override(_RESUME[0], "true")
+            overrides.pop(_RESUME, None)  # it comes last
+            override(_RESUME, "true")
         if step >= trainer.max_steps:
             _move_end(config, step, override)
     return shlex.join(["nxdt", "train", config.source, *shown_words(config, overrides.values())])

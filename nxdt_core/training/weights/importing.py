@@ -154,8 +154,7 @@ def _described(source: str, format: str, found: CheckpointReader, overrides: Seq
     length = _LONGEST if longest is None else min(longest, _LONGEST)
     written = described.to_dict()
     written["model"]["model_config"] = None  # its values are in the configuration now; the file may be deleted
-    lengths = (f"data.seq_length={length}", f"model.encoder_seq_length={length}")
-    return load(written, [*lengths, *overrides], label=source)
+    return load(written, [f"data.seq_length={length}", *overrides], label=source)
 
 
 def check_empty(storage: CheckpointStore) -> None:

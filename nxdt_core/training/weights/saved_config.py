@@ -57,8 +57,15 @@ _KEPT: tuple[str, ...] = (
 """All that the configuration of a checkpoint decides. Components are those of installed plugins."""
 _HERE = ("trainer.accelerator", "parallel_engine", "plugins")
 """Kept of a configuration that the user names, too."""
-_OF_TRAINING = ("model.optim", "model.weight_init_only", "model.pipeline_cuts", "model.model_config")
+_OF_TRAINING = ("model.optim", "model.pipeline_cuts", "model.model_config")
 """Keys of the model that only training reads, and a file whose values the other keys hold."""
+_OF_BEFORE = (
+    *("model.encoder_seq_length", "model.weight_init_only", "model.fusions", "model.use_cpu_initialization"),
+    *("model.qkv_linear", "model.fuse_qkv", "model.transpose_nki_inputs", "model.save_logits"),
+    *("model.sliding_window_size", "model.apply_query_key_layer_scaling", "data.tokenizer.use_fast"),
+    "adapter.merge_sharded_lora",
+)
+"""Second names and keys without an effect, which checkpoints hold that were written while the schema had them."""
 _BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
 """Kept where the checkpoint leaves out the weights below an adapter: they say where its run read them."""
 _CHAT = tuple(sorted({each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}))
@@ -125,7 +132,7 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     for path in (*paths, *(_BASE if manifest.facts.without_base and base else ())):
         if (node := tree.find(path)) is not None:
             kept = kept.set(path, node)
-    for path in _OF_TRAINING:
+    for path in (*_OF_TRAINING, *_OF_BEFORE):
         kept = kept.without(path)
     if config is None:
         keys, kernel, files = _checked_keys(manifest, tree, kept, where), None, tree.plain("plugins.local")

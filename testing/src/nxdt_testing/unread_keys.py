@@ -12,12 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxdt_core.config.annotations import AliasOf, Deprecated, NoEffect, XlaOnly
+from nxdt_core.config.annotations import Deprecated
 from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.fields.types import Choice, Nothing, OneOf, Shape
 
-_ANNOUNCED = (AliasOf, Deprecated, NoEffect, XlaOnly)
-"""Annotations that say where a value goes instead, or that it goes nowhere."""
 _TAKE_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "vars"})
 """Names by which code reads all keys of a section at once."""
 
@@ -76,12 +74,12 @@ def names_read(sources: Iterable[Path], *, declarations: Collection[Path] = ()) 
 def unread_keys(cls: type, names: NamesRead) -> list[str]:
     """Return the keys of the section ``cls`` that are not among ``names``, in their order.
 
-    Left out are keys whose annotation says that they have no effect, and keys with one possible value.
+    Left out are deprecated keys, and keys with one possible value.
     """
     return [
         name
         for name, key in keys_of(cls).items()
-        if name not in names and not any(key.mark(kind) for kind in _ANNOUNCED) and not _has_one_value(key.shape)
+        if name not in names and not key.mark(Deprecated) and not _has_one_value(key.shape)
     ]
 
 

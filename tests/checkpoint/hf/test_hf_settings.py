@@ -126,7 +126,7 @@ def test_a_run_that_begins_with_them_keeps_them(tmp_path, chat, corpus, monkeypa
         *("data.seq_length=32", "data.global_batch_size=8", "trainer.max_steps=1"),
     )
     assert main([*words]) == 0
-    assert main([*words[:-1], "trainer.max_steps=2", "exp_manager.resume_if_exists=true"]) == 0
+    assert main([*words[:-1], "trainer.max_steps=2", "checkpoint.resume_if_exists=true"]) == 0
     store = "nxdt_experiments/run/checkpoints"
     assert newest(store).step == 2
     export_hf(store, "out")

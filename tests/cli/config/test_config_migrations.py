@@ -30,8 +30,13 @@ MIGRATION = dedent("""
             return "environment: ACME_STEPS: trainer.max_steps" if "ACME_STEPS" in environment else None
 
         def migrate(self, source, target, kernel):
-            key = MigratedKey(key="acme", line=1, verdict="unneeded", value="2", reason="versions have no effect here")
-            return MigratedConfig(source=source, target=target, program="Acme 2", text="name: x\\n", keys=(key,))
+            keys = (
+                MigratedKey(key="acme", line=1, verdict="unneeded", value="2", reason="it has no effect here"),
+                MigratedKey(key="trainer.stop_after", line=3, verdict="renamed", value="3", target="trainer.max_steps"),
+                MigratedKey(key="base", line=0, verdict="added", value="recipe:llama-tiny", reason="as large"),
+            )
+            text = "base: recipe:llama-tiny\\ntrainer:\\n  max_steps: 3\\n"
+            return MigratedConfig(source=source, target=target, program="Acme 2", text=text, keys=keys)
 """)
 FILE = "acme: 2\ntrainer:\n  stop_after: 3\n"
 
@@ -50,17 +55,32 @@ def test_a_migration_of_a_third_party_is_found_and_run(nxdt, work, words):
     done = nxdt("config", "migrate", "acme.yaml", "-o", "run.yaml", "--json", *words, without=missing)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["framework"], [key["verdict"] for key in found["keys"]]) == ("Acme 2", ["unneeded"])
-    assert (work / "run.yaml").read_text() == "name: x\n"
+    assert found["framework"] == "Acme 2"
+    assert [key["verdict"] for key in found["keys"]] == ["unneeded", "renamed", "added"]
+    assert (work / "run.yaml").read_text() == "base: recipe:llama-tiny\ntrainer:\n  max_steps: 3\n"
 
 
 @pytest.mark.usefixtures("acme")
-def test_keys_of_its_files_are_explained_and_the_command_is_named(nxdt):
-    done = nxdt("config", "check", "acme.yaml")
+def test_a_file_of_its_program_is_read_as_it_writes_it(nxdt):
+    done = nxdt("config", "show", "acme.yaml")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  max_steps: 3 ")]
+    assert line.endswith("# acme.yaml:3")
+    checked = nxdt("config", "check", "acme.yaml", "trainer.max_steps=many")
+    assert "command line: trainer.max_steps: found 'many'" in checked.stderr
+    notes = [line for line in nxdt("config", "check", "acme.yaml").stderr.splitlines() if "acme.yaml" in line]
+    assert notes == [
+        "note: acme.yaml: read as a file of Acme 2, as nxdt config migrate writes it: renamed 1, added 1, unneeded 1",
+        "note: acme.yaml: base (recipe:llama-tiny): added; as large",
+    ]
+
+
+@pytest.mark.usefixtures("acme")
+def test_keys_of_its_files_are_explained_on_a_command_line(nxdt):
+    done = nxdt("config", "check", "recipe:llama-tiny", "acme=2", "trainer.stop_after=3")
     assert done.returncode == 2
     assert "acme: unknown key. It is a key of Acme: versions have no effect here. Leave it out." in done.stderr
     assert "trainer.stop_after: unknown key. Did you mean 'trainer.max_steps'?" in done.stderr
-    assert "A file of Acme 2 is taken over by: nxdt config migrate FILE --from acme -o NEW.yaml" in done.stderr
 
 
 @pytest.mark.usefixtures("acme")

@@ -239,8 +239,8 @@ IDLE = {
         " model.pipeline_cuts: no effect, since distributed_strategy.pipeline_model_parallel_size is 1",
     ),
     "context": (
-        ["distributed_strategy.context_parallel_method=ring", "model.fusions.ring_attention=true"],
-        "distributed_strategy.context_parallel_method, model.fusions.ring_attention: no effect, since"
+        ["distributed_strategy.context_parallel_method=ring"],
+        "distributed_strategy.context_parallel_method: no effect, since"
         " distributed_strategy.context_parallel_size is 1",
     ),
     "surplus copies": (
@@ -287,20 +287,6 @@ def test_settings_that_the_layout_makes_idle_are_noted(load, good, overrides, no
 
 def test_defaults_of_a_parallel_run_are_not_noted(load, good):
     assert load(good, "trainer.devices=2").notes == ()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "method"),
-    [
-        ([], None),
-        (["model.fusions.ring_attention=true"], "ring"),
-        (["distributed_strategy.context_parallel_method=gather"], "gather"),
-        (["distributed_strategy.context_parallel_method=ring", "model.fusions.ring_attention=true"], "ring"),
-    ],
-)
-def test_ring_attention_is_another_way_to_name_the_method(load, good, overrides, method):
-    config = load(good, "trainer.devices=2", f"distributed_strategy.{CP}=2", *overrides)
-    assert config.run.context_parallel_method == method
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ SMALL = (
     f"data.seq_length={SEQ}",
     f"data.global_batch_size={ROWS}",
     "model.optim.sched.name=constant",
-    "model.optim.sched.min_lr=0.0",
 )
 
 

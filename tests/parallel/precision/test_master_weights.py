@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 """Ranks, overrides: parameters cut unevenly, and parameters with zeros that no checkpoint sees."""
 ROUNDED = ("checkpoint.save_bf16=true", "model.optim.lr=1e-2")
-MASTERS = "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt=true"
+MASTERS = "checkpoint.use_master_weights_in_ckpt=true"
 
 
 def train_on(overrides, options):
@@ -124,7 +124,7 @@ def test_rounded_weights_may_stay_the_same_while_their_masters_move(stale):
 
 def test_a_run_that_insists_on_masters_refuses_to_round_them():
     with pytest.raises(ConfigError, match=r"use_master_weights_in_ckpt: .*save_bf16: true wants bfloat16"):
-        load("recipe:llama-tiny", [*SMALL, MASTERS, "exp_manager.save_bf16=true"])
+        load("recipe:llama-tiny", [*SMALL, MASTERS, "checkpoint.save_bf16=true"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tests import processes
 from tests.training.small import SMALL
 
-ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false")
+ARGUMENTS = (*SMALL, "checkpoint.enabled=false")
 UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "SLURM_PROCID")
 
 FAULTY = """

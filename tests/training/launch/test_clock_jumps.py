@@ -33,7 +33,7 @@ def rows(path):
 
 def test_a_run_does_not_care_what_time_it_is(tmp_path, metric_rows):
     (tmp_path / "jumps.py").write_text(JUMPS)
-    saving = ("exp_manager.create_checkpoint_callback=true", "checkpoint.every_n_train_steps=2", "name=run")
+    saving = ("checkpoint.enabled=true", "checkpoint.every_n_train_steps=2", "name=run")
     limits = ("trainer.max_steps=7", "trainer.max_time={hours: 1}", "trainer.devices=2")
     plugin = (f"plugins.local=[{tmp_path / 'jumps.py'}]", "trainer.callbacks=[jumps]")
     status, out, err = finish(start(words(tmp_path, *saving, *limits, *plugin), PYTHONPATH=str(tmp_path)))
@@ -61,7 +61,7 @@ def test_runs_that_begin_at_the_same_time_have_directories_of_their_own(small_ru
             return cls(2026, 11, 23, 4, 5, 6)
 
     monkeypatch.setattr(run_files, "datetime", Stopped)
-    keys = ("trainer.max_steps=1", "exp_manager.use_datetime_version=true", "exp_manager.resume_if_exists=false")
+    keys = ("trainer.max_steps=1", "exp_manager.use_datetime_version=true", "checkpoint.resume_if_exists=false")
     for _ in range(3):
         train(small_run(*keys))
     names = sorted(path.name for path in (tmp_path / "run").iterdir())

@@ -88,7 +88,7 @@ def test_a_mistake_that_all_ranks_make_is_told_once_without_names(tmp_path):
 
 @pytest.mark.parametrize(("number", "to"), [slow(signal.SIGINT, "launcher"), (signal.SIGTERM, "rank 1")])
 def test_all_ranks_stop_and_save_at_one_step_wherever_the_signal_goes(tmp_path, metric_rows, number, to):
-    saving = ("name=stopped", "exp_manager.create_checkpoint_callback=true")
+    saving = ("name=stopped", "checkpoint.enabled=true")
     process = start(words(tmp_path, *saving, "trainer.devices=2", "trainer.max_steps=100000"))
     wait_for_rows(tmp_path / "stopped" / "metrics.jsonl", 3, process)
     if to == "launcher":
@@ -101,7 +101,7 @@ def test_all_ranks_stop_and_save_at_one_step_wherever_the_signal_goes(tmp_path, 
     assert "Traceback" not in err
     last = max(metric_rows(tmp_path / "stopped"))
     assert f"{last} of 100000" in out
-    more = ("exp_manager.resume_if_exists=true", f"trainer.max_steps={last + 1}")
+    more = ("checkpoint.resume_if_exists=true", f"trainer.max_steps={last + 1}")
     resumed = load("recipe:llama-tiny", words(tmp_path, *saving, *more)[1:])
     assert checkpoint.latest(build.storage(resumed), warn=print).step == last
     assert train(resumed).step == last + 1, "one process goes on from what two have saved"

@@ -16,7 +16,7 @@ from nxdt_core.cli import main
 from tests.sampling import slow
 from tests.training.small import SMALL
 
-ARGUMENTS = (*SMALL, "exp_manager.create_checkpoint_callback=false", "trainer.devices=2", "trainer.max_steps=4")
+ARGUMENTS = (*SMALL, "checkpoint.enabled=false", "trainer.devices=2", "trainer.max_steps=4")
 
 FAULTY = """
 import os, signal, time

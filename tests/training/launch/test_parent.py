@@ -119,7 +119,7 @@ def test_a_process_ends_with_its_parent_on_every_platform(platform):
 
 
 def test_a_run_ends_with_the_process_that_would_start_it_again(tmp_path):
-    resume = ("exp_manager.resume_if_exists=true", "exp_manager.resume_ignore_no_checkpoint=true")
+    resume = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
     arguments = words(tmp_path, "trainer.devices=2", "trainer.max_steps=100000", "name=again", *resume)
     process = start(["--max-restarts=1", *arguments])
     wait_for_rows(tmp_path / "again" / "metrics.jsonl", 1, process)

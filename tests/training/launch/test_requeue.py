@@ -41,8 +41,8 @@ def pytest_generate_tests(metafunc):
 def begin(directory, devices, restarts):
     directory.mkdir(exist_ok=True)
     (directory / "waits.py").write_text(WAITS)
-    more = ("exp_manager.create_checkpoint_callback=true", f"trainer.devices={devices}", f"trainer.max_steps={STEPS}")
-    resume = ("exp_manager.resume_if_exists=true", "exp_manager.resume_ignore_no_checkpoint=true", "name=run")
+    more = ("checkpoint.enabled=true", f"trainer.devices={devices}", f"trainer.max_steps={STEPS}")
+    resume = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true", "name=run")
     plugin = (f"plugins.local=[{directory / 'waits.py'}]", "trainer.callbacks=[waits]")
     job = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restarts), "PYTHONPATH": str(directory)}
     return start(words(directory, *more, *resume, *plugin), **job)

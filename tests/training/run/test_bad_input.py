@@ -57,7 +57,7 @@ def text(tmp_path, content, name="text.txt"):
             ["distributed_strategy.tensor_model_parallel_size=2"],
             ["NXDT-C016", "1 x 1 processes do not divide into groups of TP 2"],
         ),
-        (["exp_manager.resume_from_checkpoint=missing"], ["NXDT-S", "missing"]),
+        (["checkpoint.resume_from=missing"], ["NXDT-S", "missing"]),
     ],
 )
 def test_a_mistake_is_told_in_words_with_a_code_and_status_2(nxdt, overrides, expected):
@@ -105,7 +105,7 @@ def test_a_damaged_named_checkpoint_is_refused_and_the_file_named(nxdt, tmp_path
     assert nxdt("trainer.max_steps=1")[0] == 0
     shard = next((tmp_path / "runs").rglob("step-00000001/*/model/*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    named = f"exp_manager.resume_from_checkpoint={shard.parents[2]}"
+    named = f"checkpoint.resume_from={shard.parents[2]}"
     status, said = nxdt(named, "name=other", "trainer.max_steps=2")
     assert status == 2
     assert shard.name in said

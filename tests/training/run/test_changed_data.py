@@ -50,8 +50,8 @@ RUN = {
     "name": "run",
     "seed": 1,
     "trainer": {"max_steps": STEPS, "accelerator": "cpu", "log_every_n_steps": 1},
-    "exp_manager": {"resume_if_exists": True, "resume_ignore_no_checkpoint": True},
-    "checkpoint": {"every_n_train_steps": 2},
+    "exp_manager": {},
+    "checkpoint": {"every_n_train_steps": 2, "resume_if_exists": True, "resume_ignore_no_checkpoint": True},
     "model": {
         "name": "llama", "vocab_size": 1024, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64,
         "num_attention_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 32,

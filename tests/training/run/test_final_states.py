@@ -77,7 +77,7 @@ def test_a_run_that_runs_out_of_time_is_stopped_with_its_checkpoint(small_run):
 
 
 def test_a_run_with_nothing_left_to_do_still_names_its_checkpoint(small_run):
-    config = small_run("trainer.max_steps=2", HEALTH, "exp_manager.resume_if_exists=true")
+    config = small_run("trainer.max_steps=2", HEALTH, "checkpoint.resume_if_exists=true")
     train(small_run("trainer.max_steps=2"))
     train(config)
     assert health(config) == ("finished", None, 2, 2)

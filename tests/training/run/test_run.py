@@ -239,7 +239,7 @@ def test_checkpoints_are_saved_at_the_interval_and_the_newest_kept(small_run):
 
 
 def test_a_new_run_does_not_mix_with_an_older_ones_checkpoints(small_run):
-    config = small_run("trainer.max_steps=1", "exp_manager.resume_if_exists=false")
+    config = small_run("trainer.max_steps=1", "checkpoint.resume_if_exists=false")
     train(config)
     with raises(RunAlreadyHasCheckpoints, match="up to step 1"):
         train(config)
@@ -247,7 +247,7 @@ def test_a_new_run_does_not_mix_with_an_older_ones_checkpoints(small_run):
 
 def test_told_to_resume_from_nothing_is_an_error(small_run):
     with raises(NoCheckpointToResume):
-        train(small_run("trainer.max_steps=1", "exp_manager.resume_ignore_no_checkpoint=false"))
+        train(small_run("trainer.max_steps=1", "checkpoint.resume_ignore_no_checkpoint=false"))
 
 
 def test_a_run_can_begin_with_the_weights_of_another(small_run, weights, metric_rows):
@@ -255,8 +255,8 @@ def test_a_run_can_begin_with_the_weights_of_another(small_run, weights, metric_
     train(first)
     second = small_run(
         "trainer.max_steps=1",
-        f"exp_manager.resume_from_checkpoint={first.checkpoint_uri}",
-        "model.weight_init_only=true",
+        f"checkpoint.resume_from={first.checkpoint_uri}",
+        "checkpoint.weight_init_only=true",
         "model.optim.lr=0.0",
         "model.optim.sched.min_lr=0.0",
         name="second",

@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_copied_is_named(small_run, tmp_path, names, reaso
 
 def test_a_directory_of_the_time_and_the_command_that_goes_on_there(small_run, tmp_path):
     config = small_run(
-        "trainer.max_steps=1", "exp_manager.use_datetime_version=true", "exp_manager.resume_if_exists=false"
+        "trainer.max_steps=1", "exp_manager.use_datetime_version=true", "checkpoint.resume_if_exists=false"
     )
     summary = train(config)
     version = summary.run_dir.name
@@ -157,7 +157,7 @@ def test_a_directory_of_the_time_and_the_command_that_goes_on_there(small_run, t
 
 
 def test_ranks_agree_on_the_time(tmp_path):
-    more = ("exp_manager.use_datetime_version=true", "exp_manager.resume_if_exists=false")
+    more = ("exp_manager.use_datetime_version=true", "checkpoint.resume_if_exists=false")
     RankPool(2).run(averaged_run, str(tmp_path), *TWO, *more, timeout_s=120)
     (run_dir,) = (tmp_path / "run").iterdir()
     assert {path.name for path in run_dir.iterdir()} >= {"config.yaml", "metrics.jsonl", "checkpoints", "logs"}
@@ -174,7 +174,7 @@ def steps_of(run_dir, name="metrics.jsonl"):
 
 def test_a_resumed_run_has_each_step_once_and_keeps_the_rows_that_it_repeats(small_run):
     """As after a crash between two checkpoints: the rows of the steps behind the last one are there, the last torn."""
-    extra = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1", "exp_manager.resume_if_exists=true")
+    extra = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1", "checkpoint.resume_if_exists=true")
     config = small_run("trainer.max_steps=4", "checkpoint.every_n_train_steps=4", *extra)
     train(config)
     lost = [json.dumps({"step": step, "loss": 9.0}) for step in (5, 6)]

@@ -11,7 +11,7 @@ from nxdt_core.errors.training import LengthUnknown
 from nxdt_core.training import build, train
 from tests.sampling import slow
 
-SAVING = "exp_manager.checkpoint_callback_params"
+SAVING = "checkpoint"
 SMALL_DATA = "trainer.limit_train_batches=3"
 """A pass of 24 samples."""
 

@@ -37,7 +37,7 @@ from tests.sampling import slow
 RUN = {
     "name": "tuned",
     "trainer": {"max_steps": 4, "accelerator": "cpu", "log_every_n_steps": 1, "enable_progress_bar": False},
-    "exp_manager": {"resume_if_exists": True, "resume_ignore_no_checkpoint": True},
+    "exp_manager": {},
     "data": {
         "name": "text",
         "train_files": ["package://nxdt_plugin_text/data/kjv.txt"],
@@ -58,7 +58,7 @@ RUN = {
         "optim": {"name": "adamw", "lr": 0.05, "sched": {"name": "constant"}},
     },
     "precision": {"type": "fp32"},
-    "checkpoint": {"every_n_train_steps": 2},
+    "checkpoint": {"every_n_train_steps": 2, "resume_if_exists": True, "resume_ignore_no_checkpoint": True},
     "adapter": {"name": "lora", "lora_rank": 2, "save_lora_base": False},
 }
 

@@ -35,7 +35,7 @@ def run(uri: str, proxy: FaultProxy, where: Path, *more: str) -> Any:
         "checkpoint.storage.deadline_s=1",
         "checkpoint.every_n_train_steps=2",
         "checkpoint.save_top_k=-1",
-        "exp_manager.resume_if_exists=true",
+        "checkpoint.resume_if_exists=true",
         "exp_manager.create_tensorboard_logger=false",
     )
     return train(load("recipe:llama-tiny", [*SMALL, *settings, *more]))

@@ -338,7 +338,6 @@ def test_every_form_of_a_prefix_is_taken(recipe, prefix):
         ("splits_string='0,0,0'", "not a list of up to three shares"),
         ("splits_string='1,2,3,4'", "not a list of up to three shares"),
         ("splits_string='1,-2,3'", "not a list of up to three shares"),
-        ("data_impl=lazy", "mmap"),
     ],
 )
 def test_what_cannot_work_is_a_finding(recipe, override, said):
@@ -354,27 +353,3 @@ def test_relative_prefixes_start_at_the_file_that_names_them(recipe, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(recipe))
     section = config.load(tmp_path / "run.yaml").selected("dataset").config
     assert section.data_prefix == {"train": (0.5, tmp_path / "a/x", 0.5, tmp_path / "y")}
-
-
-def test_a_key_that_decides_nothing_here_is_noted(recipe):
-    notes = config.load(recipe, ["data.data_prefix=/d/x", "data.pad_samples_to_global_batch_size=true"]).notes
-    assert any("pad_samples_to_global_batch_size" in note for note in notes)
-
-
-@pytest.mark.parametrize(("order", "shuffle"), [("single", False), ("cyclic", True), ("null", True)])
-def test_the_sampler_of_nxd_training_decides_whether_samples_are_shuffled(recipe, order, shuffle):
-    loaded = config.load(recipe, ["data.data_prefix=/d/x", f"data.dataloader_type={order}"])
-    assert loaded.run.data.shuffle is shuffle
-    assert not [note for note in loaded.notes if "dataloader_type" in note]
-
-
-@pytest.mark.parametrize(("order", "shuffle"), [("single", "true"), ("cyclic", "false")])
-def test_a_sampler_that_contradicts_the_shuffling_is_reported(recipe, order, shuffle):
-    (row,) = checked(recipe, "data.data_prefix=/d/x", f"data.dataloader_type={order}", f"data.shuffle={shuffle}")
-    assert f"data.dataloader_type: '{order}' stands for data.shuffle: " in row
-    assert "Keep one of the two keys." in row
-
-
-@pytest.mark.parametrize("order", ["[1]", "double"])
-def test_a_sampler_that_is_neither_is_reported(recipe, order):
-    assert any("NXDT-C012" in row for row in checked(recipe, "data.data_prefix=/d/x", f"data.dataloader_type={order}"))

@@ -474,7 +474,7 @@ def test_what_cannot_be_read_written_or_found_is_told(small, nxdt, tmp_path, bpe
     refused(nxdt(*words, "--tokenizer-option", "eos_tokn=x"), "NXDT-C", "eos_tok")
     refused(nxdt(*words, "--tokenizer-option", "library=bite"), "NXDT-K002", "byte")
     given = ("--tokenizer-option", "delimiter=x")
-    refused(nxdt(*words, *given), "NXDT-C", "a key of NxD Training that is not read here")
+    refused(nxdt(*words, *given), "NXDT-C", "data.tokenizer.delimiter: unknown key")
 
 
 def test_inspect_says_what_files_hold(corpus, nxdt):

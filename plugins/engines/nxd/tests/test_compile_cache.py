@@ -54,7 +54,7 @@ def nxdt(tmp_path: Path):
 
 
 def test_the_tool_runs_this_command_with_the_variables_of_the_run(nxdt, tmp_path: Path) -> None:
-    flags = "compiler_flags='--model-type transformer'"
+    flags = "parallel_engine.compiler_flags='--model-type transformer'"
     done = nxdt("compile", *RUN, flags, "compiler_cache_url=graphs", "name=1-2")
     assert done.returncode == 0, done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())

@@ -100,7 +100,7 @@ def test_the_driver_has_the_run_and_the_resources(launch):
     assert (work["strategy"], work["environment"]) == ("STRICT_SPREAD", {"A": "b c"})
     (command,) = work["commands"]
     assert command[:2] == ["train", "recipe:llama-tiny"]
-    assert {"trainer.num_nodes=2", "exp_manager.resume_if_exists=true"} <= set(command)
+    assert {"trainer.num_nodes=2", "checkpoint.resume_if_exists=true"} <= set(command)
 
 
 def test_without_ray_the_driver_says_what_to_install(launch, tmp_path):

@@ -27,7 +27,7 @@ API = [*csv.DictReader((ROOT / "plugins/compat/nxd_core/tests/api_rows.csv").ope
 ROWS = [*csv.DictReader((HERE / "documented.csv").open())]
 KEYS = {row.key: row for row in schema_table(Kernel.start())}
 
-OF_KEYS = {"implemented": "works", "alias": "works", "XLA runtime only": "noted", "unneeded": "noted"}
+OF_KEYS = {"implemented": "works", "renamed": "works", "engine nxd": "works", "unneeded": "noted"}
 OF_VERDICTS = {"mapped": "works", "renamed": "works", "changed": "works", "unsupported": "refused"}
 ASKED: Mapping[str, Any] = {
     "restore_from_path": "/models/x.nemo",
@@ -80,7 +80,7 @@ def test_no_key_of_the_schema_table_is_left_out():
 @of_kind("component")
 def test_names_of_components_are_all_offered(row, installed):
     states = {each.status for each in value_table(installed) if each.key.startswith(f"{row['proof']}: ")}
-    assert states <= {"implemented", "alias"}
+    assert states <= {"implemented", "renamed"}
     assert states
 
 

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_migrate.config.aliases import core_keys
+from nxdt_plugin_migrate.config.legacy import core_keys
+from nxdt_plugin_migrate.config.renamed_keys import OF_ENGINE
 from nxdt_plugin_migrate.environment import VARIABLES, environment_note
 
 from tests.sampling import slow
@@ -23,7 +24,7 @@ def test_a_run_starts_with_one_note_on_the_variables_that_are_set(nxdt, devices)
     assert [line for line in done.stderr.splitlines() if line.startswith("note: environment:")] == [
         "note: environment: nxdt does not read these variables of NxD Training; what has their effect here: "
         "COMPILE: trainer.fast_dev_run; TRAIN_ITERS: trainer.max_steps; XLA_USE_BF16: precision.type; "
-        "NEURON_CC_FLAGS: compiler_flags"
+        "NEURON_CC_FLAGS: parallel_engine.compiler_flags"
     ]
 
 
@@ -36,4 +37,4 @@ def test_each_variable_is_in_the_docs_with_keys_that_exist(name, effect):
     (cell,) = re.findall(rf"^\| `{name}` \| (.*) \|$", PAGE, flags=re.MULTILINE)
     assert cell.replace("`", "") == effect
     for key in re.findall(r"`([a-z_.]+)`", cell):
-        assert key in core_keys()
+        assert key in core_keys() or key in OF_ENGINE.values()

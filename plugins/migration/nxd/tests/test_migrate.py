@@ -24,7 +24,7 @@ from nxdt_core.protocols.schedule import ScheduleHorizon
 from tests.sampling import slow_except
 
 HERE = Path(__file__).parent
-NXDT = HERE.parents[3] / "tests/config/nxdt"
+NXDT = HERE.parents[3] / "plugins/migration/nxd/tests/published"
 """Example files of NxD Training, which the core's tests read directly."""
 FILES = {
     "llama": (NXDT / "llama3_8b_pretrain.yaml", "nxdt"),
@@ -179,7 +179,7 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("llama", "exp_manager.async_checkpointing", "renamed", "checkpoint.async_save", "section checkpoint"),
         ("llama", "exp_manager.save_xser", "unneeded", "", "nxdt's own format"),
         ("llama", "model.encoder_seq_length", "renamed", "data.seq_length", ""),
-        ("llama", "compiler_flags", "mapped", "", "XLA runtime"),
+        ("llama", "compiler_flags", "unneeded", "", "only the engine nxd reads it"),
         ("llama", "model.do_layer_norm_weight_decay", "mapped", "", "the wrong way round"),
         ("llama", "model.optim.weight_decay", "mapped", "", "0.01 and ignores this key"),
         ("llama", "data.name", "added", "", "model_source: hf"),
@@ -221,8 +221,10 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("mistral", "data.tokenizer.library", "changed", "", "for a directory"),
         ("mistral", "model.vocab_size", "added", "", "taken from the tokenizer there"),
         ("405b", "model.pipeline_cuts", "added", "", "126 layers do not divide by 32 stages"),
-        ("trn2", "trainer.lnc", "mapped", "", "XLA runtime"),
-        ("trn2", "trainer.sequential_move_factor", "mapped", "", "XLA runtime"),
+        ("trn2", "trainer.lnc", "mapped", "", ""),
+        ("trn2", "trainer.sequential_move_factor", "unneeded", "", "its own part of the weights"),
+        ("context parallel", "model.fusions.ring_attention", "renamed", "", "context_parallel_method: ring"),
+        ("llama", "model_source", "unneeded", "", "model.name and data.name say it"),
         ("orpo", "model_alignment_strategy.orpo.beta", "renamed", "objective.beta", ""),
         ("orpo", "model_alignment_strategy.orpo.max_prompt_length", "renamed", "data.max_prompt_length", ""),
         ("megatron llama", "model.name", "added", "", "a Llama's"),
@@ -276,7 +278,8 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
         ("mistral", {"model.name": "mistral", "model.rope_theta": 20000.0, "data.tokenizer.library": "huggingface"}),
         ("dpo", {"objective.name": "dpo", "data.name": "preference", "data.seq_length": 1024,
                  "data.max_prompt_length": 512, "data.truncation_mode": "keep_end", "objective.kl_beta": 0.02}),
-        ("context parallel", {"distributed_strategy.context_parallel_size": 2, "model.fusions.ring_attention": True,
+        ("context parallel", {"distributed_strategy.context_parallel_size": 2,
+                              "distributed_strategy.context_parallel_method": "ring",
                               "distributed_strategy.pipeline_model_parallel_size": 8, "data.name": "hf-data"}),
         ("405b", {"model.num_layers": 126, "model.hidden_size": 16384, "data.seq_length": 8192,
                   "distributed_strategy.pipeline_model_parallel_size": 32}),

@@ -1,4 +1,4 @@
-"""The table of NxD Training's keys has them all, and ``nxdt config check`` does what each row says."""
+"""The table of NxD Training's keys has them all, and reading a file does what each row says."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nxdt_plugin_migrate.config.aliases import core_keys, legacy_keys
-from nxdt_plugin_migrate.config.table import schema_page, schema_table, value_table
+from nxdt_plugin_migrate.config.comments import read_comments
+from nxdt_plugin_migrate.config.document import Document, read_document
+from nxdt_plugin_migrate.config.legacy import core_keys, drop_dead_keys, rename_keys
+from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, RENAMED, SAID_BY
+from nxdt_plugin_migrate.config.table import declared_keys, schema_page, schema_table, value_table
 
 from nxdt_core import config
 from nxdt_core.config.fields.component_slots import SLOTS
 from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.fields.types import Choice, Items, OneOf, Scalar, Shape, Table
 from nxdt_core.config.resolve.select import usable_class
+from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
 from tests.sampling import slow_except
 
-KEYS = Path(__file__).parents[4] / "tests/config/nxdt/keys.txt"
+KEYS = Path(__file__).parent / "published/keys.txt"
 ROWS = {row.key: row for row in schema_table(Kernel.start())}
+DECLARED = declared_keys(Kernel.start())
 CLASS = {"place": "", "line": 0, "key": ""}
 NOT_KEPT = ("NXDT-C010", "NXDT-C012", "NXDT-C015", "NXDT-C017")
 """Codes of a key that is not known, not done, or not read as that type."""
@@ -73,15 +78,6 @@ SAMPLES: dict[str, Any] = {
 RECIPES = {"mixtral": "mixtral-tiny", "llama": "llama-tiny", "mistral": "mistral-tiny"}
 
 
-ALIGNED = {
-    "sft": ("recipe:llama-tiny-sft", []),
-    "dpo": ("recipe:llama-tiny-dpo", []),
-    "orpo": ("recipe:llama-tiny-orpo", []),
-    "peft": ("recipe:llama-tiny", ["adapter.name=lora", "adapter.lora_save_dir=/adapters/x"]),
-}
-"""By part of the alignment section: a recipe, and what must be said beside it."""
-
-
 def transcribed() -> list[str]:
     keys, section = [], ""
     for line in KEYS.read_text().splitlines():
@@ -112,28 +108,13 @@ def sample(shape: Shape | None, default: Any) -> Any:
 def value_of(key: str) -> Any:
     if key in SAMPLES:
         return SAMPLES[key]
-    declared = core_keys().get(key) or legacy_keys().get(key)
+    declared = core_keys().get(key) or next((each for _, each in DECLARED.get(key, ())), None)
     return 2 if declared is None else sample(declared.shape, declared.default)
-
-
-_MEGATRON = ("data.dataloader_type", "data.pad_samples_to_global_batch_size")
-"""Keys that ``megatron-data`` takes with a note; no other dataloader does."""
-
-
-def on_indexed_files() -> dict[str, Any]:
-    """The recipe ``gpt-tiny`` on ``megatron-data``."""
-    tree = config.load("recipe:gpt-tiny").to_dict()
-    sizes = {name: tree["data"][name] for name in ("global_batch_size", "micro_batch_size", "seq_length", "tokenizer")}
-    return {**tree, "data": {"name": "megatron-data", "data_prefix": "/corpora/x", **sizes}}
 
 
 def base_of(key: str) -> tuple[Any, list[str]]:
     """A recipe, and what must be said beside it, so that a component which reads the key is selected."""
     readers = [name for name in ROWS[key].reason.removeprefix("by ").split(", ") if ROWS[key].reason.startswith("by ")]
-    if key in _MEGATRON:
-        return on_indexed_files(), []
-    if key.startswith("model_alignment_strategy."):
-        return ALIGNED[key.split(".")[1]]
     if key.startswith("model.moe."):
         return "recipe:mixtral-tiny", []
     if key.startswith("model.optim.sched.") and readers:
@@ -159,8 +140,7 @@ def checked(key: str, kernel: Kernel) -> tuple[list[str], list[str]]:
         notes = config.load(source, [*beside, f"{key}={json.dumps(value_of(key))}"], kernel=kernel).notes
     except ConfigError as error:
         part = ".".join(key.split(".")[:2])
-        selected = {"adapter.name", "objective.name", ROWS[key].target} if key.startswith("model_alignment") else set()
-        return [problem.code for problem in error.problems if problem.key in {key, part, *selected}], []
+        return [problem.code for problem in error.problems if problem.key in {key, part}], []
     dead = [note for note in notes if key in note.partition(":")[0].split(", ") and "no effect" in note]
     return [], [note for note in dead if not re.search(r"since \w+\.[\w.]+ is ", note)]
 
@@ -169,7 +149,7 @@ def test_every_key_of_the_documentation_has_a_row():
     assert sorted(ROWS) == sorted(transcribed())
 
 
-TAKEN = [key for key, row in ROWS.items() if row.status in ("implemented", "alias")]
+TAKEN = [key for key, row in ROWS.items() if row.status == "implemented"]
 
 
 @pytest.mark.parametrize("key", slow_except(TAKEN, TAKEN[::3]))
@@ -179,11 +159,35 @@ def test_what_is_said_to_be_taken_is_taken(key, installed):
     assert notes == []
 
 
+def document_with(key: str, value: Any, more: str = "") -> Document:
+    """A document of one key, after the table was applied to it."""
+    tree: Any = value
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    text = f"{json.dumps(tree)[1:-1]}\n{more}"
+    return read_document(parse_yaml(text, "")[0], read_comments(text))
+
+
 @pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "refused"])
-def test_what_is_said_to_be_refused_is_refused_with_a_code(key, installed):
-    codes, _ = checked(key, installed)
-    assert codes
+def test_what_is_said_to_be_refused_is_left_out_with_a_reason_or_is_an_error(key, installed):
+    document = document_with(key, "asks" if NEUTRAL.get(key, ((), ""))[0] == (2,) else 2)
+    drop_dead_keys(document, installed)
     assert ROWS[key].reason
+    if key in document.settings:
+        codes, _ = checked(key, installed)
+        assert codes
+    else:
+        (row,) = document.left_out
+        assert row.verdict == "unsupported"
+        assert row.reason
+
+
+@pytest.mark.parametrize("key", [key for key in NEUTRAL if NEUTRAL[key][0] and "optim" not in key])
+def test_a_neutral_value_asks_for_nothing(key, installed):
+    for value in (None, NEUTRAL[key][0][0]):
+        document = document_with(key, value)
+        drop_dead_keys(document, installed)
+        assert [row.verdict for row in document.left_out] == ["off"]
 
 
 _OFFER = re.compile(r"no plugin here offers (?:the )?(logger|[a-z]+\.name):? ([\w-]+(?: or [\w-]+)*)")
@@ -211,43 +215,37 @@ def test_what_is_said_to_be_read_by_nobody_is_declared_by_nobody(key, installed)
     assert not [cls for cls in classes if cls is not None and name in keys_of(cls)]
 
 
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status in ("XLA runtime only", "unneeded")])
-def test_what_is_said_to_have_no_effect_is_taken_with_a_note(key, installed):
-    source, beside = base_of(key)
-    loaded = config.load(source, [*beside, f"{key}={json.dumps(value_of(key))}"], kernel=installed)
-    notes = [note for note in loaded.notes if key in note]
-    assert notes
-    assert ("XLA runtime" in notes[0]) == (ROWS[key].status == "XLA runtime only")
+@pytest.mark.parametrize("key", [key for key in GONE if key not in DECLARED or "optim" not in key])
+def test_what_says_nothing_here_is_left_out_with_the_reason(key, installed):
+    document = document_with(key, 2)
+    drop_dead_keys(document, installed)
+    (row,) = document.left_out
+    assert (row.verdict, row.reason) == ("unneeded", GONE[key])
 
 
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "alias" and row.key in core_keys()])
-def test_an_alias_sets_the_key_that_is_named(key, installed):
-    wanted = value_of(key)
-    recipe, beside = base_of(key)
-    beside = [*beside, "checkpoint.resume_from=/checkpoints/x"] if key.endswith("weight_init_only") else [*beside]
-    beside += ["model.max_position_embeddings=2"] if key.endswith("encoder_seq_length") else []
-    source = {"data": {"seq_length": None}} if key.endswith("encoder_seq_length") else {}
-    tree = config.load(recipe, beside if key.startswith("model_alignment") else [], kernel=installed).to_dict()
-    tree["data"] |= source.get("data", {})
-    section, _, name = ROWS[key].target.partition(".")
-    tree[section].pop(name)
-    for part in ("exp_manager", "model"):
-        tree[part] = {k: v for k, v in tree[part].items() if f"{part}.{k}" not in core_keys() or keeps(f"{part}.{k}")}
-    resolved = config.load(tree, [*beside, f"{key}={json.dumps(wanted)}"], kernel=installed).to_dict()
-    assert resolved[section][name] == wanted
+@pytest.mark.parametrize("key", OF_ENGINE)
+def test_settings_of_the_neuron_runtime_are_keys_of_the_engine_nxd(key, installed):
+    pytest.importorskip("nxdt_plugin_nxd", reason="nxdt-plugin-nxd is not installed")
+    document = document_with(key, 2, "parallel_engine:\n  name: nxd\n")
+    drop_dead_keys(document, installed)
+    assert document.value(OF_ENGINE[key]) == 2
+    name = OF_ENGINE[key].removeprefix("parallel_engine.")
+    assert name in keys_of(installed.registry.get("engine", "nxd").load_config())
 
 
-def keeps(path: str) -> bool:
-    """Whether a key is no spelling of another and no section of such spellings."""
-    row = ROWS.get(path)
-    return path != "exp_manager.checkpoint_callback_params" and (row is None or row.status != "alias")
+@pytest.mark.parametrize("key", RENAMED)
+def test_what_has_another_name_here_is_moved_to_a_key_that_exists(key):
+    assert RENAMED[key] in core_keys()
+    document = document_with(key, 2)
+    rename_keys(document)
+    assert (document.value(RENAMED[key]), key in document.settings) == (2, False)
+    unset = document_with(key, None)
+    rename_keys(unset)
+    assert [row.verdict for row in unset.left_out] == ["off"]
 
 
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "renamed"])
-def test_what_is_renamed_has_a_name_that_is_taken(key, installed):
-    codes, _ = checked(key, installed)
-    assert codes == ["NXDT-C010"]
-    assert ROWS[ROWS[key].target].status == "implemented"
+def test_the_table_names_no_key_that_the_core_has():
+    assert not {*RENAMED, *SAID_BY, *OF_ENGINE, *GONE} & set(core_keys())
 
 
 @pytest.mark.parametrize("row", value_table(Kernel.start()), ids=lambda row: row.key)
@@ -261,11 +259,3 @@ def test_names_of_components_are_taken_or_refused_as_the_table_says(row, install
 def test_the_page_has_every_row(installed):
     page = schema_page(installed)
     assert re.findall(r"^\| `([\w.]+)` \|", page, flags=re.MULTILINE) == list(ROWS)
-
-
-@pytest.mark.parametrize("recipe", ["gpt-tiny", "llama-tiny", "mistral-tiny", "mixtral-tiny"])
-def test_what_has_no_effect_is_taken_with_every_model(recipe, installed):
-    keys = [key for key, row in ROWS.items() if row.status == "unneeded" and "by " not in row.reason]
-    assert keys
-    given = [f"{key}={json.dumps(value_of(key))}" for key in keys]
-    assert not config.check(f"recipe:{recipe}", given, kernel=installed)

@@ -54,18 +54,6 @@ def test_layernorm1p_scales_by_one_more_than_its_weight(fresh):
     torch.testing.assert_close(norm(x), functional.layer_norm(x, (48,), norm.weight + 1, norm.bias))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_scaling_scores_by_the_number_of_the_layer_changes_nothing(fresh, number):
-    """Megatron divides scores by ``sqrt(head) * number`` and multiplies them by ``number`` inside the softmax."""
-    attention = fresh(apply_query_key_layer_scaling=True, init_method_std=0.2).layers[str(number - 1)].attention
-    x = torch.randn(1, 7, 48)
-    query, key, value = (part.transpose(1, 2) for part in attention.qkv_proj(x).unflatten(-1, (4, 36)).chunk(3, -1))
-    scores = query @ key.mT / (12**0.5 * number)
-    seen = torch.ones(7, 7, dtype=torch.bool).tril()
-    probabilities = (number * scores.masked_fill(~seen, -1e4)).softmax(-1)
-    torch.testing.assert_close(attention(x), attention.o_proj((probabilities @ value).transpose(1, 2).flatten(-2)))
-
-
 @pytest.mark.parametrize(
     ("name", "function"), [("geglu", functional.gelu), ("reglu", functional.relu), ("swiglu", functional.silu)]
 )

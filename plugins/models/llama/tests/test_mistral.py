@@ -11,8 +11,6 @@ from nxdt_plugin_llama.builder import MistralBuilder
 from nxdt_plugin_llama.config import MistralConfig
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
-from nxdt_core.config import load
-from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import HFUnsupported
 from tests.sampling import slow_except
 
@@ -166,10 +164,3 @@ def test_flops_count_what_the_window_shows():
     assert windowed.flops_per_token(4096) == unbounded.flops_per_token(4096)
     assert windowed.flops_per_token(32768) == unbounded.flops_per_token(4096)
     assert unbounded.flops_per_token(32768) - windowed.flops_per_token(32768) == 12 * 32 * 4096 * (32768 - 4096)
-
-
-def test_the_window_has_the_name_that_megatron_models_give_it():
-    config = load("recipe:mistral-tiny", ["model.sliding_window=null", "model.sliding_window_size=16"])
-    assert config.selected("model").config.window == 16
-    with pytest.raises(NxdtError, match=r"sliding_window_size.*both are the same setting"):
-        load("recipe:mistral-tiny", ["model.sliding_window_size=16"])

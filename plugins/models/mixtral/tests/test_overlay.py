@@ -25,7 +25,7 @@ def train(where, name, *keys):
     run = [sys.executable, "-m", "nxdt_core", "train", "recipe:mixtral-tiny", f"exp_manager.exp_dir={where}"]
     short = (f"name={name}", f"trainer.max_steps={STEPS}", f"model.optim.sched.max_steps={STEPS}")
     done = processes.run(
-        [*run, *short, "data.global_batch_size=8", "exp_manager.create_checkpoint_callback=false", *keys],
+        [*run, *short, "data.global_batch_size=8", "checkpoint.enabled=false", *keys],
         capture_output=True,
         text=True,
         timeout=240,

@@ -14,7 +14,6 @@ from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
-from nxdt_core.config import check
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.collate import collate
 from nxdt_core.errors import NxdtError
@@ -165,9 +164,3 @@ def test_a_preference_loss_refuses_other_data_and_a_reference_that_nobody_is():
     batch = collate([Sample(input_ids=np.stack([row, row]), labels=np.stack([row, row]))])
     with pytest.raises(NxdtError, match="A020"):
         Dpo(DpoConfig())(torch.zeros(2, 2, 4), batch, StepContext())
-
-
-def test_one_loss_a_run(tmp_path):
-    both = "model_alignment_strategy={dpo: {kl_beta: 0.1}, orpo: {beta: 0.1}}"
-    problems = check("recipe:llama-tiny-dpo", [both])
-    assert any("a run has one loss" in problem.row() for problem in problems)

@@ -97,7 +97,7 @@ def test_a_reference_is_kept_for_the_weights_that_it_is_of(small, caplog):
         for seed in (1, 1, 2):
             shutil.rmtree(config.run_dir / "checkpoints", ignore_errors=True)
             caplog.clear()
-            train(small("trainer.max_steps=1", f"seed={seed}", "exp_manager.resume_if_exists=false"))
+            train(small("trainer.max_steps=1", f"seed={seed}", "checkpoint.resume_if_exists=false"))
             computed = [record for record in caplog.records if "computing reference" in record.getMessage()]
             assert len(computed) == (0 if seed == 1 and (config.run_dir / "second").exists() else 2)
             (config.run_dir / "second").touch()

@@ -149,7 +149,7 @@ def configured(directory: Path, *overrides: str):
         [
             *("trainer.accelerator=cpu", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64"),
             *("model.num_attention_heads=4", "model.num_kv_heads=2", "precision.type=fp32"),
-            *("model.optim.lr=1e-2", "model.optim.sched.name=constant", "model.optim.sched.min_lr=0.0"),
+            *("model.optim.lr=1e-2", "model.optim.sched.name=constant"),
             *(f"data.seq_length={SEQ}", f"data.global_batch_size={ROWS}", "data.micro_batch_size=1"),
             f"exp_manager.exp_dir={directory}",
             *own,

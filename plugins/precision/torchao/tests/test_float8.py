@@ -120,7 +120,7 @@ def train(overrides):
         "recipe:llama-tiny",
         [
             *("trainer.accelerator=cpu", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64"),
-            *("model.optim.lr=1e-2", "model.optim.sched.name=constant", "model.optim.sched.min_lr=0.0"),
+            *("model.optim.lr=1e-2", "model.optim.sched.name=constant"),
             *(f"data.seq_length={SEQ}", f"data.global_batch_size={ROWS}", "data.micro_batch_size=2"),
             *overrides,
         ],

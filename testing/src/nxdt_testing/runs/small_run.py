@@ -52,10 +52,12 @@ def small_config(
         "exp_manager": {
             "exp_dir": str(directory),
             **({} if "loggers" in exp_manager else {"create_tensorboard_logger": False}),
+            **exp_manager,
+        },
+        "checkpoint": {
             "resume_if_exists": True,
             "resume_ignore_no_checkpoint": True,
-            "checkpoint_callback_params": {"every_n_train_steps": half},
-            **exp_manager,
+            "every_n_train_steps": half,
         },
         "data": {
             "name": "contract-tokens",

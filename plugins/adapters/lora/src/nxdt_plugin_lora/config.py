@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from nxdt_core.config.annotations import Fraction, NoEffect, NonNegativeFloat, PositiveInt, SourcePath
+from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt, SourcePath
 
 __all__ = ["ALL_LINEAR", "Biases", "LoraConfig"]
 
@@ -68,8 +68,6 @@ class LoraConfig:
     """The step to take at ``lora_save_dir``: ``step-00000100`` or ``100``; ``null``: the newest."""
     lora_verbose: bool = False
     """Print the layers that get an update."""
-    merge_sharded_lora: Annotated[bool, NoEffect("checkpoints are the same in every layout")] = False
-    """Merge the shards of an adapter on saving."""
 
     @property
     def biases(self) -> Biases:

@@ -62,6 +62,7 @@ class LoraConfig:
                 advice="Leave it out: with save_lora_base=True a checkpoint holds the base and its updates apart.",
             )
         values = {key: value for key, value in asdict(self).items() if value is not None}
+        del values["merge_sharded_lora"]  # it has no effect
         for name in ("target_modules", "modules_to_save"):
             if name in values:
                 listed = isinstance(values[name], str | list | tuple | set)

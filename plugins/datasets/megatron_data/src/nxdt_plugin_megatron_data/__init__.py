@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-from nxdt_core.api import CliCommand, Component, ConfigFinding, hookimpl
-
-if TYPE_CHECKING:
-    from nxdt_core.kernel.contexts import ConfigDefaultsContext, ValidateConfigContext
-
-_SHUFFLES = {"single": False, "cyclic": True}
-"""Value of ``data.dataloader_type`` → the value of ``data.shuffle`` that it stands for."""
+from nxdt_core.api import CliCommand, Component, hookimpl
 
 
 @hookimpl
@@ -26,25 +17,6 @@ def nxdt_datasets() -> list[Component]:
             aliases=("megatron",),
         )
     ]
-
-
-@hookimpl
-def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
-    """Return the ``data.shuffle`` that ``data.dataloader_type`` stands for."""
-    data = context.config.get("data")
-    order = data.get("dataloader_type") if isinstance(data, Mapping) else None
-    return {"data": {"shuffle": _SHUFFLES[order]}} if isinstance(order, str) and order in _SHUFFLES else {}
-
-
-@hookimpl
-def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
-    """Report a ``data.dataloader_type`` that contradicts ``data.shuffle``."""
-    data = context.config["data"]
-    order, shuffle = data.get("dataloader_type"), data["shuffle"]
-    if order in _SHUFFLES and shuffle != _SHUFFLES[order]:
-        meant, given = (str(value).lower() for value in (_SHUFFLES[order], shuffle))
-        message = f"{order!r} stands for data.shuffle: {meant}, but data.shuffle is {given}"
-        yield ConfigFinding(key="data.dataloader_type", message=message, remedy="Keep one of the two keys.")
 
 
 @hookimpl

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from nxdt_core.config.annotations import NoEffect, Written
+from nxdt_core.config.annotations import Written
 from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
 
 __all__ = ["MegatronDataConfig"]
@@ -26,8 +26,6 @@ class MegatronDataConfig:
     for training. It has no effect if ``data_prefix`` lists files for each split."""
     index_mapping_dir: Annotated[Path | None, Written()] = None
     """Where indices are kept for the next start and for the other processes; null keeps them next to each file."""
-    data_impl: Literal["mmap"] = "mmap"
-    """Files are mapped into memory."""
     reset_attention_mask: bool = False
     """Keep documents apart that share a sample: attention does not reach from one into another, and the first token
     of a document is not a label."""
@@ -40,13 +38,6 @@ class MegatronDataConfig:
     label and the first token of the next sample."""
     validation_drop_last: bool = True
     """Leave out what is left behind the last whole sample of the validation split; false fills it up."""
-    pad_samples_to_global_batch_size: Annotated[
-        bool, NoEffect("the last batch of a validation is always filled up with samples that count for nothing")
-    ] = False
-    """Fill up the last batch of a validation."""
-    dataloader_type: Literal["single", "cyclic"] | None = None
-    """NxD Training's key for the order of training samples. ``single`` is ``data.shuffle: false``, the order of
-    Megatron-Core; ``cyclic`` is ``data.shuffle: true``, another random order each pass."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what cannot work with any files, as (key, message)."""

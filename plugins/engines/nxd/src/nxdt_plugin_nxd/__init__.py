@@ -18,6 +18,7 @@ def nxdt_engines() -> list[EngineComponent]:
         EngineComponent(
             name="nxd",
             target="nxdt_plugin_nxd.engine:NxdEngine",
+            config="nxdt_plugin_nxd.config:NxdConfig",
             summary="neuronx-distributed and torch-xla, on Trainium with SDKs up to 2.31",
             capabilities=_CAPABILITIES,
             rules="nxdt_plugin_nxd.layout.rules:find_impossible_layouts",

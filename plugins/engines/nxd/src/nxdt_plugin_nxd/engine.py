@@ -53,8 +53,8 @@ class NxdEngine:
         Raises:
             NxdtError: the library cannot be imported, or the cache of compiled graphs cannot be used.
         """
-        run, precision = config.run, config.components["precision"]
-        apply_environment(variables_of(run, None if precision is None else precision.config), os.environ)
+        run = config.run
+        apply_environment(variables_of(config), os.environ)
         load_library()
         if run.compiler_cache_url is not None and not computes_on_host():
             check_cache()

@@ -26,18 +26,21 @@ def nxdt_migrations() -> list[MigrationComponent]:
             name="nxdt",
             target=f"{programs}:NxDTraining",
             program="NxD Training",
+            shown_by=("model_source", "model_alignment_strategy", "aync_exec_max_inflight_requests"),
             summary="YAML files of NxD Training 1.6",
         ),
         MigrationComponent(
             name="nemo",
             target=f"{programs}:NeMo",
             program="NeMo 1.x",
+            shown_by=("model.data", "model.mcore_gpt", "model.global_batch_size"),
             summary="megatron_gpt_config.yaml and its kind",
         ),
         MigrationComponent(
             name="nnm",
             target=f"{programs}:NeuronxNemoMegatron",
             program="neuronx-nemo-megatron",
+            shown_by=("model.wrap_with_zero", "model.zero_use_master_weight"),
             summary="YAML files of NeMo with the keys that it adds",
         ),
     ]

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 from nxdt_core.config.sources.node import Origin, from_plain
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig
-from nxdt_plugin_migrate.config.aliases import legacy_keys
 from nxdt_plugin_migrate.config.detect import framework_of
-from nxdt_plugin_migrate.config.renamed_keys import current_name, why_unneeded
+from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, current_name, why_unneeded
 from nxdt_plugin_migrate.environment import environment_note
 
 __all__ = ["NeMo", "NeuronxNemoMegatron", "NxDTraining"]
@@ -28,12 +27,12 @@ class _Program:
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
         """Return the key that says the same here, or why none is needed; None for a key of none of the programs."""
-        older = legacy_keys()
-        name = current_name(key, known) or ("" if key in older else current_name(key, older))
+        name = current_name(key, known)
         if name:
             return KeyMeaning(name=name)
-        reason = why_unneeded(key)
-        return None if reason is None else KeyMeaning(unneeded=reason, program="NeMo")
+        key = key if why_unneeded(key) else current_name(key, {*OF_ENGINE, *GONE, *NEUTRAL}) or key
+        found = why_unneeded(key)
+        return None if found is None else KeyMeaning(unneeded=found[0], program=found[1])
 
     def environment_note(self, environment: Mapping[str, str]) -> str | None:
         """Return None: the note of NxD Training's variables is that of all."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from nxdt_core.config.annotations import Fraction, NoEffect, NonNegativeFloat, PositiveInt
+from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt
 
 __all__ = ["Activation", "BlockType", "GPTArchitecture", "Normalization"]
 
@@ -72,8 +72,6 @@ class GPTArchitecture:
     """Standard deviation of fresh weights."""
     use_scaled_init_method: bool = True
     """Divide it by √(2 · ``num_layers``) for the matrices that write to the residual stream."""
-    apply_query_key_layer_scaling: Annotated[bool, NoEffect("its two factors cancel out")] = False
-    """Divide scores by the layer's number before the softmax and multiply them by it inside."""
 
     @property
     def kv_heads(self) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from nxdt_core.config.annotations import AliasOf, PositiveInt
+from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.models.rope_scaling import RopeScalingConfig
@@ -37,8 +37,6 @@ class MistralConfig(LlamaConfig):
 
     sliding_window: PositiveInt | None = 4096
     """Tokens that one sees, itself included; ``null``: all before it, as in Mistral 7B v0.2 and later."""
-    sliding_window_size: Annotated[PositiveInt | None, AliasOf("model.sliding_window")] = None
-    """``sliding_window``, as Megatron models of NxD Training call it."""
     max_position_embeddings: PositiveInt = 32768
     """Longest sequence in tokens."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from nxdt_core.config.annotations import AliasOf, PositiveInt
+from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_plugin_mixtral.hf import MIXTRAL
@@ -27,8 +27,6 @@ class MixtralConfig(RotaryDecoderConfig):
     """Longest sequence in tokens."""
     sliding_window: PositiveInt | None = None
     """Tokens that one sees, itself included; ``null``: all before it, as in the released models."""
-    sliding_window_size: Annotated[PositiveInt | None, AliasOf("model.sliding_window")] = None
-    """``sliding_window``, as Megatron models of NxD Training call it."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary frequencies."""
     moe: MoEConfig = field(default_factory=MoEConfig)

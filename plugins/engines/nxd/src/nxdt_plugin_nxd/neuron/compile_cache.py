@@ -50,8 +50,7 @@ def ahead_of(config: ResolvedConfig) -> CompileAhead:
     """
     if computes_on_host():
         raise HostCompilesNothing(variable=CPU_MODE)
-    precision = config.components["precision"]
-    apply_environment(variables_of(config.run, None if precision is None else precision.config), os.environ)
+    apply_environment(variables_of(config), os.environ)
     address = check_cache()
     if os.environ.get(COLLECTING):
         return CompileAhead(cache=address)

@@ -6,9 +6,9 @@ As NxD Training does: a variable that is set already wins, but for compiler flag
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any
 
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config import ResolvedConfig
+from nxdt_plugin_nxd.config import NxdConfig
 from nxdt_plugin_nxd.neuron.hardware import LNC
 
 __all__ = ["CACHE", "apply_environment", "variables_of"]
@@ -33,25 +33,23 @@ _CAST_FLAGS = {
 """Options that make the compiler compute in the dtypes of a policy; it rounds float32 down by default."""
 
 
-def variables_of(run: RunConfig, precision: Any = None) -> dict[str, str]:
-    """Return the variables that a run asks for.
-
-    Args:
-        run: the configuration.
-        precision: the dataclass of the section ``precision``; switches of NxD Training are read where it has them.
-    """
-    inflight, bucket = run.aync_exec_max_inflight_requests, run.bucket_size_collectives
-    flags = " ".join(text for text in (run.compiler_flags, _CAST_FLAGS.get(run.precision.type)) if text)
+def variables_of(config: ResolvedConfig) -> dict[str, str]:
+    """Return the variables that a run with this engine asks for, also by the switches of ``precision.type: manual``."""
+    run, selected = config.run, config.components["precision"]
+    precision = None if selected is None else selected.config
+    own: NxdConfig = config.selected("engine").config
+    bucket = own.bucket_size_collectives
+    flags = " ".join(text for text in (own.compiler_flags, _CAST_FLAGS.get(run.precision.type)) if text)
     asked: dict[str, object] = {
         _FLAGS: flags or None,
         CACHE: run.compiler_cache_url,
         LNC: run.trainer.lnc,
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": inflight,
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": own.async_exec_max_inflight_requests,
         "BUCKET_CAP_MB": bucket,
         "ALLREDUCE_BUCKET_CAP_MB": bucket,
-        "NEURON_RT_EXEC_TIMEOUT": run.neuron_rt_exec_timeout,
-        "NEURON_EXPERIMENTAL_COMPRESS_RG": 1 if run.neuron_experimental_compress_rg else None,
-        "NEURON_FUSE_SOFTMAX": 1 if run.model.fusions.softmax else None,
+        "NEURON_RT_EXEC_TIMEOUT": own.neuron_rt_exec_timeout,
+        "NEURON_EXPERIMENTAL_COMPRESS_RG": 1 if own.neuron_experimental_compress_rg else None,
+        "NEURON_FUSE_SOFTMAX": 1 if own.fuse_softmax else None,
         _ROUNDING: 1 if run.precision.type == _ROUNDED else None,
         **{name: 1 for key, name in _SWITCHES.items() if getattr(precision, key, False) in (True, 1, "1")},
     }

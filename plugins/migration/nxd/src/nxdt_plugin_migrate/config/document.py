@@ -125,6 +125,8 @@ class Document:
             key = key.removesuffix(below[0].removeprefix(path))
             value = value if len(gone) == 1 else f"{len(gone)} keys"
         line = self.lines.get(key, gone[0].line)
+        if not gone[0].source:  # it was added before
+            return
         self.left_out.append(MigratedKey(key=key, line=line, verdict=verdict, value=value, reason=reason))
 
     def report(self) -> Iterator[MigratedKey]:

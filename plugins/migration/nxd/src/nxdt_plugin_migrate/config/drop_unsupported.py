@@ -10,11 +10,12 @@ from nxdt_core.config.load import check
 from nxdt_core.config.sources.node import to_plain
 from nxdt_core.config.sources.paths import expand_home
 from nxdt_core.config.sources.yaml_text import parse_yaml
-from nxdt_core.errors.configuration import ConfigProblem, NotSupported, UnknownKey
+from nxdt_core.errors.configuration import ConfigProblem, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import Verdict
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS
 from nxdt_plugin_migrate.config.document import Document
+from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL
 from nxdt_plugin_migrate.config.render import TO_SET, render
 
 __all__ = ["drop_unsupported", "unset_paths"]
@@ -47,7 +48,7 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
     while True:
         tree, _ = parse_yaml(render(document, (), ()), "")
         problems = check(to_plain(tree), extra, kernel=kernel)
-        refused = [problem for problem in problems if _can_go(problem) and document.has(problem.key)]
+        refused = [each for each in problems if _can_go(each) and document.has(each.key)]
         if not refused:
             return problems
         for problem in refused:
@@ -58,18 +59,16 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
 
 
 def _can_go(problem: ConfigProblem) -> bool:
-    architecture = problem.key.startswith("model.") and isinstance(problem, NotSupported)
-    return isinstance(problem, (UnknownKey, NotSupported)) and not architecture
+    architecture = problem.key in NEUTRAL and not NEUTRAL[problem.key][1]
+    return isinstance(problem, UnknownKey) and not architecture
 
 
 def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
-    if isinstance(problem, UnknownKey):
-        near = f"; the nearest is {problem.candidates[0]}" if problem.candidates else ""
-        if framework == "nxdt":
-            return "ignored", f"{FRAMEWORKS[framework]} has no such key either{near}"
-        return "unsupported", f"nxdt has no such key{near}"
-    assert isinstance(problem, NotSupported)
-    return "unsupported", f"{problem.reason}; allowed: {problem.allowed}"
+    assert isinstance(problem, UnknownKey)
+    near = f"; the nearest is {problem.candidates[0]}" if problem.candidates else ""
+    if framework == "nxdt":
+        return "ignored", f"{FRAMEWORKS[framework]} has no such key either{near}"
+    return "unsupported", f"nxdt has no such key{near}"
 
 
 def unset_paths(document: Document, directory: Path) -> Iterator[tuple[str, str]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from nxdt_core.api import ModelComponent
-from nxdt_core.config.resolve.alignment import data_of
 from nxdt_core.kernel import Kernel
-from nxdt_plugin_migrate.config.aliases import drop_dead_keys, rename_aliases
 from nxdt_plugin_migrate.config.document import Document
+from nxdt_plugin_migrate.config.legacy import drop_dead_keys, rename_keys
 from nxdt_plugin_migrate.config.models import name_model
 from nxdt_plugin_migrate.config.nxdt_keys import (
     DATA_READERS,
@@ -19,7 +18,6 @@ from nxdt_plugin_migrate.config.nxdt_keys import (
     UNREAD_VALUE,
     nxdt_keys,
 )
-from nxdt_plugin_migrate.config.renamed_keys import RENAMED
 
 __all__ = ["from_nxdt", "stage_ends", "take_nxdt_keys"]
 
@@ -59,11 +57,10 @@ def take_nxdt_keys(document: Document, kernel: Kernel) -> None:
     _recompute(document, kernel)
     _experts(document)
     _pipeline(document)
-    for old, new in RENAMED.items():
-        document.move(old, new)
-    rename_aliases(document)
+    rename_keys(document)
     drop_dead_keys(document, kernel)
     _defaults(document)
+    document.drop("model_source", "unneeded", "model.name and data.name say it")
 
 
 def _find_searched(document: Document) -> None:
@@ -118,7 +115,7 @@ def _name_data(document: Document) -> None:
     intended = document.value("data.use_sft_style_data_module") and document.has("data.train_dir")
     if document.has(_STRATEGY):
         parts = {path.split(".")[1] for path in document.below(_STRATEGY) if "." in path}
-        name, reason = data_of(parts), f"{_STRATEGY} is given"
+        name, reason = "preference" if {"dpo", "orpo"} & parts else "sft-chat", f"{_STRATEGY} is given"
     elif intended:
         name, reason = "sft-chat", "data.use_sft_style_data_module asks for it; NxD Training no longer reads that key"
     elif document.value("model_source") == "megatron":

@@ -1,6 +1,7 @@
-"""Keys that NeMo, neuronx-nemo-megatron or older files of NxD Training name differently, and why others have none here.
+"""The table of legacy keys: what each became here, or why none is needed.
 
-Migrations move them; where ``nxdt train`` or ``nxdt config check`` read a file directly, the message names the key.
+It has the keys that NxD Training, NeMo and neuronx-nemo-megatron have and nxdt does not. Where one is on a command
+line, the message names the key of today.
 """
 
 from __future__ import annotations
@@ -8,17 +9,246 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["LLAMA_NAMES", "LOSES_NOTHING", "LOST", "MOVED", "NNM_MOVED", "RENAMED", "current_name", "why_unneeded"]
+__all__ = [
+    "ALIGNMENT",
+    "GONE",
+    "LLAMA_NAMES",
+    "LOSES_NOTHING",
+    "LOST",
+    "MOVED",
+    "NEUTRAL",
+    "NNM_MOVED",
+    "OF_ENGINE",
+    "RENAMED",
+    "SAID_BY",
+    "SECTIONS",
+    "current_name",
+    "why_unneeded",
+]
+
+_MANAGER = "exp_manager"
+_SAVING = f"{_MANAGER}.checkpoint_callback_params"
 
 RENAMED: Mapping[str, str] = {
     "distributed_strategy.kv_shared_group_size": "distributed_strategy.kv_replicator",
     "distributed_strategy.kv_size_multiplier": "distributed_strategy.kv_replicator",
+    f"{_SAVING}.dirpath": "checkpoint.uri",
+    **{
+        f"{_SAVING}.{name}": f"checkpoint.{name}"
+        for name in (
+            *("monitor", "mode", "save_top_k", "save_last", "every_n_train_steps", "every_n_epochs"),
+            *("train_time_interval", "async_save", "use_master_weights_in_ckpt"),
+        )
+    },
+    f"{_MANAGER}.resume_if_exists": "checkpoint.resume_if_exists",
+    f"{_MANAGER}.resume_ignore_no_checkpoint": "checkpoint.resume_ignore_no_checkpoint",
+    f"{_MANAGER}.resume_from_checkpoint": "checkpoint.resume_from",
+    f"{_MANAGER}.create_checkpoint_callback": "checkpoint.enabled",
+    f"{_MANAGER}.async_checkpointing": "checkpoint.async_save",
+    f"{_MANAGER}.save_bf16": "checkpoint.save_bf16",
+    f"{_MANAGER}.max_time_per_run": "trainer.max_time",
+    f"{_MANAGER}.max_time": "trainer.max_time",
+    "model.encoder_seq_length": "data.seq_length",
+    "model.weight_init_only": "checkpoint.weight_init_only",
 }
-"""Keys of NxD Training that the schema does not take under this name."""
+"""Keys of NxD Training → of the schema, which has them under this name alone."""
+
+SAID_BY: Mapping[str, str] = {
+    "model_source": "model.name",
+    "data.dataloader_type": "data.shuffle",
+    "model.fusions.ring_attention": "distributed_strategy.context_parallel_method",
+}
+"""Keys of NxD Training → of the schema, which says the same with other values."""
+
+SECTIONS: Mapping[str, tuple[str, str | None]] = {
+    "sft": ("data", None),
+    "dpo": ("objective", "dpo"),
+    "orpo": ("objective", "orpo"),
+    "peft": ("adapter", "lora"),
+}
+"""Part of ``model_alignment_strategy`` → section that has its keys, and the component that its presence means."""
+
+ALIGNMENT: Mapping[str, str] = {
+    f"model_alignment_strategy.{part}.{name}": f"data.{name}"
+    for part in ("dpo", "orpo")
+    for name in ("max_prompt_length", "truncation_mode")
+}
+"""Keys of its parts that say how records are cut."""
+
+OF_ENGINE: Mapping[str, str] = {
+    "compiler_flags": "parallel_engine.compiler_flags",
+    "aync_exec_max_inflight_requests": "parallel_engine.async_exec_max_inflight_requests",
+    "bucket_size_collectives": "parallel_engine.bucket_size_collectives",
+    "neuron_rt_exec_timeout": "parallel_engine.neuron_rt_exec_timeout",
+    "neuron_experimental_compress_rg": "parallel_engine.neuron_experimental_compress_rg",
+    "model.fusions.softmax": "parallel_engine.fuse_softmax",
+}
+"""Settings of the Neuron compiler and runtime → keys of the engine ``nxd``."""
+
+_FORMAT = "checkpoints have nxdt's own format"
+_NAMES = "checkpoints are named after their step"
+_ATTENTION = "the engine chooses how attention is computed"
+_MANUAL = "only the precision policy 'manual' reads it"
+_ALWAYS = "step_time_s is always logged"
+
+GONE: Mapping[str, str] = {
+    "trainer.limit_test_batches": "training reads no test split",
+    "trainer.limit_predict_batches": "training does not predict",
+    "trainer.sequential_move_factor": "each rank draws its own part of the weights alone",
+    f"{_MANAGER}.resume_past_end": "a run that has reached trainer.max_steps says so and ends",
+    f"{_MANAGER}.log_gradient_norm": "grad_norm is always logged",
+    f"{_MANAGER}.save_xser": _FORMAT,
+    f"{_MANAGER}.load_xser": _FORMAT,
+    f"{_MANAGER}.ckpt_ptl_version": _FORMAT,
+    f"{_MANAGER}.log_step_timing": _ALWAYS,
+    f"{_MANAGER}.step_timing_kwargs": _ALWAYS,
+    f"{_MANAGER}.disable_validation_on_resume": "a resume never validates at once",
+    f"{_MANAGER}.create_preemption_callback": "SIGTERM always saves and stops",
+    f"{_MANAGER}.seconds_to_sleep": "ranks meet at a barrier",
+    f"{_MANAGER}.early_stopping_callback_params.verbose": "why a run stops is always said",
+    f"{_MANAGER}.early_stopping_callback_params.check_on_train_epoch_end": "metrics are judged after each validation",
+    f"{_MANAGER}.early_stopping_callback_params.log_rank_zero_only": "rank 0 speaks for all",
+    f"{_SAVING}.filename": _NAMES,
+    f"{_SAVING}.prefix": _NAMES,
+    f"{_SAVING}.postfix": _NAMES,
+    f"{_SAVING}.enable_version_counter": _NAMES,
+    f"{_SAVING}.model_parallel_size": "the layout comes from distributed_strategy",
+    "data.skip_warmup": "files are mapped, not read ahead",
+    "data.use_sft_style_data_module": "data.name chooses the data",
+    "data.pad_samples_to_global_batch_size": (
+        "the last batch of a validation is always filled up with samples that count for nothing"
+    ),
+    "data.tokenizer.use_fast": "tokenizers here are the fast ones, with the same ids",
+    "model.use_cpu_initialization": "weights are drawn on the host, equal for every device",
+    "model.fusions.flash_attention": _ATTENTION,
+    "model.transpose_nki_inputs": _ATTENTION,
+    "model.qkv_linear": _ATTENTION,
+    "model.fuse_qkv": _ATTENTION,
+    "model.apply_query_key_layer_scaling": "its two factors cancel out",
+    "model.persist_layer_norm": "the compiler chooses how layer norms are computed",
+    "model.optim.capturable": "the step counter stays where the optimizer keeps it",
+    "precision.master_weights": _MANUAL,
+    "precision.fp32_grad_acc": _MANUAL,
+    "precision.xla_use_bf16": _MANUAL,
+    "precision.xla_downcast_bf16": _MANUAL,
+    "precision.neuron_rt_stochastic_rounding_en": _MANUAL,
+    "precision.fp32_grads_cc": "NxD Training never read it",
+    "precision.parallel_layers_reduce_dtype": "the precision policy says it",
+    "adapter.merge_sharded_lora": "checkpoints are the same in every layout",
+}
+"""Keys that say nothing here → why. A component that declares one reads it."""
+
+_WHOLE = "a checkpoint is saved whole, so that a run can resume from it"
+_EXPORT = "`nxdt checkpoint export` writes a model alone, and checkpoint.hf_every_n_saves does so with saves"
+_NVIDIA = (
+    "it is of NVIDIA's resiliency extension; here a rank that dies ends all ranks within seconds, and"
+    " checkpoint.resume_if_exists resumes the run"
+)
+_SLOW = "slow ranks are not looked for; trainer.profiler: pytorch writes a trace of each rank to compare"
+
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "distributed_strategy.pipeline_model_parallel_split_rank": (
+        (),
+        "it splits encoders from decoders, and models here are decoders",
+    ),
+    "trainer.gradient_clip_algorithm": (("norm",), "gradients are clipped by their norm"),
+    "trainer.reload_dataloaders_every_n_epochs": ((0,), "data are opened once, and passes follow each other"),
+    "trainer.accumulate_grad_batches": (
+        (1,),
+        "data.global_batch_size and data.micro_batch_size decide how many micro-batches a step adds up",
+    ),
+    "trainer.enable_model_summary": (
+        (False,),
+        "`nxdt plan` shows parameters, memory and FLOPs, also of each rank",
+    ),
+    "trainer.use_distributed_sampler": ((False,), "the core hands out samples itself, each of them once"),
+    "trainer.precision": ((32, "32", "32-true"), "precision.type decides"),
+    f"{_MANAGER}.enable_recovery_time_instrumentation": (
+        (False,),
+        "restarts are not timed; what saves cost is in saves.jsonl",
+    ),
+    f"{_MANAGER}.create_straggler_detection_callback": ((False,), _SLOW),
+    f"{_MANAGER}.straggler_detection_params": ((), _SLOW),
+    f"{_MANAGER}.create_fault_tolerance_callback": ((False,), _NVIDIA),
+    f"{_MANAGER}.fault_tolerance": ((), _NVIDIA),
+    f"{_SAVING}.save_on_train_epoch_end": (
+        (False,),
+        "checkpoint.every_n_epochs: 1 saves at the end of each pass over the data",
+    ),
+    f"{_SAVING}.save_nemo_on_train_end": ((False,), _EXPORT),
+    f"{_SAVING}.always_save_nemo": ((False,), _EXPORT),
+    f"{_SAVING}.save_weights_only": ((False,), f"{_WHOLE}; {_EXPORT}"),
+    f"{_SAVING}.save_best_model": (
+        (False,),
+        "checkpoint.monitor and save_top_k keep the best checkpoint, which needs no second file",
+    ),
+    f"{_SAVING}.save_last_n_optim_states": ((-1,), f"{_WHOLE}; checkpoint.save_top_k bounds their number"),
+    "model.save_logits": ((False,), "logits are not written; `nxdt generate` runs a model on a text"),
+    "model.fusions.ring_attention": ((False,), "distributed_strategy.context_parallel_method says it"),
+    "data.data_impl": (("mmap",), "files are mapped into memory"),
+    "data.dataloader_type": ((), "its samplers are single and cyclic"),
+    **{
+        f"data.{name}": ((), "the dataloader that runs here does not read it")
+        for name in (
+            *("train_dir", "val_dir", "test_dir", "data_prefix", "index_mapping_dir", "splits_string", "train_ds"),
+            *("validation_ds", "test_ds", "dev_choose_samples", "dataset_name", "subset_name", "prompt_name"),
+        )
+    },
+    **{
+        f"data.{name}": ((False,), "the dataloader that runs here does not read it")
+        for name in (
+            *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "validation_drop_last"),
+            *("no_seqlen_plus_one_input_tokens", "fine_tuning", "packing"),
+        )
+    },
+    **{
+        f"data.tokenizer.{name}": (neutral, "the tokenizer does not read it")
+        for name, neutral in (
+            *((name, ()) for name in ("type", "model", "vocab_file", "merge_file", "delimiter")),
+            ("sentencepiece_legacy", (False,)),
+        )
+    },
+    **{f"model.optim.{name}": ((), "the optimizer does not read it") for name in ("betas", "eps")},
+    **{
+        f"model.optim.sched.{name}": ((0, 0.0), "the schedule does not read it")
+        for name in ("warmup_steps", "constant_steps", "min_lr")
+    },
+    **{
+        f"model.{name}": ((), "")
+        for name in (
+            *("max_position_embeddings", "num_layers", "hidden_size", "rope_theta", "vocab_size", "ffn_hidden_size"),
+            *("make_vocab_size_divisible_by", "moe", "num_attention_heads", "num_kv_heads", "kv_channels"),
+            *("init_method_std", "use_scaled_init_method", "normalization", "layernorm_epsilon"),
+            *("share_embeddings_and_output_weights", "position_embedding_type", "position_freq_base", "activation"),
+            *("sliding_window_size", "activations_checkpoint_method", "activations_checkpoint_num_layers"),
+            *("activations_checkpoint_layers_per_pipeline", "num_micro_batches_with_partial_activation_checkpoints"),
+        )
+    },
+    **{
+        f"model.{name}": ((0, 0.0), "")
+        for name in ("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout")
+    },
+    **{
+        f"model.{name}": ((1, 1.0), "")
+        for name in ("rotary_percentage", "position_abf_factor", "positition_interpolation_factor")
+    },
+    "model.transformer_block_type": (("pre_ln",), ""),
+    **{
+        f"model.{name}": ((False,), "")
+        for name in (
+            *("has_bias", "fp32_residual_connection", "fp16_lm_cross_entropy", "megatron_amp_O2", "use_emha"),
+            *("gradient_accumulation_fusion", "bias_dropout_add_fusion", "bias_activation_fusion"),
+        )
+    },
+}
+"""Keys that ask for something unless they have one of these values or ``null``; and why that is not done. Those
+without a reason are of an architecture: where the model does not read one, it stays, since without it the model would
+be another."""
 
 LLAMA_NAMES: Mapping[str, str] = {
     "model.position_freq_base": "model.rope_theta",
     "model.kv_channels": "model.head_dim",
+    "model.sliding_window_size": "model.sliding_window",
 }
 """Keys of NxD Training's ``megatron`` models → of the plugins for Llama, Mistral and Mixtral."""
 
@@ -169,13 +399,29 @@ LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 
 def current_name(key: str, known: Collection[str]) -> str | None:
     """Return the key among ``known`` that says what ``key`` says elsewhere; None if there is none."""
-    for names in (RENAMED, NNM_MOVED, MOVED, LLAMA_NAMES):
+    for names in (NNM_MOVED, MOVED, RENAMED, SAID_BY, OF_ENGINE, LLAMA_NAMES):
         key = names.get(key, key)
         if key in known:
             return key
     return None
 
 
-def why_unneeded(key: str) -> str | None:
-    """Return why nothing here stands for a key of NeMo or neuronx-nemo-megatron; None for any other key."""
-    return LOSES_NOTHING.get(key) or LOST.get(key, (None,))[0]
+_WHOLE_SECTIONS: Mapping[str, str] = {
+    "model_alignment_strategy": "its parts are the sections data, objective and adapter",
+    _SAVING: "the section checkpoint has all of saving and resuming",
+    "model.fusions": "distributed_strategy.context_parallel_method has ring attention, and parallel_engine the rest",
+}
+"""Sections of NxD Training → what says it here."""
+
+
+def why_unneeded(key: str) -> tuple[str, str] | None:
+    """Return why nothing here stands for a key, and the program that has it; None for any other key."""
+    reason = LOSES_NOTHING.get(key) or LOST.get(key, (None,))[0]
+    if reason is not None:
+        return reason, "NeMo"
+    reason = _WHOLE_SECTIONS.get(key) or GONE.get(key)
+    if key in OF_ENGINE:
+        reason = f"only the engine nxd reads it, as {OF_ENGINE[key]}"
+    elif reason is None and key in NEUTRAL:
+        reason = NEUTRAL[key][1] or "the selected model does not read it"
+    return None if reason is None else (reason, "NxD Training")

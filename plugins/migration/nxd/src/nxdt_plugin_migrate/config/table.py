@@ -1,4 +1,4 @@
-"""The treatment of every key of NxD Training, from the schema and the plugins themselves."""
+"""The treatment of every key of NxD Training, from the table, the schema and the plugins themselves."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxdt_core.config.annotations import AliasOf, NoEffect, XlaOnly
 from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.extensions import FLAGS
 from nxdt_core.config.fields.keys import Key, keys_of
-from nxdt_core.config.resolve.alignment import SECTION, TARGETS, target_of
 from nxdt_core.config.resolve.select import usable_class
 from nxdt_core.config.sources.node import join
-from nxdt_core.config.validate.unsupported import RULES
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import either
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_plugin_migrate.config.aliases import core_keys, legacy_keys
+from nxdt_plugin_migrate.config.legacy import core_keys
 from nxdt_plugin_migrate.config.nxdt_keys import (
     DATA_READERS,
     IGNORED,
@@ -27,20 +23,29 @@ from nxdt_plugin_migrate.config.nxdt_keys import (
     UNDONE,
     nxdt_keys,
 )
-from nxdt_plugin_migrate.config.renamed_keys import RENAMED, why_unneeded
+from nxdt_plugin_migrate.config.renamed_keys import (
+    ALIGNMENT,
+    GONE,
+    NEUTRAL,
+    OF_ENGINE,
+    RENAMED,
+    SAID_BY,
+    SECTIONS,
+    current_name,
+    why_unneeded,
+)
 from nxdt_plugin_migrate.config.render import dump
 
-__all__ = ["KeyStatus", "Status", "schema_page", "schema_table", "value_table"]
+__all__ = ["KeyStatus", "Status", "declared_keys", "schema_page", "schema_table", "value_table"]
 
-Status = Literal["implemented", "alias", "renamed", "XLA runtime only", "unneeded", "refused"]
+Status = Literal["implemented", "renamed", "engine nxd", "unneeded", "refused"]
 
 _WORDS: dict[Status, str] = {
     "implemented": "means here what it means there",
-    "alias": "accepted; it sets the key that is named",
-    "renamed": "`nxdt config migrate` writes the key that is named",
-    "XLA runtime only": "accepted; engines of that runtime read it, and with others a note says that it has no effect",
-    "unneeded": "accepted; a note says why it has no effect",
-    "refused": "an error says why, unless it has the value that asks for nothing",
+    "renamed": "the key that is named says it here",
+    "engine nxd": "the engine `nxd` has it, as the key that is named; other engines need no such key",
+    "unneeded": "left out; the remark says why nothing is lost without it",
+    "refused": "nothing here does it; left out with a remark, or an error where the architecture would be another",
 }
 
 
@@ -51,14 +56,14 @@ class KeyStatus:
     key: str
     status: Status
     target: str = ""
-    """The equivalent key here, for an alias or a renamed key."""
+    """The equivalent key here, for a renamed key."""
     reason: str = ""
     """Explanation; empty where the status is enough."""
 
 
 def schema_table(kernel: Kernel) -> tuple[KeyStatus, ...]:
     """Return a row with the status of every key of NxD Training 1.6 under the plugins of ``kernel``."""
-    declared = _declared_keys(kernel)
+    declared = declared_keys(kernel)
     return tuple(_remarked(_status(key, declared, kernel)) for key in nxdt_keys())
 
 
@@ -74,7 +79,7 @@ def value_table(kernel: Kernel) -> tuple[KeyStatus, ...]:
             rows.append(
                 KeyStatus(
                     key=f"{key}: {value}",
-                    status="refused" if found is None else "implemented" if kept else "alias",
+                    status="refused" if found is None else "implemented" if kept else "renamed",
                     target="" if found is None or kept else found.record.name,
                     reason=f"no plugin here offers a {kind} of that name" if found is None else "",
                 )
@@ -83,69 +88,51 @@ def value_table(kernel: Kernel) -> tuple[KeyStatus, ...]:
 
 
 def _status(key: str, declared: dict[str, list[tuple[str, Key]]], kernel: Kernel) -> KeyStatus:
-    if key in RENAMED:
-        return KeyStatus(key=key, status="renamed", target=RENAMED[key], reason="an older name of the same number")
-    if key.startswith(f"{SECTION}."):
+    if (name := RENAMED.get(key) or SAID_BY.get(key)) is not None:
+        return KeyStatus(key=key, status="renamed", target=name)
+    if key in OF_ENGINE:
+        return KeyStatus(key=key, status="engine nxd", target=OF_ENGINE[key])
+    if key.startswith("model_alignment_strategy."):
         return _alignment_status(key, declared, kernel)
     if key in declared:
-        return _component_status(key, declared[key])
-    core = core_keys().get(key) or legacy_keys().get(key)
-    if core is not None and (marked := _marked(key, core)):
-        return marked
-    rule = next((rule for rule in RULES if rule.key == key), None)
-    if rule is not None:
-        return KeyStatus(key=key, status="refused", reason=f"{rule.reason}; {dump(rule.neutral[0])} asks for nothing")
-    logger = next((name for name in FLAGS if key == f"exp_manager.create_{name}_logger"), None)
-    if logger is not None and _find(kernel, "callback", logger) is None:
-        return KeyStatus(key=key, status="refused", reason=f"no plugin here offers the logger {logger}")
+        names = ", ".join(reader for reader, _ in declared[key])
+        return KeyStatus(key=key, status="implemented", reason="" if key in core_keys() else f"by {names}")
     if key in core_keys():
         return KeyStatus(key=key, status="implemented")
+    name = current_name(key, declared)
+    if name is not None:
+        return KeyStatus(key=key, status="renamed", target=name)
+    if key in GONE:
+        return KeyStatus(key=key, status="unneeded", reason=GONE[key])
     return KeyStatus(key=key, status="refused", reason=_unread(key, kernel))
 
 
-def _marked(key: str, declared: Key) -> KeyStatus | None:
-    alias, dead = declared.mark(AliasOf), declared.mark(NoEffect)
-    if alias is not None:
-        return KeyStatus(key=key, status="alias", target=alias.key)
-    if dead is not None:
-        return KeyStatus(key=key, status="unneeded", reason=dead.reason)
-    return KeyStatus(key=key, status="XLA runtime only") if declared.mark(XlaOnly) is not None else None
-
-
-def _component_status(key: str, readers: list[tuple[str, Key]]) -> KeyStatus:
-    names = ", ".join(name for name, _ in readers)
-    marked = [_marked(key, each) for _, each in readers]
-    status = marked[0]
-    if status is not None and all(marked):
-        # Another component takes the key only where the older schema says that it does nothing.
-        elsewhere = legacy_keys().get(key)
-        everywhere = key in core_keys() or (elsewhere is not None and bool(elsewhere.marks))
-        reasons = (status.reason, "" if everywhere and status.reason else f"by {names}")
-        return replace(status, reason="; ".join(reason for reason in reasons if reason))
-    return KeyStatus(key=key, status="implemented", reason="" if key in core_keys() else f"by {names}")
-
-
 def _alignment_status(key: str, declared: dict[str, list[tuple[str, Key]]], kernel: Kernel) -> KeyStatus:
-    part, _, name = key.removeprefix(f"{SECTION}.").partition(".")
-    section, component = TARGETS[part]
-    target = target_of(part, name)
+    part, _, name = key.removeprefix("model_alignment_strategy.").partition(".")
+    section, component = SECTIONS[part]
+    target = ALIGNMENT.get(key, f"{section}.{name}")
+    if target in GONE:
+        return KeyStatus(key=key, status="unneeded", reason=GONE[target])
     slot = next(slot for slot in SLOTS if slot.section == section)
     missing = component is not None and _find(kernel, slot.kind, component) is None
     if missing or target not in declared:
         wanted = f"{slot.key}: {component or 'sft-chat'}"
         return KeyStatus(key=key, status="refused", target=target, reason=f"no plugin here offers {wanted}")
-    return KeyStatus(key=key, status="alias", target=target)
+    return KeyStatus(key=key, status="renamed", target=target)
 
 
 def _unread(key: str, kernel: Kernel) -> str:
-    known = UNDONE.get(key) or why_unneeded(key)
-    if known:
-        return known
+    if key in UNDONE:
+        return UNDONE[key]
     readers = [name for name, keys in DATA_READERS.items() if key.removeprefix("data.") in keys]
     readers = [name for name in readers if _find(kernel, "dataset", name) is None]
     if key.startswith("data.") and readers:
         return f"no plugin here offers data.name: {either(readers)}"
-    return f"no {'model' if key.startswith('model.') else 'component'} here reads it"
+    neutral, reason = NEUTRAL.get(key, ((), ""))
+    if reason:
+        return f"{reason}; {dump(neutral[0] if neutral else None)} asks for nothing"
+    why = None if key in NEUTRAL else why_unneeded(key)
+    return why[0] if why else f"no {'model' if key.startswith('model.') else 'component'} here reads it"
 
 
 def _remarked(row: KeyStatus) -> KeyStatus:
@@ -164,7 +151,7 @@ def _find(kernel: Kernel, kind: str, name: str) -> RegisteredComponent | None:
         return None
 
 
-def _declared_keys(kernel: Kernel) -> dict[str, list[tuple[str, Key]]]:
+def declared_keys(kernel: Kernel) -> dict[str, list[tuple[str, Key]]]:
     """Return, by key path, the components that declare it."""
     found: dict[str, list[tuple[str, Key]]] = {}
     for slot in SLOTS:
@@ -191,8 +178,8 @@ def schema_page(kernel: Kernel) -> str:
     lines = [
         "# Keys of NxD Training",
         "",
-        "Each key of NxD Training 1.6 and what it means here, with the plugins of this repository. The tables are",
-        "written from the schema itself, and `nxdt config check` holds to them.",
+        "Each key of NxD Training 1.6 and what it means here, with the plugins of this repository. Where a file of NxD",
+        "Training is read, `nxdt-plugin-migrate` treats its keys so, and `nxdt config migrate` writes the result.",
         "",
         "| status | meaning |",
         "|---|---|",
