@@ -119,7 +119,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         """The newest value of each figure that was logged, by its plain name: ``loss``, ``lr``, ``val_loss``."""
         self.last: Any = None
-        """The :class:`nxdt_core.training.primitives.StepResult` of the newest step of this process, None before it; its
+        """The :class:`nxdt_core.training.step.StepResult` of the newest step of this process, None before it; its
         tensors are on the device."""
         self.validation: dict[str, Any] = {}
         """Figures of the newest validation, of all its data, and of each set under ``sets`` where there are several."""

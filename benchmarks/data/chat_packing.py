@@ -28,8 +28,9 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.bins import first_fit_decreasing
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 SEQUENCE = 512
 CHATS = 400
@@ -103,8 +104,8 @@ def training(path: Path, rounds: int, steps: int) -> float:
             rate = report.tokens.tokens / (time.process_time() - begun)
             print(f"reading    {report.records} conversations at {rate:,.0f} tokens per CPU-second")
         print(f"{name:10} {len(dataset)} sequences of {SEQUENCE}, {report.efficiency or 0:.1%} filled")
-        model = primitives.initialize_parallel_model(config, engine)
-        optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+        model = initialize_parallel_model(config, engine)
+        optimizer = initialize_parallel_optimizer(config, engine, model)
         loops[name] = Loop(config, dataset, model, optimizer)
         loops[name].run(1)
         tokens[name] = []
@@ -146,7 +147,7 @@ class Loop:
         for _ in range(steps):
             batches = next(self._batches)
             seen += sum(int((batch.document_ids >= 0).sum()) for batch in batches if batch.document_ids is not None)
-            primitives.train_step(
+            train_step(
                 model,  # type: ignore[arg-type]
                 optimizer,  # type: ignore[arg-type]
                 batches,

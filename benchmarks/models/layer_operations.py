@@ -27,7 +27,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
+from nxdt_core.training.step import initialize_parallel_model
 
 ROWS, TOKENS, WIDTH, HEADS, INNER, VOCABULARY = 2, 128, 256, 16, 768, 2048
 STEPS = 5
@@ -67,7 +68,7 @@ def nxdt(layers: int) -> nn.Module:
     engine = build.engine(config)
     engine.start()
     try:
-        (module,) = primitives.initialize_parallel_model(config, engine).local_modules()
+        (module,) = initialize_parallel_model(config, engine).local_modules()
     finally:
         engine.shutdown()  # in a single process the model needs none
     return module

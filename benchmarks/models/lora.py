@@ -27,8 +27,9 @@ from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import load
 from nxdt_core.devices import profile_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 SHAPES = {
     "1M": ("model.num_layers=2", "model.hidden_size=160", "model.ffn_hidden_size=448"),
@@ -94,17 +95,15 @@ def contenders(shape: str, seq: int, dropout: float, variant: str) -> tuple[Cont
     config = load("recipe:llama-tiny", given)
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     for adapter in build.adapters(config):
         adapter.begin(model, config, engine.ranks)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     ids = torch.randint(0, 4096, (2, seq), generator=torch.Generator().manual_seed(0))
     batch = Batch(input_ids=ids, labels=ids.roll(-1, 1))
     ours = Contender(
-        step=lambda: _discard(
-            primitives.train_step(model, optimizer, [batch], objective, schedule, state, max_norm=1.0)
-        ),
+        step=lambda: _discard(train_step(model, optimizer, [batch], objective, schedule, state, max_norm=1.0)),
         device=engine.device,
     )
     with tempfile.TemporaryDirectory() as directory:

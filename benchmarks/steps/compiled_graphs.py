@@ -25,8 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from nxdt_core.config import load
 from nxdt_core.devices import PROFILES, profile_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.graph_counts import GraphCounts
 
 _SEQUENCE, _ROWS = 64, 2
@@ -113,15 +114,15 @@ def count(case: Case, steps: int, layers: int, backend: str) -> Row:
     config = load(f"recipe:{case.recipe}", [f"{key}={value}" for key, value in keys.items()])
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     late = GraphCounts()
     own = 2 * case.ranks // engine.rank_info.dp_size
 
     def step(number: int) -> None:
         batches = [packed_batch(number * 100 + engine.rank_info.dp_rank * own + index) for index in range(own)]
-        primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+        train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
         model.run_eval(batches, objective)
 
     with GraphCounts() as counts:

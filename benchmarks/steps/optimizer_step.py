@@ -34,7 +34,8 @@ from nxdt_core.devices import HOST, profile_of
 from nxdt_core.engines.parameter_groups import parameter_groups
 from nxdt_core.parallel.gradients import global_norm
 from nxdt_core.parallel.optimizer import TorchOptimizer
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer
 
 SHAPES = {
     "1M": ("model.num_layers=2", "model.hidden_size=160", "model.ffn_hidden_size=448"),
@@ -203,8 +204,8 @@ def of_nxdt(shape: tuple[str, ...], *optim: str, precision: tuple[str, ...] = ()
     config = load("recipe:llama-tiny", [*shape, *precision, *(f"model.optim.{key}" for key in optim)])
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     loss, norm = torch.ones(2, device=engine.device)
 
     def step() -> None:
@@ -219,7 +220,7 @@ def of_torch(shape: tuple[str, ...], *, fused: bool) -> Contender:
     config = load("recipe:llama-tiny", list(shape))
     engine = build.engine(config)
     engine.start()
-    parameters = [p for _, p in primitives.initialize_parallel_model(config, engine).named_parameters()]
+    parameters = [p for _, p in initialize_parallel_model(config, engine).named_parameters()]
     decayed, exempt = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
     groups = [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, fused=fused)

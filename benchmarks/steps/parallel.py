@@ -29,8 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.parallel.pipeline.schedules import bubble_fraction
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 SEQ, ROWS, VOCAB = 256, 8, 1024
 MODEL = [
@@ -154,13 +155,13 @@ def measure(overrides: list[str], rows: int, steps: int, profiled: bool) -> Meas
     config = configuration(overrides, rows)
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     batches = own_batches(rows, engine.rank_info.dp_rank, engine.rank_info.dp_size)
 
     def step() -> None:
-        primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+        train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
 
     for _ in range(WARM_UP):
         step()

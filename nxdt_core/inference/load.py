@@ -17,7 +17,8 @@ from nxdt_core.errors.training import CannotGenerate
 from nxdt_core.inference.sampling import Sampling, continue_ids
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
+from nxdt_core.training.step import initialize_parallel_model
 from nxdt_core.training.weights.base import base_weights
 from nxdt_core.training.weights.frozen import base_digest
 from nxdt_core.training.weights.loading import load_weights
@@ -92,7 +93,7 @@ def load_model(
         raise CannotGenerate(reason="its run names no tokenizer")
     engine = build.engine(run)
     engine.start()
-    model = primitives.initialize_parallel_model(run, engine, materialise=False)
+    model = initialize_parallel_model(run, engine, materialise=False)
     if manifest.facts.without_base:
         below = base_weights(run, found, manifest, base=base, trusted=keys)
         for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):

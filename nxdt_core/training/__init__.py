@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxdt_core.training.primitives import (
+    from nxdt_core.training.run.train import train
+    from nxdt_core.training.session import TrainSession
+    from nxdt_core.training.step import (
         initialize_parallel_model,
         initialize_parallel_optimizer,
         train_step,
     )
-    from nxdt_core.training.run.train import train
-    from nxdt_core.training.session import TrainSession
 
 __all__ = [
     "TrainSession",
@@ -36,4 +36,4 @@ if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name f
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOME.get(name, 'primitives')}"), name)
+        return getattr(import_module(f"{__name__}.{_HOME.get(name, 'step')}"), name)

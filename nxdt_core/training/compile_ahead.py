@@ -18,8 +18,8 @@ from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.training.data import Dataset, StepInput
-from nxdt_core.training.primitives import mean_loss
 from nxdt_core.training.session import TrainSession, start_engine, without_gradients
+from nxdt_core.training.step import mean_loss
 
 __all__ = ["ahead_of", "run_trial"]
 

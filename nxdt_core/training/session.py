@@ -51,15 +51,15 @@ from nxdt_core.training import build
 from nxdt_core.training.data import Dataset, RunData, StepInput, TrainLoader
 from nxdt_core.training.garbage_collection import GarbageCollection
 from nxdt_core.training.hidden_state import watch_objective
-from nxdt_core.training.primitives import (
+from nxdt_core.training.run.versions import versions_of
+from nxdt_core.training.state import TrainState, capture_rng, restore_rng, seed_all, state_explained
+from nxdt_core.training.step import (
     StepResult,
     initialize_parallel_model,
     initialize_parallel_optimizer,
     mean_loss,
     train_step,
 )
-from nxdt_core.training.run.versions import versions_of
-from nxdt_core.training.state import TrainState, capture_rng, restore_rng, seed_all, state_explained
 from nxdt_core.training.weights.average import WeightAverage, take_average
 from nxdt_core.training.weights.frozen import base_digest, without_base
 from nxdt_core.training.weights.loading import load_weights

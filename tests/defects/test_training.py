@@ -16,8 +16,9 @@ from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 LR, DECAY = 0.5, 0.25
 ROWS, SEQ = 4, 32
@@ -31,8 +32,8 @@ def begun(recipe, *overrides):
     config = load(recipe, [*SMALL, f"data.global_batch_size={ROWS}", *overrides])
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    return config, engine, model, primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    return config, engine, model, initialize_parallel_optimizer(config, engine, model)
 
 
 def micro_batches(labels=lambda tokens: tokens[:, 1:]):
@@ -75,7 +76,7 @@ def test_every_precision_that_is_offered_trains(name):
         f"precision.type={name}",
     )
     parts = (build.objective(config), build.schedule(config), TrainState())
-    results = [primitives.train_step(model, optimizer, micro_batches(), *parts) for _ in range(4)]
+    results = [train_step(model, optimizer, micro_batches(), *parts) for _ in range(4)]
     losses = [result.loss.loss for result in results]
     assert losses[-1] < losses[0] - 0.3
     assert {loss.dtype for loss in losses} == {torch.float32}, "what is logged is no sum in bfloat16"
@@ -142,7 +143,7 @@ def save_after_a_step(overrides, world):
     state, parts = TrainState(), (build.objective(config), build.schedule(config))
     own = ROWS // world
     place = engine.rank_info.dp_rank
-    primitives.train_step(model, optimizer, micro_batches()[place * own : (place + 1) * own], *parts, state)
+    train_step(model, optimizer, micro_batches()[place * own : (place + 1) * own], *parts, state)
     TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(build.storage(config))
     engine.shutdown()
 

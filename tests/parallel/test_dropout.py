@@ -8,8 +8,9 @@ import torch
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.nn.random.dropout import CausalAttentionWithDropout, Dropout
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import seed_all
+from nxdt_core.training.step import initialize_parallel_model
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration
 
@@ -36,7 +37,7 @@ def watched_step(layout, block_type="pre_ln"):
     engine = build.engine(config)
     engine.start()
     seed_all(config.run.seed)
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     given = {}
 
     def watch(part, args, output):

@@ -8,8 +8,9 @@ import torch
 from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import slow, slow_except
 
 SEQ = 16
@@ -41,8 +42,8 @@ def train(overrides, evaluations):
     )
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = CausalLM(), build.schedule(config), TrainState()
     ids = torch.randint(272, (4, SEQ + 1), generator=torch.Generator().manual_seed(1))
     own = ids.chunk(engine.rank_info.dp_size)[engine.rank_info.dp_rank]
@@ -53,7 +54,7 @@ def train(overrides, evaluations):
         for inference_mode in evaluations[number : number + 1]:
             with torch.inference_mode() if inference_mode else nullcontext():
                 evaluated.append(float(model.run_eval(batches, objective).loss))
-        step = primitives.train_step(model, optimizer, batches, objective, schedule, state)
+        step = train_step(model, optimizer, batches, objective, schedule, state)
         losses.append(float(step.loss.loss))
     engine.shutdown()
     return losses, evaluated

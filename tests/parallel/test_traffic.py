@@ -18,9 +18,10 @@ from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import slow
 
 STRATEGY = "distributed_strategy."
@@ -60,13 +61,13 @@ def running(config: ResolvedConfig) -> Iterator[tuple[Any, Any, Callable[[], Any
     """The engine and the model of this rank, and a function that trains a step on a batch that is always the same."""
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     ids = torch.randint(200, (ROWS, SEQ), generator=torch.Generator().manual_seed(engine.rank_info.dp_rank))
     batches = [Batch(input_ids=ids, labels=ids)] * (MICRO_BATCHES // engine.rank_info.dp_size)
     parts = (model, optimizer, batches, build.objective(config), build.schedule(config), TrainState())
     try:
-        yield engine, model, lambda: primitives.train_step(*parts)
+        yield engine, model, lambda: train_step(*parts)
     finally:
         engine.shutdown()
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.training import TrainSession, build, primitives, train
+from nxdt_core.training import TrainSession, build, train
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 PARTS = Path(__file__).with_name("hidden_parts.py")
 SHORT = ("trainer.max_steps=4", "data.global_batch_size=4", "checkpoint.enabled=false")
@@ -79,13 +80,13 @@ def test_only_the_first_steps_are_looked_at(own_run):
     config = own_run(optim={"name": "Looked"})
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     dataset = build.dataset(config, build.tokenizer(config)).split("train")
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     looks = []
     for micro_batches in islice(build.batches(config, engine, dataset), 5):
-        primitives.train_step(model, optimizer, micro_batches, objective, schedule, state)
+        train_step(model, optimizer, micro_batches, objective, schedule, state)
         looks.append(optimizer.inner.looked_at.count)
     assert looks == [1, 2, 3, 3, 3]
 

@@ -147,7 +147,7 @@ def test_validation_sees_the_average_and_training_does_not(tmp_path, metric_rows
 def evaluated(weights):
     """Validation loss of a model with these weights, without a trainer."""
     from nxdt_core.data.loader import GlobalBatchLoader
-    from nxdt_core.training.primitives import initialize_parallel_model, mean_loss
+    from nxdt_core.training.step import initialize_parallel_model, mean_loss
 
     config = load("recipe:llama-tiny", [*SMALL, "trainer.max_steps=1"])
     engine = build.engine(config)

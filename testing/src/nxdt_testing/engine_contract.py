@@ -42,8 +42,8 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.training import build
 from nxdt_core.training.plan import run_parts
-from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_optimizer, train_step
 from nxdt_testing.models.scale_adapter import ADDED
 from nxdt_testing.ranks import RankPool
 

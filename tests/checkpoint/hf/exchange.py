@@ -13,8 +13,9 @@ from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
 from tests.checkpoint.layouts.sharded import in_group
@@ -79,7 +80,7 @@ def save_run(uri: str, overrides: Sequence[str], tokenizer: Path | None) -> None
     config = llama(*overrides, tokenizer=tokenizer)
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     state = TrainState(step=7, consumed_samples=28)
     TrainSession(config, engine=engine, model=model, state=state).save(LocalStorage(uri))
     engine.shutdown()

@@ -17,8 +17,9 @@ from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.protocols.launcher import Place
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model
 from nxdt_core.training.weights import hf_form
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.hf_form import HFForm
@@ -33,7 +34,7 @@ def save_thrice(uri: str, overrides: tuple[str, ...], asynchronous: bool) -> Non
     config = llama(*overrides)
     engine = build.engine(config)
     engine.start()
-    model, storage = primitives.initialize_parallel_model(config, engine), LocalStorage(uri)
+    model, storage = initialize_parallel_model(config, engine), LocalStorage(uri)
     form = HFForm(config, storage, engine.ranks, every=2)
     manager = CheckpointManager(storage, ranks=engine.ranks, asynchronous=asynchronous, add_files=form)
     for step in (1, 2, 3):
@@ -80,7 +81,7 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
     config = llama()
     engine = build.engine(config)
     engine.start()
-    model, storage = primitives.initialize_parallel_model(config, engine), LocalStorage(str(tmp_path))
+    model, storage = initialize_parallel_model(config, engine), LocalStorage(str(tmp_path))
     full = FaultyStorage(storage, 12)
     form = HFForm(config, full, engine.ranks, every=1)
     manager = CheckpointManager(storage, asynchronous=False, add_files=form)

@@ -34,8 +34,9 @@ from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
 from nxdt_core.errors.plugins import UnknownComponent
 from nxdt_core.inference.generate import generate
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.run.start import ForeignStart, decide_start
+from nxdt_core.training.step import initialize_parallel_model
 from nxdt_core.training.weights import importing
 from nxdt_core.training.weights.export import export_hf
 from nxdt_core.training.weights.importing import import_checkpoint
@@ -104,7 +105,7 @@ def started(source: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
     config = llama("model.num_layers=2", *overrides)
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    model = initialize_parallel_model(config, engine, materialise=False)
     TrainSession(config, engine=engine, model=model).load_foreign(Path(source))
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     engine.shutdown()

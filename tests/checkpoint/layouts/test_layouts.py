@@ -10,8 +10,9 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.calls import Call, in_turn
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
@@ -44,8 +45,8 @@ def run(layout: Layout, uri: str | None, *, resumes: bool, steps: int) -> tuple[
     config = configuration(layout, "float64")
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine, materialise=not resumes)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine, materialise=not resumes)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     state = TrainState()
     if resumes:
         assert uri is not None
@@ -60,7 +61,7 @@ def run(layout: Layout, uri: str | None, *, resumes: bool, steps: int) -> tuple[
     batches = share(global_batch(packed=False), place.dp_rank, place.dp_size)
     objective, schedule, losses = build.objective(config), build.schedule(config), []
     for _ in range(steps):
-        result = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+        result = train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
         losses.append(float(result.loss.loss))
     if uri is not None and not resumes:
         TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(

@@ -14,8 +14,9 @@ from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.calls import Call, in_turn
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout
@@ -54,18 +55,18 @@ def save_and_load(layout, uri):
         config = configuration(layout, "float64")
         engine = build.engine(config)
         engine.start()
-        model = primitives.initialize_parallel_model(config, engine)
-        optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+        model = initialize_parallel_model(config, engine)
+        optimizer = initialize_parallel_optimizer(config, engine, model)
         state, place = TrainState(), engine.rank_info
         batches = share(global_batch(packed=False), place.dp_rank, place.dp_size)
         objective, schedule = build.objective(config), build.schedule(config)
         for _ in range(2):
-            primitives.train_step(model, optimizer, batches, objective, schedule, state)
+            train_step(model, optimizer, batches, objective, schedule, state)
         TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(LocalStorage(uri))
         before = elements(model.state_dict()), elements(optimizer.state_dict())
         store = Counting(uri)
-        model = primitives.initialize_parallel_model(config, engine, materialise=False)
-        optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+        model = initialize_parallel_model(config, engine, materialise=False)
+        optimizer = initialize_parallel_optimizer(config, engine, model)
         TrainSession(config, engine=engine, model=model, optimizer=optimizer).load_checkpoint(
             store, read_manifest(store, 2)
         )

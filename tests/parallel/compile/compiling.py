@@ -12,8 +12,9 @@ import torch
 
 from nxdt_core.devices import PROFILES
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState, seed_all
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.graph_counts import GraphCounts
 from tests.integer_widths import IntegerWidths
 from tests.parallel.layouts.adapting import KINDS
@@ -171,15 +172,15 @@ def _losses(case: Case, steps: int, *, compiled: bool, numbers: Numbers = "fp32"
     engine = build.engine(config)
     engine.start()
     seed_all(config.run.seed)
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     for step in range(steps):
         own = _MICRO_BATCHES * engine.rank_info.dp_rank
         length = case.lengths[step % len(case.lengths)]
         seeds = range(1000 * step + own, 1000 * step + own + _MICRO_BATCHES)
         batches = [_batch(seed, length, packed=case.packed) for seed in seeds]
-        result = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+        result = train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
         yield float(result.loss.loss) + float(model.run_eval(batches, objective).loss)
     engine.shutdown()
 

@@ -23,8 +23,9 @@ from nxdt_core.errors.layouts import NoSymmetricMemory
 from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.plan import plan
+from nxdt_core.training.step import initialize_parallel_model
 from tests.parallel.compile.compiling import CASES, losses
 from tests.parallel.tensor.cases import Case, built, materialised
 from tests.parallel.tensor.models import HIDDEN, SEQ
@@ -94,7 +95,7 @@ def switched_on() -> tuple[bool, bool]:
         run = load("recipe:llama-tiny", [*TP2, ASYNC, SP, "model.compile=true", "trainer.accelerator=cpu"])
         engine = build.engine(run)
         engine.start()
-        primitives.initialize_parallel_model(run, engine)
+        initialize_parallel_model(run, engine)
         name = engine.mesh.group("tp").group_name
         engine.shutdown()
     return config._micro_pipeline_tp, is_symm_mem_enabled_for_group(name)

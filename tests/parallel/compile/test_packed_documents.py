@@ -19,8 +19,9 @@ from nxdt_core.parallel.compile.layers import compile_layers
 from nxdt_core.parallel.layout import LayoutOptions
 from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.parallel.matrix.batches import global_batch
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration
@@ -111,11 +112,11 @@ def trained(steps: int, compiled: bool) -> tuple[list[float], dict[str, torch.Te
     config = configuration(Layout(), "float64", {**MODEL, "compile": compiled})
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     batches = global_batch(packed=True, count=MICRO_BATCHES)
     parts = (model, optimizer, batches, build.objective(config), build.schedule(config), TrainState())
-    results = [primitives.train_step(*parts, max_norm=1.0) for _ in range(steps)]
+    results = [train_step(*parts, max_norm=1.0) for _ in range(steps)]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.shutdown()
     return [float(value) for result in results for value in (result.loss.loss, result.grad_norm)], weights

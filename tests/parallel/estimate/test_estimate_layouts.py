@@ -13,9 +13,10 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.nn.loss import logit_rows
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import sampled
 
 SAMPLE = 1
@@ -122,18 +123,18 @@ def peak_of_a_step(overrides):
     config = load("recipe:llama-tiny", overrides)
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine, materialise=False)
+    model = initialize_parallel_model(config, engine, materialise=False)
     with torch.no_grad():
         for _, parameter in model.named_parameters():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     data = config.run.data
     count = data.global_batch_size // data.micro_batch_size // engine.rank_info.dp_size
     ids = torch.zeros(data.micro_batch_size, data.seq_length, dtype=torch.int64)
     arguments = ([Batch(input_ids=ids, labels=ids)] * count, build.objective(config), build.schedule(config))
-    primitives.train_step(model, optimizer, *arguments, TrainState())
+    train_step(model, optimizer, *arguments, TrainState())
     with LivePeak() as live:
-        primitives.train_step(model, optimizer, *arguments, TrainState())
+        train_step(model, optimizer, *arguments, TrainState())
     states = [value for state in optimizer.inner.state.values() for value in state.values() if value.dim()]
     weights = sum(local_of(parameter).nbytes for _, parameter in model.named_parameters())
     engine.shutdown()

@@ -12,9 +12,10 @@ from nxdt_core.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.nn.loss import logit_rows
 from nxdt_core.parallel.estimate.live import LiveBytes
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 WITHIN = 0.15
 SIZES = (
@@ -51,11 +52,11 @@ class Run:
         self.config = config
         self.engine = build.engine(config)
         self.engine.start()
-        self.model = primitives.initialize_parallel_model(config, self.engine, materialise=False)
+        self.model = initialize_parallel_model(config, self.engine, materialise=False)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.zero_()
-        self.optimizer = primitives.initialize_parallel_optimizer(config, self.engine, self.model)
+        self.optimizer = initialize_parallel_optimizer(config, self.engine, self.model)
         self.objective, self.schedule = build.objective(config), build.schedule(config)
 
     def batch(self):
@@ -65,7 +66,7 @@ class Run:
 
     def step(self, micro_batches=1):
         batches = [self.batch() for _ in range(micro_batches)]
-        primitives.train_step(self.model, self.optimizer, batches, self.objective, self.schedule, TrainState())
+        train_step(self.model, self.optimizer, batches, self.objective, self.schedule, TrainState())
 
     def parameters(self):
         return [parameter for _, parameter in self.model.named_parameters()]

@@ -11,7 +11,8 @@ from nxdt_core.parallel.data.fsdp import keeps_experts
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
+from nxdt_core.training.step import initialize_parallel_model
 from tests.parallel.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, ROWS, SEQ, STRATEGY, configured
 
 FFN, EXPERTS = 64, 4
@@ -23,7 +24,7 @@ def expert_bytes_in_forward() -> int:
     config = configured("mixtral-tiny", "fp32", 2, *experts)
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     found: list[int] = []
     matrices = {(EXPERTS // 2, FFN, HIDDEN), (EXPERTS // 2, HIDDEN, FFN)}
 

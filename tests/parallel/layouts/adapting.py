@@ -9,8 +9,9 @@ import torch
 from nxdt_plugin_lora.merging import merge_lora
 
 from nxdt_core import checkpoint
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.training import configuration, whole
@@ -99,11 +100,11 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool,
     config = configuration(layout, numbers_of(kind), keys, {**adapter, "save_lora_base": False})
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     if not resumes:
         for each in build.adapters(config):
             each.begin(model, config, engine.ranks)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     storage, state = checkpoint.open_storage(str(directory)), TrainState()
     if resumes:
         manifest = checkpoint.find_checkpoint(storage, None, warn=print, ranks=engine.ranks)
@@ -114,7 +115,7 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool,
     batches = share(global_batch(packed=False, count=_MICRO_BATCHES), place.dp_rank, place.dp_size)
     objective, schedule = build.objective(config), build.schedule(config)
     losses = [
-        float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
+        float(train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(steps)
     ]
     TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(storage)

@@ -13,8 +13,9 @@ from nxdt_core.config import load
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.references import Referenced
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from nxdt_core.training.weights.reference import check_base_frozen, compute_log_probs, with_base
 from tests.parallel.matrix.training import whole
 
@@ -53,8 +54,8 @@ def follow(
     )
     engine = build.engine(config)
     engine.start()
-    model_ = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model_)
+    model_ = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model_)
     loss, schedule, state, place = build.objective(config), build.schedule(config), TrainState(), engine.rank_info
     dataset = build.dataset(config, build.tokenizer(config)).split("train")
     reference = traits_of(loss).reference
@@ -78,7 +79,7 @@ def follow(
     batches = iter(GlobalBatchLoader(dataset, shuffle=True, **cut))
     for _ in range(STEPS):
         taken = with_base(next(batches), model_) if reference == "step" else next(batches)
-        step = primitives.train_step(model_, optimizer, taken, loss, schedule, state, apply=look_and_apply)
+        step = train_step(model_, optimizer, taken, loss, schedule, state, apply=look_and_apply)
         found.append({"loss": step.loss.loss, "norm": step.grad_norm, **step.loss.metrics})
     for taken in GlobalBatchLoader(dataset, shuffle=False, repeat=False, **cut):
         judged = model_.run_eval(with_base(taken, model_) if reference == "step" else taken, loss)

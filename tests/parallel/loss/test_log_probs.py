@@ -7,7 +7,8 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
+from nxdt_core.training.step import initialize_parallel_model
 
 SEQ = 16
 STRATEGY = "distributed_strategy."
@@ -30,7 +31,7 @@ def log_probs(overrides: tuple[str, ...]) -> tuple[list[torch.Tensor], torch.Ten
     batch = ("data.global_batch_size=4", "data.micro_batch_size=2", "trainer.accelerator=cpu", "trainer.devices=2")
     engine = build.engine(config := load("recipe:llama-tiny", [*small, *batch, *overrides]))
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     found = model.log_probs(micro_batches())
     logits = model.forward(torch.cat([batch.input_ids for batch in micro_batches()]))
     engine.shutdown()

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.at_rest import at_rest
 from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB, global_batch, share
 from tests.parallel.matrix.held import (
@@ -116,8 +117,8 @@ def train(
     engine = build.engine(config)
     engine.start()
     before = live_bytes()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     place = engine.rank_info
     batches = share(global_batch(packed=layout.packed, count=layout.micro_batches), place.dp_rank, place.dp_size)
     run = _Run(config, model, optimizer, batches)
@@ -169,7 +170,7 @@ class _Run:
         self.figures: dict[str, list[float]] = {}
 
     def step(self, max_norm: float | None = MAX_NORM, apply: Callable[[], object] | None = None) -> None:
-        result = primitives.train_step(
+        result = train_step(
             self._model,
             self._optimizer,
             self._batches,

@@ -15,8 +15,9 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.optimizer import as_torch
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.parallel.matrix.training import whole
 
 ROWS, SEQ, STEPS, MORE = 4, 16, 2, 1
@@ -131,8 +132,8 @@ class _Run:
 
     def __init__(self, config, engine, max_norm: float = 1.0) -> None:
         self.config, self.engine, self.state, self.max_norm = config, engine, TrainState(), max_norm
-        self.model = primitives.initialize_parallel_model(config, engine)
-        self.optimizer = primitives.initialize_parallel_optimizer(config, engine, self.model)
+        self.model = initialize_parallel_model(config, engine)
+        self.optimizer = initialize_parallel_optimizer(config, engine, self.model)
         ids = torch.randint(VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(5))
         place = engine.rank_info
         rows = [row for row in range(ROWS) if row * place.dp_size // ROWS == place.dp_rank]
@@ -153,7 +154,7 @@ class _Run:
         return all(torch.equal(local_of(mine), local_of(theirs)) for (_, mine), (_, theirs) in pairs)
 
     def _step(self) -> torch.Tensor:
-        return primitives.train_step(
+        return train_step(
             self.model, self.optimizer, self.batches, self.objective, self.schedule, self.state, max_norm=self.max_norm
         ).loss.loss
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nxdt_core.errors.base import NxdtError
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer
 from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, clipped, configuration, saved, train, train_rows
 from tests.sampling import asked, slow_except
 
@@ -102,7 +103,7 @@ def build_stock(directory, optimizer):
     config = configuration("sgd", directory, ("trainer.devices=2",))
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     make = getattr(torch.optim, optimizer)
 
     def factory(groups, section):
@@ -149,8 +150,8 @@ def build_groups(directory, overrides):
     engine = build.engine(config)
     engine.start()
     try:
-        model = primitives.initialize_parallel_model(config, engine)
-        optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+        model = initialize_parallel_model(config, engine)
+        optimizer = initialize_parallel_optimizer(config, engine, model)
     except NxdtError as error:
         return str(error)
     finally:

@@ -14,8 +14,9 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 ROWS, SEQ = 8, 16
 SMALL = (
@@ -66,8 +67,8 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
     config = load("recipe:llama-tiny", [*SMALL, f"data.micro_batch_size={micro_batch}", *overrides])
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     session = TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state)
     if resume:
@@ -79,7 +80,7 @@ def train(overrides, *, steps, save_at=None, resume=False, micro_batch=2):
     losses = []
     with Products() as products:
         while state.step < steps:
-            done = primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
+            done = train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0)
             losses.append(float(done.loss.loss))
             if state.step == save_at:
                 session.save()

@@ -15,8 +15,9 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.plan import plan
+from nxdt_core.training.step import initialize_parallel_model
 from tests.parallel.precision.precision_run import SEQ, SMALL
 from tests.sampling import slow
 
@@ -32,7 +33,7 @@ def gradients(overrides, repeats):
     config = load("recipe:llama-tiny", [*SMALL, "data.micro_batch_size=1", *overrides])
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     ids = torch.randint(272, (1, SEQ + 1), generator=torch.Generator().manual_seed(1))
     batch = Batch(input_ids=ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous())
     model.run_train([batch] * repeats, build.objective(config))

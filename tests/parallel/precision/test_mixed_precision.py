@@ -7,8 +7,9 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_optimizer, train_step
 from tests.sampling import slow_except
 
 STEPS, ROWS, SEQ = 6, 4, 16
@@ -46,7 +47,7 @@ def train(policy, world, overrides):
     engine = build.engine(config)
     engine.start()
     model = engine.initialize_model(build.model_builder(config), precision=policy, seed=3)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     ids = torch.randint(272, (2 * ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
     place = engine.rank_info
     rows = 2 * ROWS // place.dp_size
@@ -57,7 +58,7 @@ def train(policy, world, overrides):
     ]
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     losses = [
-        float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
+        float(train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(STEPS)
     ]
     held = {name: local_of(p).numel() for name, p in model.named_parameters()}

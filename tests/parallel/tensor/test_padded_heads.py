@@ -5,8 +5,9 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 STEPS = 2
 PADDED = (
@@ -42,8 +43,8 @@ def train(directory, overrides, resume):
     config = configuration(directory, overrides)
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     storage, state = build.storage(config), TrainState()
     if resume:
         manifest = checkpoint.latest(storage, warn=print)
@@ -56,7 +57,7 @@ def train(directory, overrides, resume):
     batches = [Batch(input_ids=ids[row : row + 1, :-1], labels=ids[row : row + 1, 1:]) for row in rows]
     objective, schedule = build.objective(config), build.schedule(config)
     losses = [
-        float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
+        float(train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(STEPS)
     ]
     if not resume:

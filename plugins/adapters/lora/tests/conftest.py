@@ -19,7 +19,8 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
+from nxdt_core.training.step import initialize_parallel_model
 
 _SIZES = {
     "num_layers": 2,
@@ -131,7 +132,7 @@ def _starting() -> Iterator[Callable[..., Run]]:
         engine = build.engine(config)
         engines.append(engine)
         engine.start()
-        built = primitives.initialize_parallel_model(config, engine)
+        built = initialize_parallel_model(config, engine)
         for adapter_ in build.adapters(config):
             adapter_.begin(built, config, engine.ranks)
         return Run(config=config, engine=engine, model=built)

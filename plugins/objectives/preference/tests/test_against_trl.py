@@ -13,7 +13,8 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.collate import collate
 from nxdt_core.data.references import Referenced
 from nxdt_core.protocols.dataset import MapDataset
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
+from nxdt_core.training.step import initialize_parallel_model
 from nxdt_core.training.weights.reference import compute_log_probs
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is pinned in constraints.txt")
@@ -91,7 +92,7 @@ def ours(
     )
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
+    model = initialize_parallel_model(config, engine)
     dataset = pairs_of(config)
     assert len(dataset) == (2 if packing else len(PAIRS))
     if objective["name"] == "dpo":

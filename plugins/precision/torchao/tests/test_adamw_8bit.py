@@ -22,9 +22,10 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.parallel.estimate.weights import optimizer_state
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import TrainSession, build, primitives
+from nxdt_core.training import TrainSession, build
 from nxdt_core.training.plan import plan
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import shortened, slow_except, takes_all
 
 STRATEGY = "distributed_strategy."
@@ -163,8 +164,8 @@ class _Run:
 
     def __init__(self, config, engine) -> None:
         self.config, self.engine, self.state = config, engine, TrainState()
-        self.model = primitives.initialize_parallel_model(config, engine)
-        self.optimizer = primitives.initialize_parallel_optimizer(config, engine, self.model)
+        self.model = initialize_parallel_model(config, engine)
+        self.optimizer = initialize_parallel_optimizer(config, engine, self.model)
         ids = torch.randint(272, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(5))
         place = engine.rank_info
         rows = [row for row in range(ROWS) if row * place.dp_size // ROWS == place.dp_rank]
@@ -179,7 +180,7 @@ class _Run:
 
     def steps(self, count: int) -> list[float]:
         parts = (self.model, self.optimizer, self.batches, self.objective, self.schedule, self.state)
-        return [float(primitives.train_step(*parts, max_norm=1.0).loss.loss) for _ in range(count)]
+        return [float(train_step(*parts, max_norm=1.0).loss.loss) for _ in range(count)]
 
     def load(self) -> None:
         store = build.storage(self.config)

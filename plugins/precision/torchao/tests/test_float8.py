@@ -22,8 +22,9 @@ from nxdt_core.config import load
 from nxdt_core.devices import PROFILES
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build, primitives
+from nxdt_core.training import build
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.calls import Call, run_in_turn
 from tests.graph_counts import GraphCounts
 from tests.sampling import asked, slow_except
@@ -127,15 +128,15 @@ def train(overrides):
     )
     engine = build.engine(config)
     engine.start()
-    model = primitives.initialize_parallel_model(config, engine)
-    optimizer = primitives.initialize_parallel_optimizer(config, engine, model)
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
     objective, schedule, state = build.objective(config), build.schedule(config), TrainState()
     ids = torch.randint(272, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
     own = ROWS // engine.rank_info.dp_size
     starts = range(engine.rank_info.dp_rank * own, (engine.rank_info.dp_rank + 1) * own, 2)
     batches = [Batch(input_ids=ids[row : row + 2, :-1], labels=ids[row : row + 2, 1:]) for row in starts]
     losses = [
-        float(primitives.train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
+        float(train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
         for _ in range(STEPS)
     ]
     chosen = {

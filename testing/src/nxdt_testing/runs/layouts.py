@@ -32,8 +32,8 @@ from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.training import build
-from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_optimizer, train_step
 from nxdt_core.training.weights.saved_optimizer import check_shared_state
 from nxdt_testing.processes.rank_worker import import_module
 from nxdt_testing.ranks import RankPool, RanksFailed

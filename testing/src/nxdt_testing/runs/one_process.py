@@ -16,8 +16,8 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.training import build
-from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_optimizer, train_step
 from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 from nxdt_testing.runs.layouts import global_batch, run_config

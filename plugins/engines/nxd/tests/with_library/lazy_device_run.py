@@ -13,8 +13,8 @@ import torch_xla.debug.metrics as metrics
 
 from nxdt_core.devices import profile_of
 from nxdt_core.training import build
-from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_optimizer, train_step
 
 STEPS = 20
 

@@ -19,8 +19,8 @@ from nxdt_core.nn.random.init import draw
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.training import build
-from nxdt_core.training.primitives import initialize_parallel_optimizer, train_step
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import initialize_parallel_optimizer, train_step
 
 pytestmark = pytest.mark.timeout(1800)  # the first test waits for all cases
 STEPS, ROWS, MICRO, LENGTH, VOCABULARY = 6, 8, 1, 16, 64

@@ -19,9 +19,9 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.training import build
 from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
 from nxdt_core.training.data import UNNAMED, StepInput
-from nxdt_core.training.primitives import StepResult
 from nxdt_core.training.session import TrainSession
 from nxdt_core.training.state import TrainState
+from nxdt_core.training.step import StepResult
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurStrategy
 
 __all__ = ["NxdtModule"]
