@@ -246,7 +246,9 @@ class Kind:
 
 def _kind(protocol: str, section: str, summary: str, record: type[Component] = Component, name: str = "") -> Kind:
     name = name or protocol.partition(":")[0]
-    package = "nxdt_core" if protocol.startswith(("devices:", "callback:")) else "nxdt_core.protocols"
+    package = {"devices": "nxdt_core.distributed", "callback": "nxdt_core"}.get(
+        protocol.partition(":")[0], "nxdt_core.protocols"
+    )
     return Kind(
         name=name,
         hook=f"nxdt_{name}s",
@@ -254,7 +256,7 @@ def _kind(protocol: str, section: str, summary: str, record: type[Component] = C
         protocol=f"{package}.{protocol}",
         section=section,
         summary=summary,
-        config="nxdt_core.builtins.optimizers.config:OptimizerConfig" if name == "optimizer" else None,
+        config="nxdt_core.train.optimizers.config:OptimizerConfig" if name == "optimizer" else None,
         capabilities=CAPABILITIES.get(name, {}),
     )
 

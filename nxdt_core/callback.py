@@ -99,7 +99,7 @@ class Run:
     """A training run, as its callbacks see it on one rank, and what they may ask of it.
 
     Args:
-        session: the :class:`nxdt_core.training.TrainSession`, which has model, optimizer, data, state and engine.
+        session: the :class:`nxdt_core.train.TrainSession`, which has model, optimizer, data, state and engine.
         say: prints a line on the first rank.
         callbacks: in the order in which they are called, by the names under which a checkpoint keeps their state.
         observers: names of the callbacks without which a run can continue.
@@ -119,7 +119,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         """The newest value of each figure that was logged, by its plain name: ``loss``, ``lr``, ``val_loss``."""
         self.last: Any = None
-        """The :class:`nxdt_core.training.step.StepResult` of the newest step of this process, None before it; its
+        """The :class:`nxdt_core.train.step.StepResult` of the newest step of this process, None before it; its
         tensors are on the device."""
         self.validation: dict[str, Any] = {}
         """Figures of the newest validation, of all its data, and of each set under ``sets`` where there are several."""

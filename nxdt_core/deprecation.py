@@ -33,7 +33,7 @@ def deprecated(*, use: str, since: str, goes: str) -> Callable[[_C], _C]:
 
     Example::
 
-        @deprecated(use="nxdt_core.nn.norm.RMSNorm", since="0.2", goes="0.4")
+        @deprecated(use="nxdt_core.models.norm.RMSNorm", since="0.2", goes="0.4")
         class Norm: ...
     """
     del since

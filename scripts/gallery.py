@@ -156,7 +156,7 @@ def plans() -> Iterator[tuple[str, dict[str, Any]]]:
 def facts(name: str) -> dict[str, Any]:
     """Return what the configuration of a recipe says, with the numbers of its plan."""
     from nxdt_core.config import load
-    from nxdt_core.training.plan import plan
+    from nxdt_core.train.plan import plan
 
     config = load(f"recipe:{name}")
     made = plan(config).estimate

@@ -63,7 +63,7 @@ class Bench:
     @property
     def device(self) -> torch.device:
         """The accelerator; the CPU where there is none."""
-        from nxdt_core.devices import current_device
+        from nxdt_core.distributed.devices import current_device
 
         return current_device()
 
@@ -71,7 +71,7 @@ class Bench:
         """Wait for the device."""
         import torch
 
-        from nxdt_core.devices import profile_of
+        from nxdt_core.distributed.devices import profile_of
 
         if not profile_of(self.device).host:
             torch.accelerator.synchronize()

@@ -204,7 +204,7 @@ def train_figures(bench: Bench, what: str, path: Path, *, intervals: int | None 
     """
     from nxdt_core.config import load
     from nxdt_core.progress import PROGRESS
-    from nxdt_core.training import train
+    from nxdt_core.train import train
 
     PROGRESS.begin_start(bench.imports_s)
     PROGRESS.spent("import")
@@ -263,7 +263,7 @@ def _median(rows: list[dict[str, Any]], key: str) -> float | None:
 
 def _planned(config: ResolvedConfig) -> Memory | None:
     """Return the memory that ``nxdt plan`` estimates; None where the estimate fails."""
-    from nxdt_core.training.plan import plan
+    from nxdt_core.train.plan import plan
 
     try:
         return plan(config, memory_bytes=0).estimate.fullest.memory

@@ -28,9 +28,9 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.bins import first_fit_decreasing
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 SEQUENCE = 512
 CHATS = 400

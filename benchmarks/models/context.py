@@ -21,11 +21,11 @@ import torch.distributed as dist
 from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 
-from nxdt_core.devices import HOST, profile_of
-from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.parallel.context.apply import apply_context_parallel
-from nxdt_core.parallel.context.zigzag import shard_of
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.engine.context.apply import apply_context_parallel
+from nxdt_core.engine.context.zigzag import shard_of
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -32,13 +32,13 @@ from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 from torch.nn import functional
 
 from nxdt_core.checkpoint.hf.directory import load_hf
-from nxdt_core.devices import HOST, current_device, profile_of
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-from nxdt_core.nn.moe.router import TopKRouter
-from nxdt_core.nn.norm import RMSNorm
-from nxdt_core.nn.rotary import RotaryEmbedding, rotate
+from nxdt_core.distributed.devices import HOST, current_device, profile_of
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import MixtureOfExperts
+from nxdt_core.models.moe.router import TopKRouter
+from nxdt_core.models.norm import RMSNorm
+from nxdt_core.models.rotary import RotaryEmbedding, rotate
 from nxdt_core.protocols.model import HFExchange
 
 Work = Callable[[], object]

@@ -27,8 +27,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
-from nxdt_core.training import build
-from nxdt_core.training.step import initialize_parallel_model
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model
 
 ROWS, TOKENS, WIDTH, HEADS, INNER, VOCABULARY = 2, 128, 256, 16, 768, 2048
 STEPS = 5

@@ -25,11 +25,11 @@ import torch
 
 from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import load
-from nxdt_core.devices import profile_of
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 SHAPES = {
     "1M": ("model.num_layers=2", "model.hidden_size=160", "model.ffn_hidden_size=448"),

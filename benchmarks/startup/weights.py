@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nxdt_core.devices import HOST, available_type, max_memory_bytes, profile_of, reset_max_memory
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.distributed.devices import HOST, available_type, max_memory_bytes, profile_of, reset_max_memory
+from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.initialisation import InitRule
 
 RULES = [InitRule(pattern="*", distribution="normal")]

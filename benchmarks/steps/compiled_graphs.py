@@ -23,11 +23,11 @@ from nxdt_testing.ranks import RankPool
 from torch.profiler import ProfilerActivity, profile
 
 from nxdt_core.config import load
-from nxdt_core.devices import PROFILES, profile_of
+from nxdt_core.distributed.devices import PROFILES, profile_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.graph_counts import GraphCounts
 
 _SEQUENCE, _ROWS = 64, 2

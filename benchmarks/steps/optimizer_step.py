@@ -30,12 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
-from nxdt_core.devices import HOST, profile_of
-from nxdt_core.engines.parameter_groups import parameter_groups
-from nxdt_core.parallel.gradients import global_norm
-from nxdt_core.parallel.optimizer import TorchOptimizer
-from nxdt_core.training import build
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.engine.gradients import global_norm
+from nxdt_core.engine.optimizer import TorchOptimizer
+from nxdt_core.engine.parameter_groups import parameter_groups
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
 
 SHAPES = {
     "1M": ("model.num_layers=2", "model.hidden_size=160", "model.ffn_hidden_size=448"),

@@ -27,11 +27,11 @@ from nxdt_testing.ranks import RankPool
 from torch.profiler import ProfilerActivity, profile
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.parallel.pipeline.schedules import bubble_fraction
+from nxdt_core.engine.pipeline.schedules import bubble_fraction
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 SEQ, ROWS, VOCAB = 256, 8, 1024
 MODEL = [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.regular_files import require_fetched
 
 __all__ = ["TorchFileDamaged", "TorchFileRefused", "read_torch_file"]

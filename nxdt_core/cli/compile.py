@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.verb import Verb, config_arguments, print_note, say
-from nxdt_core.engines.compile_cache import check_torch_folder
+from nxdt_core.engine.compile_cache import check_torch_folder
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -49,7 +49,7 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
 
         ctx.exit(as_rank(place, lambda client: _as_rank(_load(source, overrides, client.is_first), client)))
     config = _load(source, overrides)
-    from nxdt_core.training.compile_ahead import ahead_of  # imports torch: only a right configuration pays for it
+    from nxdt_core.train.compile_ahead import ahead_of  # imports torch: only a right configuration pays for it
 
     ahead = ahead_of(config)
     if ahead.tool:
@@ -78,14 +78,14 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
 
 
 def _as_rank(config: ResolvedConfig, client: Client) -> int:
-    from nxdt_core.training.compile_ahead import ahead_of
+    from nxdt_core.train.compile_ahead import ahead_of
 
     client.watch(config.run.distributed_strategy.timeout_s)
     return _trial(config, ahead_of(config), speaks=client.place.rank == 0)
 
 
 def _trial(config: ResolvedConfig, ahead: CompileAhead, *, speaks: bool = True) -> int:
-    from nxdt_core.training.compile_ahead import run_trial
+    from nxdt_core.train.compile_ahead import run_trial
 
     if speaks:
         say(f"cache of compiled graphs: {ahead.cache}")

@@ -9,7 +9,7 @@ import click
 
 from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
 from nxdt_core.cli.verb import Verb, as_json, print_json
-from nxdt_core.engines.compile_cache import check_torch_folder
+from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.visible_text import visible
 
 __all__ = ["generate"]
@@ -70,7 +70,7 @@ def generate(
     model and its tokenizer are built from the configuration that the checkpoint keeps, or from --config.
     """
     check_torch_folder()
-    from nxdt_core.inference.generate import generate as continue_prompt
+    from nxdt_core.train.inference.generate import generate as continue_prompt
 
     pieces = continue_prompt(
         checkpoint,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from nxdt_core.cli.verb import Verb, say
-from nxdt_core.training.run.metric_rows import Row, finite
+from nxdt_core.train.run.metric_rows import Row, finite
 
 __all__ = ["plot"]
 
@@ -34,7 +34,7 @@ def plot(runs: tuple[Path, ...], output: Path | None) -> None:
     It shows the loss of training and of validations, where a run resumed, and the learning rate, over steps and tokens.
     It needs matplotlib: pip install 'nxdt-core[plot]'.
     """
-    from nxdt_core.training.run.plot import draw, read_run
+    from nxdt_core.train.run.plot import draw, read_run
 
     read = [read_run(run) for run in runs]
     target = runs[0] / "loss.png" if output is None else output

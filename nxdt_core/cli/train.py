@@ -9,7 +9,7 @@ import click
 
 from nxdt_core.cli.terminal.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
-from nxdt_core.engines.compile_cache import check_torch_folder
+from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
 from nxdt_core.progress import PROGRESS, process_age_s
 
@@ -81,7 +81,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
-    from nxdt_core.training.monitoring.died import mark_failed
+    from nxdt_core.train.monitoring.died import mark_failed
 
     try:
         outcome = launch(config, ["train", *options])
@@ -114,7 +114,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
 
 def _train(config: ResolvedConfig, client: Client | None = None, json_output: bool = False) -> int:
     check_torch_folder()
-    from nxdt_core.training.run.train import (
+    from nxdt_core.train.run.train import (
         train as run,  # imports torch: only a configuration that is right pays for it
     )
 

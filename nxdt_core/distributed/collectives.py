@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdt_core.devices import profile_of
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.torch_versions import (
     all_gather_single,
     begun_all_to_all,

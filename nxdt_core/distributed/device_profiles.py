@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import DeviceProfile, register_profile
+from nxdt_core.distributed.devices import DeviceProfile, register_profile
 from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
 from nxdt_core.kernel.plugin import BUILTIN
 

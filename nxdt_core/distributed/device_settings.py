@@ -10,7 +10,7 @@ import torch
 from nxdt_core.config.schema.data import DataConfig
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.schema.trainer import TrainerConfig
-from nxdt_core.devices import DeviceProfile
+from nxdt_core.distributed.devices import DeviceProfile
 
 __all__ = ["configure_allocator", "ignored_settings", "pins_inputs", "use_device_settings"]
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from nxdt_core.devices import HOST, profile_of
+from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors import NxdtError

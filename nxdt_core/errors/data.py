@@ -93,7 +93,7 @@ DataRankMissing = NxdtError.define(
     "NXDT-D025",
     "A loader in one of several processes that was not given the process's share of the data.",
     "GlobalBatchLoader has no dp_rank and dp_size, and this is one of {world_size} processes of a group.",
-    "Build the loader with nxdt_core.training.build.batches(config, engine, dataset), or pass dp_rank and "
+    "Build the loader with nxdt_core.train.build.batches(config, engine, dataset), or pass dp_rank and "
     "dp_size of engine.rank_info (0 and 1 where all processes read the same samples).",
 )
 

@@ -102,7 +102,8 @@ BadDeviceProfile = NxdtError.define(
     "NXDT-P006",
     "A plugin's record of a device type names something else.",
     "The plugin {plugin!r} describes devices of type {accelerator!r} by {reference}, which is {found}.",
-    "Let the record's target be a nxdt_core.devices.DeviceProfile whose device_type is the record's name, or block "
+    "Let the record's target be a nxdt_core.distributed.devices.DeviceProfile whose device_type is the record's "
+    "name, or block "
     "the plugin with plugins.block.",
 )
 

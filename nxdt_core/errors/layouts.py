@@ -107,7 +107,7 @@ AttentionCoreUnknown = NxdtError.define(
     "An attention core whose mask context parallelism cannot shard.",
     "The attention core '{path}' ({core}) cannot be computed in parts: {reason}.",
     "Context parallelism computes softmax(scale q kᵀ) v over earlier tokens of the same document: let a core that "
-    "does just that say so in semantics(), as nxdt_core.nn.attention.CausalAttention does; train others with "
+    "does just that say so in semantics(), as nxdt_core.models.attention.CausalAttention does; train others with "
     "distributed_strategy.context_parallel_size=1.",
 )
 

@@ -228,7 +228,7 @@ LogitsAreSharded = NxdtError.define(
     "NXDT-M093",
     "An objective computes with logits of which each tensor parallel rank holds a part.",
     "The objective {objective} computes with logits that are sharded over the vocabulary: {reason}.",
-    "Let it pass them to cross_entropies, log_probs and log_partition of nxdt_core.nn.loss alone, which return "
+    "Let it pass them to cross_entropies, log_probs and log_partition of nxdt_core.models.loss alone, which return "
     "plain tensors, or set distributed_strategy.tensor_model_parallel_size=1.",
 )
 

@@ -22,9 +22,9 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import current_device, profile_of
 from nxdt_core.distributed.device_profiles import register_profile_of
 from nxdt_core.distributed.device_settings import configure_allocator
+from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.clusters import NodeAlreadyJoined

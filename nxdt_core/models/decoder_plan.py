@@ -10,7 +10,7 @@ from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan,
 __all__ = ["ATTENTION", "LAYER", "MLP", "NORMS", "SWIGLU_STYLES", "rotary_decoder_plan"]
 
 LAYER = "layers.*"
-"""Pattern of the layers of a :class:`~nxdt_core.nn.decoder.RotaryDecoder`."""
+"""Pattern of the layers of a :class:`~nxdt_core.models.decoder.RotaryDecoder`."""
 ATTENTION = f"{LAYER}.attention"
 """Pattern of their attention."""
 MLP = f"{LAYER}.mlp"
@@ -19,7 +19,7 @@ NORMS = (f"{LAYER}.attention_norm", f"{LAYER}.mlp_norm", "norm")
 """Patterns of the modules that normalise."""
 
 SWIGLU_STYLES: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
-"""Tensor parallelism within a :class:`~nxdt_core.nn.mlp.SwiGLU`."""
+"""Tensor parallelism within a :class:`~nxdt_core.models.mlp.SwiGLU`."""
 
 
 def rotary_decoder_plan(

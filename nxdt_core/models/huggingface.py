@@ -53,7 +53,8 @@ DECODER_MODULES: Mapping[str, str] = {
     "norm": "model.norm",
     "lm_head": "lm_head",
 }
-"""Modules of every :class:`~nxdt_core.nn.decoder.RotaryDecoder`: ours → theirs. The feed-forward blocks are missing."""
+"""Modules of every :class:`~nxdt_core.models.decoder.RotaryDecoder`: ours → theirs. The feed-forward blocks are
+missing."""
 
 SWIGLU_MODULES: Mapping[str, str] = {
     "layers.*.mlp.gate_proj": "model.layers.*.mlp.gate_proj",

@@ -1,7 +1,7 @@
 """How fresh weights are drawn: rules by parameter name, so that any shard of any layout can draw its own.
 
 A fresh weight is a function of (seed, global parameter name, global element index) only; see
-:mod:`nxdt_core.nn.random.init` for the generator.
+:mod:`nxdt_core.models.random.init` for the generator.
 """
 
 from __future__ import annotations

@@ -50,10 +50,11 @@ class ModelBuilder(Protocol):
     The module's forward is ``forward(input_ids, position_ids=None, document_ids=None, step=None) -> logits`` with
     ``input_ids``, ``position_ids``, ``document_ids`` [micro_batch, seq] int64 and ``logits``
     [micro_batch, seq, vocab]. ``document_ids`` given means: tokens attend within their own document only.
-    ``step``, a :class:`~nxdt_core.protocols.step_context.StepContext`, is for the building blocks of ``nxdt_core.nn``
+    ``step``, a :class:`~nxdt_core.protocols.step_context.StepContext`, is for the building blocks of
+    ``nxdt_core.models``
     that take it. A forward without this parameter is not given it, and the blocks find it at the border
-    (:mod:`nxdt_core.nn.step_border`).
-    Auxiliary losses are added to the graph with :func:`nxdt_core.nn.moe.aux_loss.add_aux_loss`.
+    (:mod:`nxdt_core.models.step_border`).
+    Auxiliary losses are added to the graph with :func:`nxdt_core.models.moe.aux_loss.add_aux_loss`.
     """
 
     vocab_size: int

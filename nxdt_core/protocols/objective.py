@@ -67,7 +67,8 @@ class Objective(Protocol):
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab] in the compute dtype. Under tensor parallelism they are sharded:
-        pass them, with ``step``, to ``cross_entropies``, ``log_probs`` or ``log_partition`` of ``nxdt_core.nn.loss``
+        pass them, with ``step``, to ``cross_entropies``, ``log_probs`` or ``log_partition`` of
+        ``nxdt_core.models.loss``
         alone. A loss with sums over whole sequences takes them from ``step.sequences``, since ranks may share each
         sequence. An objective that needs neither may lack the parameter ``step``."""
         ...

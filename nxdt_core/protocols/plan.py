@@ -79,15 +79,16 @@ class ExpertPlan:
 
     modules: tuple[str, ...] = ()
     """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
-    through their attribute ``local`` (:class:`nxdt_core.nn.moe.experts.SwiGLUExperts`)."""
+    through their attribute ``local`` (:class:`nxdt_core.models.moe.experts.SwiGLUExperts`)."""
     tensor: Mapping[str, Literal["column", "row"]] = field(default_factory=dict)
     """Parameter path pattern of experts' matrices [experts, out, in] → which side tensor parallelism shards."""
     dispatchers: tuple[str, ...] = ()
     """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
     routers: tuple[str, ...] = ()
     """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
-    engines fill their attribute ``shards`` (:class:`nxdt_core.nn.moe.token_shards.TokenShards`). Where they keep
-    ``statistics`` of their number of ``experts`` (:class:`nxdt_core.nn.moe.router.TopKRouter`), a step reports them."""
+    engines fill their attribute ``shards`` (:class:`nxdt_core.models.moe.token_shards.TokenShards`). Where they keep
+    ``statistics`` of their number of ``experts`` (:class:`nxdt_core.models.moe.router.TopKRouter`), a step reports
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class ParallelPlan:
     pipeline: PipelinePlan | None = None
     attention_cores: tuple[str, ...] = ()
     """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces; their
-    ``semantics()`` says what they compute (:class:`nxdt_core.nn.attention.grouped_query.AttentionSemantics`)."""
+    ``semantics()`` says what they compute (:class:`nxdt_core.models.attention.grouped_query.AttentionSemantics`)."""
     experts: ExpertPlan = field(default_factory=ExpertPlan)
     """Of a mixture of experts."""
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

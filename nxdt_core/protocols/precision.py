@@ -64,7 +64,7 @@ class LinearProduct(Protocol):
         """Return ``hidden`` [..., in] times ``weight`` [out, in] transposed, [..., out]; differentiable.
 
         Both have the dtypes that the layer has them in: under autocast, casting them is up to this call
-        (:func:`nxdt_core.nn.autocast.compute_dtype`).
+        (:func:`nxdt_core.models.autocast.compute_dtype`).
         """
         ...
 

@@ -13,8 +13,8 @@ __all__ = ["SequenceShards", "StepContext", "VocabularyLoss"]
 
 
 VocabularyLoss = Callable[[Any, "torch.Tensor | None"], "torch.Tensor"]
-"""From the logits of an engine and labels to what :func:`nxdt_core.nn.loss.cross_entropies` returns; without labels to
-what :func:`nxdt_core.nn.loss.log_partition` does."""
+"""From the logits of an engine and labels to what :func:`nxdt_core.models.loss.cross_entropies` returns; without
+labels to what :func:`nxdt_core.models.loss.log_partition` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class StepContext:
     logits are wanted."""
     masks: Mapping[str, Any] = field(default_factory=dict)
     """What attention needs of packed documents, made before a compiled layer runs; by the names of
-    :class:`nxdt_core.nn.attention.documents.DocumentMasks`."""
+    :class:`nxdt_core.models.attention.documents.DocumentMasks`."""
     aux_loss_scale: float | torch.Tensor = 1.0
     """Factor of auxiliary losses, which are sums over the micro-batch's tokens: 1 over the weight of the global batch,
     a scalar on the device."""

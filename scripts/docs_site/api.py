@@ -115,7 +115,8 @@ class Links:
         """Return the link to a name as docstrings write it, or None where it has no description."""
         for full in (target, f"{self.module}.{target}"):
             if full in self.places:
-                return f"{self.places[full].rpartition('/')[2]}#{full}"
+                page = self.places[full].rpartition("/")[2]
+                return page if page == f"{full}.md" else f"{page}#{full}"  # a module's own page has no such anchor
         return None
 
 

@@ -14,13 +14,13 @@ from nxdt_core.deprecation import NxdtDeprecationWarning, deprecated
 from scripts import public_api
 
 
-@deprecated(use="nxdt_core.nn.norm.RMSNorm", since="0.1", goes="0.3")
+@deprecated(use="nxdt_core.models.norm.RMSNorm", since="0.1", goes="0.3")
 class Old:
     def __init__(self, size):
         self.size = size
 
 
-@deprecated(use="nxdt_core.nn.norm.norm", since="0.1", goes="0.3")
+@deprecated(use="nxdt_core.models.norm.norm", since="0.1", goes="0.3")
 def old(size, *, scale=1):
     """Return a size."""
     return size * scale
@@ -32,7 +32,7 @@ def test_a_deprecated_class_or_function_works_and_warns_where_it_is_used():
     assert found == (3, 6)
     assert [warning.filename for warning in caught] == [__file__, __file__]
     first, second = (str(warning.message) for warning in caught)
-    assert first == f"{__name__}.Old is deprecated and goes in nxdt-core 0.3. Use nxdt_core.nn.norm.RMSNorm."
+    assert first == f"{__name__}.Old is deprecated and goes in nxdt-core 0.3. Use nxdt_core.models.norm.RMSNorm."
     assert second.startswith(f"{__name__}.old is deprecated")
     assert (old.__name__, old.__doc__, old.__deprecated__) == ("old", "Return a size.", second)
 
@@ -114,16 +114,16 @@ def test_the_page_lists_what_is_deprecated():
 
 def test_a_removal_that_was_not_deprecated_is_named():
     before = [
-        "function nxdt_core.nn.norm.norm : -> int",
-        "parameter nxdt_core.nn.norm.norm(size) : int",
-        "class nxdt_core.nn.norm.Norm",
-        "deprecated nxdt_core.nn.norm.Norm : since 0.1, goes in 0.3, use nxdt_core.nn.norm.RMSNorm",
+        "function nxdt_core.models.norm.norm : -> int",
+        "parameter nxdt_core.models.norm.norm(size) : int",
+        "class nxdt_core.models.norm.Norm",
+        "deprecated nxdt_core.models.norm.Norm : since 0.1, goes in 0.3, use nxdt_core.models.norm.RMSNorm",
         "key trainer.old : an integer = 1",
         "name nxdt_core.data.bins.THING",
     ]
     found = public_api.compare(before, [])
     assert sorted(public_api.undeprecated(found, before)) == [
-        "function nxdt_core.nn.norm.norm : -> int",
+        "function nxdt_core.models.norm.norm : -> int",
         "key trainer.old : an integer = 1",
     ]
 

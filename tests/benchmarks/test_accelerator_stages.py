@@ -15,9 +15,9 @@ from accelerator.runs import SHAPES, Shape
 from accelerator.stages import STAGES
 from accelerator.traces import trace_rows
 
-from nxdt_core.parallel.estimate.live import LiveBytes
-from nxdt_core.training import TrainSession
-from nxdt_core.training.plan import plan
+from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.train import TrainSession
+from nxdt_core.train.plan import plan
 from tests.sampling import sampled, takes_all
 
 DEFAULT = ("chats", "generate")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.optimizer_contract import OptimizerContract
 
-from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.kernel.loading import import_reference
+from nxdt_core.train.optimizers.records import OPTIMIZERS
 from tests.sampling import takes_all
 
 BY_NAME = {record.name: record for record in OPTIMIZERS}

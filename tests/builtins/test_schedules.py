@@ -8,11 +8,11 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.schedules import annealing, holding
-from nxdt_core.builtins.schedules import config as sections
-from nxdt_core.builtins.schedules.records import SCHEDULES
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import ScheduleHorizon
+from nxdt_core.train.schedules import annealing, holding
+from nxdt_core.train.schedules import config as sections
+from nxdt_core.train.schedules.records import SCHEDULES
 
 LR, END, WARM, LOW = 1e-3, 100, 10, 1e-4
 HORIZON = ScheduleHorizon(max_steps=END, lr=LR)

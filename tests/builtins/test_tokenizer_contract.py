@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from nxdt_testing.tokenizer_contract import TokenizerContract
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.builtins.tokenizers.config import (
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.config import (
     HuggingFaceTokenizerConfig,
     MegatronTokenizerConfig,
     SentencePieceTokenizerConfig,
     TiktokenTokenizerConfig,
 )
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
-from nxdt_core.builtins.tokenizers.megatron import MegatronTokenizer
-from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
-from nxdt_core.builtins.tokenizers.tiktoken import TiktokenTokenizer
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.data.tokenizers.megatron import MegatronTokenizer
+from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from nxdt_core.data.tokenizers.tiktoken import TiktokenTokenizer
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 LINES = (PLUGINS / "datasets/text/src/nxdt_plugin_text/data/kjv.txt").read_text().splitlines()[:300]

@@ -8,8 +8,8 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.builtins.tokenizers.config import ByteTokenizerConfig
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.config import ByteTokenizerConfig
 from nxdt_core.protocols.tokenizer import Tokenizer
 
 tokenizer = ByteTokenizer(ByteTokenizerConfig())
@@ -50,5 +50,5 @@ def test_what_utf8_cannot_express_becomes_a_question_mark():
 
 def test_it_looks_like_a_tokenizer_and_imports_no_torch():
     assert isinstance(tokenizer, Tokenizer)
-    program = "import sys; sys.modules['torch'] = None; import nxdt_core.builtins.tokenizers.byte"
+    program = "import sys; sys.modules['torch'] = None; import nxdt_core.data.tokenizers.byte"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.data import (
     BadTokenizerConfig,
@@ -186,8 +186,8 @@ import sys
 sys.modules["transformers"] = None
 sys.modules["torch"] = None
 from pathlib import Path
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 print(HuggingFaceTokenizer(HuggingFaceTokenizerConfig(model=Path({str(directory)!r}))).vocab_size)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
@@ -203,8 +203,8 @@ def test_a_name_is_found_in_the_cache_of_the_hub_and_else_refused(directory, tmp
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (revision / file).write_bytes((directory / file).read_bytes())
     program = """
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 found = HuggingFaceTokenizer(HuggingFaceTokenizerConfig(type="someone/little"))
 print(found.vocab_size, found.bos_id, found.eos_id, len(found.encode("In the beginning, In the beginning")))

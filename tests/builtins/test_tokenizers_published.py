@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.tokenizers.config import (
+from nxdt_core.data.tokenizers.config import (
     HuggingFaceTokenizerConfig,
     MegatronTokenizerConfig,
     SentencePieceTokenizerConfig,
     TiktokenTokenizerConfig,
 )
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
-from nxdt_core.builtins.tokenizers.megatron import MegatronTokenizer
-from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
-from nxdt_core.builtins.tokenizers.tiktoken import TiktokenTokenizer
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.data.tokenizers.megatron import MegatronTokenizer
+from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from nxdt_core.data.tokenizers.tiktoken import TiktokenTokenizer
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import HFTokenizer, Tokenizer
 from tests.carried import carried

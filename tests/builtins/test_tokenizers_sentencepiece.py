@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.tokenizers.config import SentencePieceTokenizerConfig
-from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
+from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
+from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
 from nxdt_core.protocols.tokenizer import Tokenizer
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager
-from nxdt_core.devices import HOST
+from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
 from tests.checkpoint.layouts import sharded

@@ -11,9 +11,9 @@ import pytest
 import torch
 from nxdt_testing.stores.saving import save_checkpoint
 
-from nxdt_core.builtins.stores.config import LocalStorageConfig
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, Manifest
+from nxdt_core.checkpoint.stores.config import LocalStorageConfig
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.poison import builder, little_memory, marker
 

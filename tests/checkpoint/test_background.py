@@ -12,7 +12,6 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.memory import MemoryStorage
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     CheckpointManager,
@@ -25,6 +24,7 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.pieces import storable_piece
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
 from tests.checkpoint import background

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     latest,
@@ -31,6 +30,7 @@ from nxdt_core.checkpoint import (
 from nxdt_core.checkpoint.format.digests import BLOCK_BYTES, BlockDigests, digest
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew, StorageError
 from tests.sampling import takes_all
 

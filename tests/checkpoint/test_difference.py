@@ -12,9 +12,9 @@ from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.memory import MemoryStorage
 from nxdt_testing.stores.saving import save_checkpoint
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, read_manifest
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint import difference
 from nxdt_core.cli.checkpoint.difference import Difference, Side, compare_checkpoints
 from nxdt_core.errors.checkpoints import CheckpointDamaged

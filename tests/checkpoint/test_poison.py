@@ -17,7 +17,6 @@ import torch
 from nxdt_testing.errors import raises
 from safetensors.torch import save_file
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     latest,
@@ -34,6 +33,7 @@ from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, encode_man
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.checkpoint.hf.weights import INDEX
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.difference import Side, compare_checkpoints
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import find_checkpoint, latest, list_checkpoints, load_model, prune, read_manifest, verify
 from nxdt_core.checkpoint.format.file_names import manifest_key
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import CheckpointNotFound
 
 

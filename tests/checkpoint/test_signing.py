@@ -22,7 +22,6 @@ from nxdt_testing.stores.faults import FaultyStorage
 from nxdt_testing.stores.memory import MemoryStorage
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     Manifest,
     Signer,
@@ -38,6 +37,7 @@ from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import manifest_key, signature_key
 from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.signing import Signature, read_signature, write_signature
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.copying import copy_checkpoint
 from nxdt_core.dcp.write import NxdtWriter
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointIsNoFile, StorageError
@@ -50,8 +50,8 @@ from nxdt_core.errors.signing import (
     SigningKeyUnusable,
     SigningLibraryMissing,
 )
-from nxdt_core.training.weights.export import export_hf
-from nxdt_core.training.weights.importing import import_checkpoint
+from nxdt_core.train.weights.export import export_hf
+from nxdt_core.train.weights.importing import import_checkpoint
 from tests.checkpoint.hf.exchange import save_run
 from tests.checkpoint.signed import load_trusted, make_key, write_key
 

@@ -27,7 +27,7 @@ def nxdt_devices():
 def __getattr__(name):
     if name != "profile":
         raise AttributeError(name)
-    from nxdt_core.devices import CPU
+    from nxdt_core.distributed.devices import CPU
     return replace(CPU, compile_backend="eager")
 """
 """A plugin: the host, with a backend of torch.compile that needs no C++ compiler and keeps nothing."""

@@ -54,7 +54,7 @@ def nxdt_models():
 
 @hookimpl
 def nxdt_optimizers():
-    config = "nxdt_core.builtins.optimizers.config:SGDConfig"
+    config = "nxdt_core.train.optimizers.config:SGDConfig"
     return [Component(name="bare-sgd", target=f"{__name__}:Engine", config=config)]
 
 

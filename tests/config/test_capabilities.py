@@ -178,7 +178,7 @@ def test_rules_that_fail_are_the_engines_fault(bare, good, engine, code, reason)
 
 
 def test_what_a_factory_decides_is_checked_when_it_is_built(bare, good):
-    from nxdt_core.training import build
+    from nxdt_core.train import build
 
     run = config.load(config_of(good), ["parallel_engine.name=bare", "precision.type=secret"], kernel=bare)
     with pytest.raises(ConfigError, match="'dtype:bfloat16'"):
@@ -189,7 +189,7 @@ def test_what_a_factory_decides_is_checked_when_it_is_built(bare, good):
 
 
 def test_processes_that_somebody_else_starts_are_counted_before_the_engine_is_built(bare, good, monkeypatch):
-    from nxdt_core.training import build
+    from nxdt_core.train import build
 
     run = config.load(config_of(good), ["parallel_engine.name=bare"], kernel=bare)
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.preview import preview
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport, TokenCount
 

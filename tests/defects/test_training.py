@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.precision.records import POLICIES
-from nxdt_core.builtins.stores.local import LocalStorage
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.precision.records import POLICIES
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 LR, DECAY = 0.5, 0.25
 ROWS, SEQ = 4, 32

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._dynamo import register_backend
 
-from nxdt_core.device_operations import DeviceOperations
-from nxdt_core.devices import DeviceProfile
+from nxdt_core.distributed.device_operations import DeviceOperations
+from nxdt_core.distributed.devices import DeviceProfile
 from tests.device.building import CACHE, library
 
 __all__ = ["COMPILED", "NAME", "PROFILE", "waits"]

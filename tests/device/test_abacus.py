@@ -19,10 +19,10 @@ import torch
 from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
 from nxdt_testing.ranks import RankPool
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import load_model, read_manifest
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import load
-from nxdt_core.training import TrainSession
+from nxdt_core.train import TrainSession
 from tests import processes
 from tests.calls import Call, run_in_turn
 from tests.device.building import CACHE

@@ -17,12 +17,12 @@ from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.devices import register_profile
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-from nxdt_core.nn.moe.router import TopKRouter
-from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher
+from nxdt_core.distributed.devices import register_profile
+from nxdt_core.engine.expert.dispatch import AllToAllDispatcher
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import MixtureOfExperts
+from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.device.building import CACHE
 

@@ -10,9 +10,16 @@ import pytest
 import torch
 from nxdt_testing.ranks import RankPool
 
-from nxdt_core.devices import HOST, current_device, max_memory_bytes, profile_of, register_profile, reset_max_memory
-from nxdt_core.nn.random import init
-from nxdt_core.nn.random.init import draw, fill
+from nxdt_core.distributed.devices import (
+    HOST,
+    current_device,
+    max_memory_bytes,
+    profile_of,
+    register_profile,
+    reset_max_memory,
+)
+from nxdt_core.models.random import init
+from nxdt_core.models.random.init import draw, fill
 from nxdt_core.protocols.initialisation import InitRule
 from tests.device.building import CACHE
 

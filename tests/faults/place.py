@@ -10,7 +10,7 @@ from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT
 
-from nxdt_core.builtins.stores.local import LocalStorage
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["Place"]

@@ -35,20 +35,20 @@ from nxdt_testing.stores.saving import save_checkpoint
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.checkpoint.format.digests import BlockDigests, DigestingWriter, digest
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.cli.report.page import page
 from nxdt_core.cli.report.records import read_run
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.files.records import read_records
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
-from nxdt_core.training.run.plot import read_run as read_plotted
+from nxdt_core.train.run.plot import read_run as read_plotted
 from tests.checkpoint.poison import import_all, weights
 from tests.fuzz.mutation import changed, changed_bytes, odd_values
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 CORE = Path(__file__).parents[2] / "nxdt_core"
-TABLE = CORE / "devices.py"
-RECORDS = CORE / "builtins" / "devices.py"
+TABLE = CORE / "distributed" / "devices.py"
+RECORDS = CORE / "distributed" / "device_records.py"
 
 NAMES = {"cpu", "cuda", "neuron", "mps", "xpu", "hpu", "gloo", "nccl"}
 ATTRIBUTES = NAMES | {f"is_{name}" for name in NAMES}

@@ -12,11 +12,11 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.config.resolved import ResolvedConfig
-from nxdt_core.devices import HOST, PROFILES, current_device
 from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.devices import HOST, PROFILES, current_device
 from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
 from nxdt_core.errors.plugins import AmbiguousComponent
-from nxdt_core.training import build
+from nxdt_core.train import build
 
 PLUGIN = """
 from nxdt_core.api import Component, hookimpl
@@ -30,8 +30,8 @@ def nxdt_devices():
 PROFILE = """
 import torch
 
-from nxdt_core.device_operations import DeviceOperations
-from nxdt_core.devices import DeviceProfile
+from nxdt_core.distributed.device_operations import DeviceOperations
+from nxdt_core.distributed.devices import DeviceProfile
 
 
 class Operations(DeviceOperations):

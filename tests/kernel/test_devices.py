@@ -12,8 +12,8 @@ import torch
 from nxdt_testing.errors import raises
 from torch.nn import functional
 
-from nxdt_core.device_operations import DeviceOperations
-from nxdt_core.devices import (
+from nxdt_core.distributed.device_operations import DeviceOperations
+from nxdt_core.distributed.devices import (
     HOST,
     PROFILES,
     DeviceProfile,
@@ -25,10 +25,10 @@ from nxdt_core.devices import (
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
 from nxdt_core.errors.ranks import NotEnoughDevices
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.norm import RMSNorm
-from nxdt_core.nn.random.dropout import Dropout, _seeded_mask, causal_attention
-from nxdt_core.training.state import capture_rng, restore_rng, seed_all
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.norm import RMSNorm
+from nxdt_core.models.random.dropout import Dropout, _seeded_mask, causal_attention
+from nxdt_core.train.state import capture_rng, restore_rng, seed_all
 
 
 def test_each_row_stands_under_its_own_type():

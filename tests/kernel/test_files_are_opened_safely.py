@@ -36,9 +36,9 @@ ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
         f"{CORE}/checkpoint/formats.py: _loaded(component).open(path)",
         f"{CORE}/checkpoint/formats.py: chosen.open(path)",
-        f"{CORE}/training/run/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
-        f"{CORE}/training/weights/reference.py: np.load(file, allow_pickle=False)",
-        f"{CORE}/training/weights/reference.py: "
+        f"{CORE}/train/run/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
+        f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
+        f"{CORE}/train/weights/reference.py: "
         "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
         f"{MEGATRON}/preprocess/progress.py: np.fromfile(file, '<i4')",
         f"{MIGRATE}/legacy.py: document.move(path, OF_ENGINE[path])",
@@ -63,7 +63,7 @@ ALLOWED = {
         f"{CORE}/cli/plugins/doctor.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
         f"{CORE}/kernel/fingerprint.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
-        f"{CORE}/training/environment.py: module.read_bytes()",
+        f"{CORE}/train/environment.py: module.read_bytes()",
     },
     "files of the operating system": {
         f"{CORE}/checkpoint/ownership/owner.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
@@ -74,8 +74,8 @@ ALLOWED = {
         f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",
         f"{CORE}/file_lock.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
         f"{CORE}/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
-        f"{CORE}/training/environment.py: file.read_text()",
-        f"{CORE}/trainium.py: (system / file).read_text()",
+        f"{CORE}/train/environment.py: file.read_text()",
+        f"{CORE}/distributed/trainium.py: (system / file).read_text()",
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
@@ -84,9 +84,9 @@ ALLOWED = {
         f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
     },
     "read only, in a directory that is named; links are followed, and the line before checks that it is a file": {
-        f"{CORE}/builtins/tokenizers/files.py: path.read_bytes()",
-        f"{CORE}/builtins/tokenizers/huggingface_chat.py: path.read_text(encoding='utf-8')",
-        f"{CORE}/builtins/tokenizers/huggingface_files.py: (loaded.directory / name).read_bytes()",
+        f"{CORE}/data/tokenizers/files.py: path.read_bytes()",
+        f"{CORE}/data/tokenizers/huggingface_chat.py: path.read_text(encoding='utf-8')",
+        f"{CORE}/data/tokenizers/huggingface_files.py: (loaded.directory / name).read_bytes()",
         f"{CORE}/checkpoint/hf/weights.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
         f"{CORE}/data/digest.py: path.open('rb')",
@@ -101,16 +101,15 @@ ALLOWED = {
         f"{CORE}/data/files/array_cache.py: (part / f'{{each.name}}.npy').open('wb')",
         f"{CORE}/data/files/array_cache.py: np.save(file, getattr(made, each.name))",
         f"{CORE}/data/files/array_cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
-        f"{CORE}/engines/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
+        f"{CORE}/engine/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
         f"{CORE}/data/files/array_cache.py: np.load(path, mmap_mode='r')",
-        f"{CORE}/training/callbacks/profiler.py: "
-        "found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
+        f"{CORE}/train/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {
-        f"{CORE}/builtins/stores/local.py: os.link(temporary, path)",
-        f"{CORE}/builtins/stores/local.py: os.open(folder, os.O_RDONLY | os.O_DIRECTORY)",
+        f"{CORE}/checkpoint/stores/local.py: os.link(temporary, path)",
+        f"{CORE}/checkpoint/stores/local.py: os.open(folder, os.O_RDONLY | os.O_DIRECTORY)",
     },
 }
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nxdt_core.devices import PROFILES, current_device, max_memory_bytes, profile_of, reset_max_memory
-from nxdt_core.nn.attention.documents import DocumentMasks, document_mask, window_mask
-from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
-from nxdt_core.nn.random.dropout import causal_attention
-from nxdt_core.nn.rotary import RotaryEmbedding
+from nxdt_core.distributed.devices import PROFILES, current_device, max_memory_bytes, profile_of, reset_max_memory
+from nxdt_core.models.attention.documents import DocumentMasks, document_mask, window_mask
+from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.models.random.dropout import causal_attention
+from nxdt_core.models.rotary import RotaryEmbedding
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1]])
 
@@ -58,7 +58,7 @@ def test_the_core_computes_attention(kv_heads, document_ids):
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
 @pytest.mark.parametrize("document_ids", [None, IDS], ids=["whole rows", "documents"])
 def test_a_windowed_core_sees_the_last_few_tokens(window, document_ids, monkeypatch):
-    monkeypatch.setattr("nxdt_core.nn.attention.window._LEAST_ROWS", 3)
+    monkeypatch.setattr("nxdt_core.models.attention.window._LEAST_ROWS", 3)
     inputs = heads(2)
     ours = CausalAttention(window=window)(*inputs, document_ids)
     expected = definition(*inputs, document_ids, window=window)
@@ -90,7 +90,7 @@ def test_a_windowed_core_computes_few_scores(monkeypatch):
 def test_windowed_cores_of_a_model_build_one_mask(monkeypatch):
     masks, made = DocumentMasks(), []
     monkeypatch.setattr(
-        "nxdt_core.nn.attention.documents.window_mask", lambda *key: made.append(key) or window_mask(*key)
+        "nxdt_core.models.attention.documents.window_mask", lambda *key: made.append(key) or window_mask(*key)
     )
     inputs, ids = heads(2), IDS.clone()
     with torch.inference_mode():

@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch.nn.attention import flex_attention
 
-from nxdt_core.devices import PROFILES, current_device, profile_of
-from nxdt_core.nn.attention.blocks import BLOCK_ROWS, BlockAttention, document_blocks
-from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.parallel.layout import block_attention
+from nxdt_core.distributed.devices import PROFILES, current_device, profile_of
+from nxdt_core.engine.layout import block_attention
+from nxdt_core.models.attention.blocks import BLOCK_ROWS, BlockAttention, document_blocks
+from nxdt_core.models.attention.grouped_query import CausalAttention
 from tests.integer_widths import IntegerWidths
 
 SEQ = 5 * BLOCK_ROWS - 40

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.nn.random.dropout import CausalAttentionWithDropout, Dropout, causal_attention
+from nxdt_core.models.attention.grouped_query import CausalAttention
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout, causal_attention
 from tests.sampling import slow
 
 

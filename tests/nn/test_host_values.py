@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.nn.host_values import host_values
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.models.host_values import host_values
 from nxdt_core.protocols.plan import ParallelPlan
 
 

@@ -14,8 +14,8 @@ from nxdt_testing.errors import raises
 from torch.overrides import TorchFunctionMode
 
 from nxdt_core.errors.models import NoInitRule
-from nxdt_core.nn.random import init
-from nxdt_core.nn.random.init import draw, fill, initialize
+from nxdt_core.models.random import init
+from nxdt_core.models.random.init import draw, fill, initialize
 from nxdt_core.protocols.initialisation import InitRule
 
 STANDARD = InitRule(pattern="*", distribution="normal", mean=0.0, std=1.0)

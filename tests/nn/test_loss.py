@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.loss import logit_rows
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import logit_rows
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
 
 LABELS = torch.tensor([[3, -100, 0, 10], [-100, 7, 7, 1]])
 

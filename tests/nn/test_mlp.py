@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nxdt_core.nn.mlp import SwiGLU
+from nxdt_core.models.mlp import SwiGLU
 
 
 def test_swiglu_is_its_formula():

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-from nxdt_core.nn.moe.router import TopKRouter
-from nxdt_core.nn.step_border import at_border
+from nxdt_core.models.mlp import SwiGLU
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import MixtureOfExperts
+from nxdt_core.models.moe.router import TopKRouter
+from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow
 
@@ -169,7 +169,7 @@ def test_earlier_positions_go_first():
 
 
 def test_capacity_is_rounded_up_from_the_exact_share():
-    from nxdt_core.nn.moe.capacity import expert_capacity
+    from nxdt_core.models.moe.capacity import expert_capacity
 
     assert expert_capacity(1.1, tokens=10, top_k=1, experts=1) == 11
     assert expert_capacity(1.25, tokens=10, top_k=2, experts=4) == 7
@@ -191,7 +191,7 @@ def test_statistics_are_detached_sums():
 
 
 def test_balanced_routing_has_a_loss_of_one_a_token():
-    from nxdt_core.nn.moe.router_losses import balance_loss_sum
+    from nxdt_core.models.moe.router_losses import balance_loss_sum
 
     for top_k in (1, 2):
         uniform, assigned = torch.full((2, 6, 4), 0.25), torch.full((4,), 12 * top_k // 4)

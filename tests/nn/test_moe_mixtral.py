@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-from nxdt_core.nn.moe.router import TopKRouter
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import MixtureOfExperts
+from nxdt_core.models.moe.router import TopKRouter
 
 
 def test_outputs_and_gradients_are_those_of_mixtral():

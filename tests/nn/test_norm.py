@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.models.norm import RMSNorm
 
 
 def definition(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

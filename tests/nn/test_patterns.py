@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches, matches_any
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from nxdt_core.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, frequencies, rotate
+from nxdt_core.models.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, frequencies, rotate
 
 LLAMA_31 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 

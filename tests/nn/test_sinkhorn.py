@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.nn.moe.sinkhorn import SinkhornRouter, sinkhorn_offsets
+from nxdt_core.models.moe.sinkhorn import SinkhornRouter, sinkhorn_offsets
 
 
 @pytest.fixture

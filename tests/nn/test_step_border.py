@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.nn.step_border import at_border, called_with_step, let_take_step, step_of, takes_step
-from nxdt_core.nn.updates import Update, UpdatedLinear
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.models.step_border import at_border, called_with_step, let_take_step, step_of, takes_step
+from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 

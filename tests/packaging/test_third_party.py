@@ -21,7 +21,7 @@ PUBLIC = (
     "nxdt_core.config.huggingface.values",
     "nxdt_core.errors",
     "nxdt_core.models",
-    "nxdt_core.nn",
+    "nxdt_core.models",
     "nxdt_core.protocols",
     "nxdt_testing",
 )

@@ -15,13 +15,13 @@ from torch import nn
 
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
-from nxdt_core.engines.weights import allocate, check_rules, draw_piece
+from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.tensor.layers import OfFeatures
+from nxdt_core.engine.tensor.padding import PaddedDim
+from nxdt_core.engine.weights import allocate, check_rules, draw_piece
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
-from nxdt_core.parallel.tensor.layers import OfFeatures
-from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import OneRank

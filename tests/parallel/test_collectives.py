@@ -9,7 +9,6 @@ import torch.distributed as dist
 from nxdt_testing.ranks import process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.devices import HOST, PROFILES
 from nxdt_core.distributed.collectives import (
     all_to_all,
     copy_to_group,
@@ -19,6 +18,7 @@ from nxdt_core.distributed.collectives import (
     scatter_sum_along,
     sum_scattered,
 )
+from nxdt_core.distributed.devices import HOST, PROFILES
 
 SHAPE = (2, 4, 3)
 FROM = [[1, 2], [0, 3]]

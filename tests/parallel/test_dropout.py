@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.nn.random.dropout import CausalAttentionWithDropout, Dropout
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.state import seed_all
-from nxdt_core.training.step import initialize_parallel_model
+from nxdt_core.train import build
+from nxdt_core.train.state import seed_all
+from nxdt_core.train.step import initialize_parallel_model
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration
 

@@ -5,15 +5,15 @@ import torch
 from nxdt_testing.errors import raises
 from torch import nn
 
-from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load
+from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.errors.models import ObjectiveWeightsDiffer, WeightsDoNotFit
-from nxdt_core.nn.moe.aux_loss import add_aux_loss
-from nxdt_core.parallel.engine import TorchEngine
+from nxdt_core.models.moe.aux_loss import add_aux_loss
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.train.causal_lm import CausalLM
 
 VOCAB, SEQ = 32, 12
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from nxdt_testing.ranks import process_group
 
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 
 GROUPS = [

@@ -15,15 +15,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 
-from nxdt_core.devices import HOST
-from nxdt_core.engines import recompute
-from nxdt_core.engines.recompute import apply_recompute
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.engine import recompute
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel
 from nxdt_core.errors.models import UnknownRecomputeName
-from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.norm import RMSNorm
-from nxdt_core.nn.patterns import matches_any
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
+from nxdt_core.models.mlp import SwiGLU
+from nxdt_core.models.norm import RMSNorm
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.sampling import slow

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.parallel.compile.layers import compile_layers
-from nxdt_core.parallel.estimate.live import LiveBytes
-from nxdt_core.training import build
-from nxdt_core.training.plan import plan
+from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.train import build
+from nxdt_core.train.plan import plan
 from tests.parallel.compile.partition import Kept, Partition
 from tests.parallel.tensor.test_gathered_again import NORMS, SELECTIVE, STEPS, trained_in_float64
 from tests.parallel.test_traffic import PP2, TP2

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import load
-from nxdt_core.nn.random.dropout import Dropout
-from nxdt_core.nn.step_border import step_of
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
+from nxdt_core.train import build
+from nxdt_core.train.causal_lm import CausalLM
 
 RECIPES = ("llama-tiny", "mixtral-tiny", "gpt-tiny")
 OUTSIDE = step_of(None)

@@ -11,8 +11,8 @@ from nxdt_testing.ranks import process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core import torch_versions
-from nxdt_core.nn.moe import experts
-from nxdt_core.nn.moe.groups import RowGroups
+from nxdt_core.models.moe import experts
+from nxdt_core.models.moe.groups import RowGroups
 
 
 def gathered_and_scattered():

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.devices import CPU
-from nxdt_core.parallel.estimate.live import WireBytes
-from nxdt_core.parallel.estimate.rank import dimensions
-from nxdt_core.parallel.layout import LayoutOptions
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.distributed.devices import CPU
+from nxdt_core.engine.estimate.live import WireBytes
+from nxdt_core.engine.estimate.rank import dimensions
+from nxdt_core.engine.layout import LayoutOptions
+from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.training import build
-from nxdt_core.training.plan import plan
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.plan import plan
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import slow
 
 STRATEGY = "distributed_strategy."

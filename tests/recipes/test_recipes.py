@@ -12,9 +12,9 @@ from nxdt_core.config import ResolvedConfig, check, load
 from nxdt_core.config.sources.recipes import list_recipes
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import HFExchange
-from nxdt_core.training import build
-from nxdt_core.training.layout_search import search
-from nxdt_core.training.plan import plan, product_of
+from nxdt_core.train import build
+from nxdt_core.train.layout_search import search
+from nxdt_core.train.plan import plan, product_of
 from tests.recipes.published import PUBLISHED, WEIGHTS
 from tests.sampling import sampled, slow_except
 

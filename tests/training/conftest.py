@@ -40,7 +40,7 @@ def weights():
 
     def read(config):
         from nxdt_core import checkpoint
-        from nxdt_core.training import build
+        from nxdt_core.train import build
 
         store = build.storage(config)
         manifest = checkpoint.latest(store, warn=print)

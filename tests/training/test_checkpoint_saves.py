@@ -14,13 +14,13 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
-from nxdt_core.training import build, train
-from nxdt_core.training.callbacks import checkpoints, console
-from nxdt_core.training.step_times import STEPS, StepTimes
+from nxdt_core.train import build, train
+from nxdt_core.train.callbacks import checkpoints, console
+from nxdt_core.train.step_times import STEPS, StepTimes
 from tests.training.small import SMALL
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.parallel.compile.layers import compile_layers
+from nxdt_core.engine.compile.layers import compile_layers
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.training import TrainSession
-from nxdt_core.training.callbacks.compile_time import CompileTime
-from nxdt_core.training.loop import fit
+from nxdt_core.train import TrainSession
+from nxdt_core.train.callbacks.compile_time import CompileTime
+from nxdt_core.train.loop import fit
 
 
 class CompileFirst(Callback):

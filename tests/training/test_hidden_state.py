@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.training import TrainSession, build, train
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import TrainSession, build, train
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 PARTS = Path(__file__).with_name("hidden_parts.py")
 SHORT = ("trainer.max_steps=4", "data.global_batch_size=4", "checkpoint.enabled=false")
@@ -47,7 +47,7 @@ def take_steps(config):
 
 
 def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "nxdt_core.training.hidden_state"]
+    return [record.getMessage() for record in caplog.records if record.name == "nxdt_core.train.hidden_state"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

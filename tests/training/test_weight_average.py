@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.training import build, train
-from nxdt_core.training.plan import plan
+from nxdt_core.train import build, train
+from nxdt_core.train.plan import plan
 from tests.sampling import slow, slow_except
 from tests.training.ema_run import averaged_run
 from tests.training.small import SMALL
@@ -147,7 +147,7 @@ def test_validation_sees_the_average_and_training_does_not(tmp_path, metric_rows
 def evaluated(weights):
     """Validation loss of a model with these weights, without a trainer."""
     from nxdt_core.data.loader import GlobalBatchLoader
-    from nxdt_core.training.step import initialize_parallel_model, mean_loss
+    from nxdt_core.train.step import initialize_parallel_model, mean_loss
 
     config = load("recipe:llama-tiny", [*SMALL, "trainer.max_steps=1"])
     engine = build.engine(config)

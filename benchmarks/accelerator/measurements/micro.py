@@ -8,12 +8,12 @@ import torch
 from steps import optimizer_step
 
 from accelerator.bench import Bench
-from nxdt_core.devices import HOST, peak_flops, profile_of
-from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.nn.random.rounding import rounding_key
-from nxdt_core.parallel.layout import block_attention
-from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, backend_on
-from nxdt_core.parallel.rounding.updates import round_into
+from nxdt_core.distributed.devices import HOST, peak_flops, profile_of
+from nxdt_core.engine.layout import block_attention
+from nxdt_core.engine.rounding.kernels import BlockKernel, apart, backend_on
+from nxdt_core.engine.rounding.updates import round_into
+from nxdt_core.models.attention.grouped_query import CausalAttention
+from nxdt_core.models.random.rounding import rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from accelerator.measurements.watch_plugin import WatchConfig
 from nxdt_core.api import Callback, Run
-from nxdt_core.devices import max_memory_bytes, reset_max_memory
+from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.distributed.placement import local_of
 
 __all__ = ["StepMemory", "Watch"]

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 
 __all__ = ["SafetensorsLayout", "TensorSpec", "Writable", "bytes_of", "grouped"]
 

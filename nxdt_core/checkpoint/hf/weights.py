@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.checkpoint.hf.json_files import read_json
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.exchange import WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
-from nxdt_core.nn.patterns import matches_any
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.regular_files import require_fetched
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from nxdt_core.devices import HOST, profile_of
+from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.protocols.parallel.piece import Piece
 
 __all__ = ["StagingBuffers"]

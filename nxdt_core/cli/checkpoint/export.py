@@ -14,7 +14,7 @@ from nxdt_core.cli.terminal.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
-    from nxdt_core.training.weights.export import ExportDtype, Exported
+    from nxdt_core.train.weights.export import ExportDtype, Exported
 
 __all__ = ["export"]
 
@@ -63,7 +63,7 @@ def export(
     empty or not there yet, or the address of another store. Memory holds one file of weights for each worker. Under
     torchrun or srun the processes divide the files. The same command resumes an interrupted export.
     """
-    from nxdt_core.training.weights.export import export_hf
+    from nxdt_core.train.weights.export import export_hf
 
     ctx.exit(
         on_all_ranks(

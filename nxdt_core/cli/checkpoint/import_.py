@@ -12,7 +12,7 @@ from nxdt_core.cli.terminal.table import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
-    from nxdt_core.training.weights.importing import Imported
+    from nxdt_core.train.weights.importing import Imported
 
 __all__ = ["import_"]
 
@@ -52,7 +52,7 @@ def import_(
     Where SRC has optimizer state that is not whole, nothing is imported unless --weights-only is given.
     Memory holds one tensor at a time. Under torchrun or srun the processes divide the tensors.
     """
-    from nxdt_core.training.weights.importing import import_checkpoint
+    from nxdt_core.train.weights.importing import import_checkpoint
 
     ctx.exit(
         on_all_ranks(

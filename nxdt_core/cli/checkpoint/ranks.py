@@ -26,7 +26,7 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
     if place.world_size == 1:
         report(work(None))
         return 0
-    from nxdt_core.devices import HOST
+    from nxdt_core.distributed.devices import HOST
     from nxdt_core.distributed.process_group import Ranks
     from nxdt_core.launch.rank import as_rank
 

@@ -16,7 +16,7 @@ def check_layout(config: ResolvedConfig) -> None:
 
     It does nothing, and imports no torch, for a model whose record sets ``tried_before_launch`` to False, or leaves it
     out where the run does not shard the model. An objective of a plugin is tried where logits are not whole: it may
-    compute with them in another way than the functions of :mod:`nxdt_core.nn.loss`.
+    compute with them in another way than the functions of :mod:`nxdt_core.models.loss`.
 
     Raises:
         NxdtError: the model cannot be built, or not in this layout, or the objective does not take its logits.
@@ -36,8 +36,8 @@ def check_layout(config: ResolvedConfig) -> None:
         return
     from nxdt_core.errors.launch import EngineWithoutEstimate
     from nxdt_core.errors.models import ModelReadsValues
-    from nxdt_core.training import build
-    from nxdt_core.training.plan import plan
+    from nxdt_core.train import build
+    from nxdt_core.train.plan import plan
 
     build.model_builder(config).plan()
     if world_size == 1 and not tries_objective:

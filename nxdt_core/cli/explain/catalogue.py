@@ -66,8 +66,9 @@ def _modules() -> list[str]:
     from nxdt_core import errors
 
     families = [f"{errors.__name__}.{module.name}" for module in pkgutil.iter_modules(errors.__path__)]
-    families += [f"{plugin.module}.errors" for plugin in Kernel.start().plugins if plugin.module]
-    return [name for name in families if find_spec(name) is not None]
+    plugins = [plugin.module for plugin in Kernel.start().plugins if plugin.module]
+    packages = [name for name in plugins if hasattr(import_module(name), "__path__")]
+    return [*families, *(f"{name}.errors" for name in packages if find_spec(f"{name}.errors") is not None)]
 
 
 def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> Explanation:

@@ -7,7 +7,7 @@ import click
 from nxdt_core.cli.plan.report import print_report
 from nxdt_core.cli.plan.search import print_progress, print_ranking
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
-from nxdt_core.engines.compile_cache import check_torch_folder
+from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors.launch import TwoMemorySizes
 
 __all__ = ["plan"]
@@ -82,11 +82,11 @@ def plan(
         print_note(note)
 
     check_torch_folder()
-    from nxdt_core.training.plan import plan as make  # imports torch: only a configuration that is right pays for it
-    from nxdt_core.training.step_time import EFFICIENCY
+    from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
+    from nxdt_core.train.step_time import EFFICIENCY
 
     if search and device is not None:
-        from nxdt_core.training.layout_search import search as find
+        from nxdt_core.train.layout_search import search as find
 
         found = find(
             lambda settings: load(source, (*overrides, *world, *settings)),

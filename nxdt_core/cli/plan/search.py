@@ -10,8 +10,8 @@ import click
 from nxdt_core.cli.terminal.table import human_size, percent, print_table
 
 if TYPE_CHECKING:
-    from nxdt_core.training.layout_search import Search
-    from nxdt_core.training.plan import RunPlan
+    from nxdt_core.train.layout_search import Search
+    from nxdt_core.train.plan import RunPlan
 
 __all__ = ["print_progress", "print_ranking"]
 

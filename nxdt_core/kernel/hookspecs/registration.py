@@ -224,7 +224,7 @@ def nxdt_engines() -> Iterable[EngineComponent]:  # type: ignore[empty-body]
 @hookspec
 def nxdt_devices() -> Iterable[Component]:  # type: ignore[empty-body]
     """Describe device types, selected by ``trainer.accelerator``. The target is a
-    :class:`nxdt_core.devices.DeviceProfile`, and ``name`` is what torch calls the type.
+    :class:`nxdt_core.distributed.devices.DeviceProfile`, and ``name`` is what torch calls the type.
 
     Example::
 

@@ -26,7 +26,7 @@ def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
 
     The stock 1F1B takes at least one per stage; the interleaved one works in rounds of equal size, of ``pp`` or more;
     ZBV takes any number. With few micro-batches, ranks mostly wait;
-    :func:`~nxdt_core.parallel.pipeline.schedules.bubble_fraction` computes for how much of a step.
+    :func:`~nxdt_core.engine.pipeline.schedules.bubble_fraction` computes for how much of a step.
     """
     if pp == 1 or schedule == "zbv":
         return micro_batches >= 1

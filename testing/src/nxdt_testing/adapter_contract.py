@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.precision import PrecisionPolicy

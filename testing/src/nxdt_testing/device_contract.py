@@ -23,7 +23,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nxdt_core.devices import PROFILES, DeviceProfile, current_device, register_profile
+from nxdt_core.distributed.devices import PROFILES, DeviceProfile, current_device, register_profile
 
 __all__ = ["DeviceContract"]
 

@@ -23,16 +23,15 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
-from nxdt_core.nn.loss.cross_entropy import cross_entropies, cross_entropy_sum
-from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.init import fresh_rules, initialize
-from nxdt_core.nn.step_border import called_with_step
+from nxdt_core.models.loss.cross_entropy import cross_entropies, cross_entropy_sum
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.random.init import fresh_rules, initialize
+from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.parallel.engine import ParallelEngine
@@ -40,10 +39,11 @@ from nxdt_core.protocols.parallel.estimate import EstimatesRuns
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.training import build
-from nxdt_core.training.plan import run_parts
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.plan import run_parts
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_optimizer, train_step
 from nxdt_testing.models.scale_adapter import ADDED
 from nxdt_testing.ranks import RankPool
 

@@ -28,13 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import ReadsHFConfig
-from nxdt_core.devices import HOST
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.engines.stages import cut_stage
-from nxdt_core.engines.weights import check_rules
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.patterns import matches, matches_any
-from nxdt_core.nn.random.init import fresh_rules, initialize
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.engine.stages import cut_stage
+from nxdt_core.engine.weights import check_rules
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.random.init import fresh_rules, initialize
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_testing.models.hf_config import config_from_hf

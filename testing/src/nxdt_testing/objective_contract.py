@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.nn.step_border import called_with_step
+from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits, traits_of
 from nxdt_core.protocols.step_context import StepContext
@@ -180,7 +180,7 @@ class ObjectiveContract:
         loss, expected = found["loss_sum"].double(), wanted["loss_sum"].double()
         assert torch.allclose(loss, expected, rtol=_CLOSE_FLOAT32, atol=_CLOSE_FLOAT32), (
             f"the loss of bfloat16 logits is {loss.tolist()}, and {expected.tolist()} of the same numbers in float32; "
-            "use nxdt_core.nn.loss, or compute in float32"
+            "use nxdt_core.models.loss, or compute in float32"
         )
 
     def test_its_gradient_is_finite(self, objective: Objective, traits: ObjectiveTraits) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
-from nxdt_core.training.hidden_state import find_hidden_state
+from nxdt_core.train.hidden_state import find_hidden_state
 from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEModelConfig
 from nxdt_testing.runs.layouts import LAYOUTS, OptimizerParts, compare

@@ -23,7 +23,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.policy import names
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.training import build
+from nxdt_core.train import build
 from nxdt_testing.adapter_contract import AdapterContract
 from nxdt_testing.device_contract import DeviceContract
 from nxdt_testing.launcher_contract import LauncherContract

@@ -33,7 +33,7 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from nxdt_core.devices import HOST, profile_of
+from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_testing.processes.rank_worker import STACK_SIGNAL, Outcome, Task, serve
 
 __all__ = ["RankPool", "RanksFailed", "process_group"]

@@ -9,15 +9,15 @@ from pathlib import Path
 import tokenizers
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model
-from nxdt_core.training.weights.export import export_hf
-from nxdt_core.training.weights.importing import import_checkpoint
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model
+from nxdt_core.train.weights.export import export_hf
+from nxdt_core.train.weights.importing import import_checkpoint
 from tests.checkpoint.layouts.sharded import in_group
 
 TEXT = Path(__file__).parents[3] / "plugins/datasets/text/src/nxdt_plugin_text/data/kjv.txt"

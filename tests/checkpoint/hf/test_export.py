@@ -14,15 +14,15 @@ from nxdt_testing.stores.faults import FaultyStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.hf import write as hf_write
 from nxdt_core.checkpoint.hf.directory import load_hf
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, StorageFull
 from nxdt_core.errors.models import HFNotWritable, WeightsDoNotFit
-from nxdt_core.inference.generate import generate
-from nxdt_core.training import build
-from nxdt_core.training.weights.export import export_hf, plan_export
-from nxdt_core.training.weights.saved_config import own_run, saved_run
+from nxdt_core.train import build
+from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.weights.export import export_hf, plan_export
+from nxdt_core.train.weights.saved_config import own_run, saved_run
 from tests.checkpoint.hf.exchange import VOCABULARY, export_together, llama, newest, save_run, write_tokenizer
 from tests.sampling import slow_except
 

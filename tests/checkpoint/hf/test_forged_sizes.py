@@ -16,15 +16,15 @@ from nxdt_testing.errors import raises
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import encode_manifest
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config.huggingface.bounds import oversized, weights_in
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.errors.models import HFFileDamaged
-from nxdt_core.training.weights.importing import import_checkpoint
-from nxdt_core.training.weights.saved_config import saved_run
+from nxdt_core.train.weights.importing import import_checkpoint
+from nxdt_core.train.weights.saved_config import saved_run
 from tests.checkpoint.poison import HF_CONFIG, weights
 
 CONFIG = {**HF_CONFIG, "head_dim": 2, "rms_norm_eps": 1e-5}

@@ -11,18 +11,18 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.faults import FaultyStorage
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointManager, list_checkpoints, read_manifest, verify
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.protocols.launcher import Place
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model
-from nxdt_core.training.weights import hf_form
-from nxdt_core.training.weights.export import export_hf
-from nxdt_core.training.weights.hf_form import HFForm
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model
+from nxdt_core.train.weights import hf_form
+from nxdt_core.train.weights.export import export_hf
+from nxdt_core.train.weights.hf_form import HFForm
 from tests.checkpoint.hf.exchange import llama
 from tests.sampling import slow
 

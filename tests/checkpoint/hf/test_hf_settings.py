@@ -13,9 +13,9 @@ from nxdt_core.checkpoint.hf.json_files import json_bytes
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.cli import main
 from nxdt_core.errors.models import HFFileDamaged
-from nxdt_core.inference.load import load_model
-from nxdt_core.training.weights.export import export_hf
-from nxdt_core.training.weights.importing import import_checkpoint
+from nxdt_core.train.inference.load import load_model
+from nxdt_core.train.weights.export import export_hf
+from nxdt_core.train.weights.importing import import_checkpoint
 from tests.checkpoint.hf.exchange import TEXT, newest, write_tokenizer
 from tests.checkpoint.hf.test_import import write_model
 from tests.sampling import slow, slow_except

@@ -14,12 +14,12 @@ from nxdt_testing.ranks import RankPool
 from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.formats import open_checkpoint
 from nxdt_core.checkpoint.hf import reader as hf_reader
 from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.checkpoint.hf.key_map import Source
 from nxdt_core.checkpoint.hf.weights import HFWeights
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.configuration import ConfigError
@@ -32,15 +32,15 @@ from nxdt_core.errors.exchange import (
 )
 from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
 from nxdt_core.errors.plugins import UnknownComponent
-from nxdt_core.inference.generate import generate
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.run.start import ForeignStart, decide_start
-from nxdt_core.training.step import initialize_parallel_model
-from nxdt_core.training.weights import importing
-from nxdt_core.training.weights.export import export_hf
-from nxdt_core.training.weights.importing import import_checkpoint
-from nxdt_core.training.weights.saved_config import saved_run
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.run.start import ForeignStart, decide_start
+from nxdt_core.train.step import initialize_parallel_model
+from nxdt_core.train.weights import importing
+from nxdt_core.train.weights.export import export_hf
+from nxdt_core.train.weights.importing import import_checkpoint
+from nxdt_core.train.weights.saved_config import saved_run
 from tests.calls import Call, in_turn
 from tests.checkpoint.hf.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
 from tests.parallel.matrix.training import whole

@@ -7,8 +7,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.dcp.read import NxdtReader
 from nxdt_core.dcp.write import NxdtWriter
 from nxdt_core.distributed.process_group import Ranks

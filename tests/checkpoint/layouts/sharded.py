@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     load_model_into,
@@ -24,7 +23,8 @@ from nxdt_core.checkpoint import (
     read_manifest,
 )
 from nxdt_core.checkpoint.pieces import storable_piece
-from nxdt_core.devices import HOST
+from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.dcp.read import NxdtReader
 from nxdt_core.dcp.write import NxdtWriter
 from nxdt_core.errors.checkpoints import StorageError

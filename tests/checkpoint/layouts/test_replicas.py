@@ -9,14 +9,14 @@ import pytest
 import torch
 from nxdt_testing.ranks import RankPool
 
-from nxdt_core import devices
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import read_manifest
+from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.distributed import devices
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.calls import Call, in_turn
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout

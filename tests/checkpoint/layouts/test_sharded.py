@@ -12,7 +12,6 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from safetensors import safe_open
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     list_checkpoints,
@@ -24,6 +23,7 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.plan import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Box, Held

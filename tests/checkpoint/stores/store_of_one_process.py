@@ -6,7 +6,7 @@ import threading
 import time
 from typing import ClassVar
 
-from nxdt_core.builtins.stores.local import LocalStorage
+from nxdt_core.checkpoint.stores.local import LocalStorage
 
 
 class LocksInOneProcess(LocalStorage):

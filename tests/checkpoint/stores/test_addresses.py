@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.stores.config import LocalStorageConfig
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import locate, open_storage
+from nxdt_core.checkpoint.stores.config import LocalStorageConfig
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.plugins import UnknownScheme
 from nxdt_core.kernel import Kernel, PluginPolicy
 

@@ -24,11 +24,11 @@ from nxdt_testing.errors import raises
 from nxdt_testing.stores.faults import FaultyStorage, When
 from nxdt_testing.stores.memory import MemoryStorage
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
 from nxdt_core.checkpoint.ownership.lease import take_lease
 from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner, this_process
 from nxdt_core.checkpoint.ownership.store_owner import Ownership, is_owned, own
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
 from nxdt_core.protocols.store import CheckpointStore, LocksUnsupported

@@ -9,8 +9,8 @@ import pytest
 from nxdt_testing.store_contract import StoreContract
 from nxdt_testing.stores.memory import MemoryStorage
 
-from nxdt_core.builtins.stores.config import LocalStorageConfig
-from nxdt_core.builtins.stores.local import LocalStorage
+from nxdt_core.checkpoint.stores.config import LocalStorageConfig
+from nxdt_core.checkpoint.stores.local import LocalStorage
 
 
 class TestLocalStorage(StoreContract):

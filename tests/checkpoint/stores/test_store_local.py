@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.stores.config import LocalStorageConfig
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     check_writable,
     find_checkpoint,
@@ -27,6 +25,8 @@ from nxdt_core.checkpoint import (
     prune,
     verify,
 )
+from nxdt_core.checkpoint.stores.config import LocalStorageConfig
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import (
     BadStorageUri,
     CheckpointDamaged,
@@ -208,7 +208,7 @@ def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
 
 KILLED = """
     import sys, time, torch
-    from nxdt_core.builtins.stores.local import LocalStorage
+    from nxdt_core.checkpoint.stores.local import LocalStorage
     from nxdt_core.checkpoint import CheckpointFacts
     from nxdt_testing.stores.saving import save_checkpoint
     class Stopping(LocalStorage):

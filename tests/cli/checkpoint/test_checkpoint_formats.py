@@ -37,7 +37,7 @@ FORMAT = dedent("""
 
         def read(self, places):
             from nxdt_core.config import load
-            from nxdt_core.training import build
+            from nxdt_core.train import build
 
             model = build.model_builder(load({model!r}, {keys!r})).build()
             named = dict(model.named_parameters())

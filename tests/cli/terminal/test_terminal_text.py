@@ -91,7 +91,7 @@ def test_the_log_of_a_run(tmp_path, small_log):
 def small_log(tmp_path):
     from nxdt_core.config import load
     from nxdt_core.protocols.parallel.engine import RankInfo
-    from nxdt_core.training.run.log import run_log
+    from nxdt_core.train.run.log import run_log
 
     config = load("recipe:llama-tiny", [f"exp_manager.exp_dir={tmp_path}", "name=run"])
     with run_log(config, RankInfo(rank=0, world_size=1, local_rank=0)):
@@ -114,7 +114,7 @@ def test_a_run_whose_addresses_are_hostile(nxdt_on_terminal, tmp_path):
 
 def test_what_a_model_says_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(nxdt, nxdt_on_terminal, tmp_path):
     """An untrained model of bytes says anything."""
-    from nxdt_core.training import TrainSession
+    from nxdt_core.train import TrainSession
 
     few = ("model.num_layers=1", "data.seq_length=16", f"checkpoint.uri={tmp_path}/saved")
     with TrainSession.load("recipe:llama-tiny", few) as session:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.builtins.optimizers.records import OPTIMIZERS
-from nxdt_core.builtins.schedules.records import SCHEDULES
 from nxdt_core.protocols.schedule import ScheduleHorizon
+from nxdt_core.train.optimizers.records import OPTIMIZERS
+from nxdt_core.train.schedules.records import SCHEDULES
 
 OPTIMIZERS_THERE = """
 adamw adamw_fp32OptState sgd adam adadelta adamax adagrad rmsprop rprop novograd adafactor

@@ -7,7 +7,7 @@ import pytest
 from nxdt_core import config
 from nxdt_core.api import ModelComponent
 from nxdt_core.kernel import Kernel
-from nxdt_core.training import build
+from nxdt_core.train import build
 
 SELECTIVE = "model.activations_checkpoint_granularity=selective"
 NAMES = "model.activations_checkpoint_recompute"

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from nxdt_core.devices import PROFILES
+from nxdt_core.distributed.devices import PROFILES
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState, seed_all
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState, seed_all
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.graph_counts import GraphCounts
 from tests.integer_widths import IntegerWidths
 from tests.parallel.layouts.adapting import KINDS

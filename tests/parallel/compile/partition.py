@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from nxdt_core.devices import PROFILES
+from nxdt_core.distributed.devices import PROFILES
 
 __all__ = ["Kept", "Partition"]
 

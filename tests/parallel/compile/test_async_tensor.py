@@ -17,15 +17,15 @@ import torch.distributed as dist
 from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
-from nxdt_core.devices import PROFILES
+from nxdt_core.distributed.devices import PROFILES
+from nxdt_core.engine.estimate.fake_world import fake_mesh
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.layouts import NoSymmetricMemory
-from nxdt_core.parallel.estimate.fake_world import fake_mesh
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.training import build
-from nxdt_core.training.plan import plan
-from nxdt_core.training.step import initialize_parallel_model
+from nxdt_core.train import build
+from nxdt_core.train.plan import plan
+from nxdt_core.train.step import initialize_parallel_model
 from tests.parallel.compile.compiling import CASES, losses
 from tests.parallel.tensor.cases import Case, built, materialised
 from tests.parallel.tensor.models import HIDDEN, SEQ

@@ -12,16 +12,16 @@ import torch
 from torch.nn.attention import flex_attention
 
 from nxdt_core.config import load
-from nxdt_core.devices import PROFILES
-from nxdt_core.nn.attention.blocks import BlockAttention
-from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.parallel.compile.layers import compile_layers
-from nxdt_core.parallel.layout import LayoutOptions
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.distributed.devices import PROFILES
+from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.layout import LayoutOptions
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.models.attention.blocks import BlockAttention
+from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.parallel.matrix.batches import global_batch
 from tests.parallel.matrix.layouts import Layout
 from tests.parallel.matrix.training import configuration

@@ -6,8 +6,8 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from tests.parallel.tensor.cases import Case, built, materialised
 from tests.parallel.tensor.models import HIDDEN, SEQ

@@ -15,18 +15,18 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import process_group
 from torch import nn
 
-from nxdt_core.devices import HOST, profile_of
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.engine.context.apply import apply_context_parallel, shard_sequence, unshard_sequence
+from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.layouts import (
     AttentionCoreMissing,
     AttentionCoreUnknown,
     ContextSequenceDoesNotDivide,
     RingNeedsPointToPoint,
 )
-from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.random.init import initialize
-from nxdt_core.parallel.context.apply import apply_context_parallel, shard_sequence, unshard_sequence
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
@@ -150,7 +150,7 @@ def refusals() -> dict[str, str]:
             found[name] = missing.value.what()
         only_collectives = dataclasses.replace(profile_of(HOST), point_to_point=False)
         with (
-            unittest.mock.patch.dict("nxdt_core.devices.PROFILES", {HOST.type: only_collectives}),
+            unittest.mock.patch.dict("nxdt_core.distributed.devices.PROFILES", {HOST.type: only_collectives}),
             raises(RingNeedsPointToPoint) as refused,
         ):
             apply_context_parallel(LlamaBuilder(CONFIG).build(), LlamaBuilder(CONFIG).plan(), mesh, method="ring")

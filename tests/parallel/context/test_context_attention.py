@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.parallel.context.apply import apply_context_parallel, unshard_sequence
-from nxdt_core.parallel.context.zigzag import shard_of
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.engine.context.apply import apply_context_parallel, unshard_sequence
+from nxdt_core.engine.context.zigzag import shard_of
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.at_rest import at_rest

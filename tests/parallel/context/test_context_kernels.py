@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.devices import HOST, current_device, profile_of
-from nxdt_core.parallel.context.attention.block import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
-from nxdt_core.parallel.context.attention.composed import ComposedKernel
-from nxdt_core.parallel.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.parallel.context.attention.kernel import Scoring, dense_heads
+from nxdt_core.distributed.devices import HOST, current_device, profile_of
+from nxdt_core.engine.context.attention.block import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
+from nxdt_core.engine.context.attention.composed import ComposedKernel
+from nxdt_core.engine.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
+from nxdt_core.engine.context.attention.kernel import Scoring, dense_heads
 from tests.sampling import slow
 
 ROWS, KEYS, WIDTH, SCALE = 12, 20, 8, 0.3

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engines.stages import cut_stage
-from nxdt_core.parallel.data.fsdp import Ends, ends_of
-from nxdt_core.training import build
+from nxdt_core.engine.data.fsdp import Ends, ends_of
+from nxdt_core.engine.stages import cut_stage
+from nxdt_core.train import build
 from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
 
 VOCABULARY = 272

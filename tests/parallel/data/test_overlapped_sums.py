@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.parallel.data import overlapped_sums
-from nxdt_core.parallel.data.overlapped_sums import OverlappedSums
+from nxdt_core.engine.data import overlapped_sums
+from nxdt_core.engine.data.overlapped_sums import OverlappedSums
 from tests.parallel.data.test_gather_order import LAYER, TABLE
 from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
 from tests.sampling import slow

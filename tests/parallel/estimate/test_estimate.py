@@ -10,13 +10,13 @@ from nxdt_plugin_llama.modeling import Llama
 from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
+from nxdt_core.engine.estimate import configured
+from nxdt_core.engine.estimate.fake_world import fake_mesh
 from nxdt_core.errors.launch import UnknownAccelerator
 from nxdt_core.errors.models import ModelReadsValues
-from nxdt_core.parallel.estimate import configured
-from nxdt_core.parallel.estimate.fake_world import fake_mesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.training import TrainSession
-from nxdt_core.training.plan import plan
+from nxdt_core.train import TrainSession
+from nxdt_core.train.plan import plan
 from tests.training.small import SMALL
 
 STRATEGY = "distributed_strategy."

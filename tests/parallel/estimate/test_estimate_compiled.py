@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.parallel.compile.layers import compile_layers
-from nxdt_core.training import build
-from nxdt_core.training.plan import plan
+from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.train import build
+from nxdt_core.train.plan import plan
 from tests.parallel.compile.partition import Kept, Partition
 from tests.sampling import slow
 

@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.nn.loss import logit_rows
+from nxdt_core.models.loss import logit_rows
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.plan import plan
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.plan import plan
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import sampled
 
 SAMPLE = 1

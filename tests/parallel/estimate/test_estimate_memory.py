@@ -8,14 +8,14 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from nxdt_core.config import load
-from nxdt_core.devices import max_memory_bytes, reset_max_memory
-from nxdt_core.nn.loss import logit_rows
-from nxdt_core.parallel.estimate.live import LiveBytes
+from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
+from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.models.loss import logit_rows
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.plan import plan
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.plan import plan
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 WITHIN = 0.15
 SIZES = (

@@ -7,17 +7,17 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
-from nxdt_core.nn.moe.experts import grouped_linear
-from nxdt_core.nn.moe.groups import RowGroups
-from nxdt_core.nn.norm import RMSNorm
-from nxdt_core.parallel.estimate.fake_world import fake_mesh
-from nxdt_core.parallel.estimate.kernels import AcceleratorKernels
-from nxdt_core.parallel.estimate.live import LiveBytes, WireBytes
-from nxdt_core.parallel.estimate.memory import Storage, fullest_moment
-from nxdt_core.parallel.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
-from nxdt_core.parallel.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
-from nxdt_core.parallel.pipeline.schedules import schedule_operations
+from nxdt_core.engine.estimate.fake_world import fake_mesh
+from nxdt_core.engine.estimate.kernels import AcceleratorKernels
+from nxdt_core.engine.estimate.live import LiveBytes, WireBytes
+from nxdt_core.engine.estimate.memory import Storage, fullest_moment
+from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
+from nxdt_core.engine.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
+from nxdt_core.engine.pipeline.schedules import schedule_operations
+from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.models.moe.experts import grouped_linear
+from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.norm import RMSNorm
 from nxdt_core.protocols.optimizer import as_torch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.parallel.estimate import meta_results
-from nxdt_core.parallel.estimate.meta_results import meta_result
+from nxdt_core.engine.estimate import meta_results
+from nxdt_core.engine.estimate.meta_results import meta_result
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.nn.moe.dispatch import LocalDispatcher
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.router import Routing, TopKRouter
-from nxdt_core.parallel.expert.dispatch import AllToAllDispatcher
+from nxdt_core.engine.expert.dispatch import AllToAllDispatcher
+from nxdt_core.models.moe.dispatch import LocalDispatcher
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.router import Routing, TopKRouter
 from tests.parallel.layouts.test_mixtral_layouts import mixtral
 from tests.parallel.matrix.judgement import computed_wrong
 from tests.parallel.matrix.layouts import Layout

@@ -7,12 +7,12 @@ import gc
 import torch
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.parallel.data.fsdp import keeps_experts
+from nxdt_core.engine.data.fsdp import keeps_experts
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import build
-from nxdt_core.training.step import initialize_parallel_model
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model
 from tests.parallel.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, ROWS, SEQ, STRATEGY, configured
 
 FFN, EXPERTS = 64, 4

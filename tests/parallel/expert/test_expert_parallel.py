@@ -12,16 +12,16 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-from nxdt_core.nn.moe.router import TopKRouter
-from nxdt_core.nn.random.init import initialize
-from nxdt_core.nn.step_border import at_border
-from nxdt_core.parallel.context.zigzag import in_order, shard_of
-from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_parameters
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters
+from nxdt_core.engine.context.zigzag import in_order, shard_of
+from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_parameters
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
+from nxdt_core.models.mlp import SwiGLU
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import MixtureOfExperts
+from nxdt_core.models.moe.router import TopKRouter
+from nxdt_core.models.random.init import initialize
+from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan

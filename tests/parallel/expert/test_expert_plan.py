@@ -8,14 +8,14 @@ import pytest
 from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 
-from nxdt_core.builtins.objective_causal_lm import CausalLM
-from nxdt_core.nn.moe.dispatch import LocalDispatcher
-from nxdt_core.parallel.estimate.run import estimate
-from nxdt_core.parallel.estimate.weights import StateBytes
-from nxdt_core.parallel.estimate.workload import Workload
-from nxdt_core.parallel.layout import LayoutOptions
+from nxdt_core.engine.estimate.run import estimate
+from nxdt_core.engine.estimate.weights import StateBytes
+from nxdt_core.engine.estimate.workload import Workload
+from nxdt_core.engine.layout import LayoutOptions
+from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.train.causal_lm import CausalLM
 
 
 class InChunks(MoEBuilder):

@@ -10,10 +10,10 @@ from nxdt_testing.errors import raises
 from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 
+from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_modules, expert_parameters
+from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
-from nxdt_core.parallel.expert.apply import apply_expert_parallel, expert_modules, expert_parameters
-from nxdt_core.parallel.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -10,10 +10,10 @@ from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 from torch import nn
 
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.nn.moe.router import TopKRouter
-from nxdt_core.nn.random.init import initialize
-from nxdt_core.parallel.expert.figures import RouterFigures, routers_of
+from nxdt_core.engine.expert.figures import RouterFigures, routers_of
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.models.moe.router import TopKRouter
+from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.plan import ParallelPlan
 
 NAMES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropped_tokens", "router_entropy"}

@@ -9,9 +9,9 @@ import torch
 from nxdt_plugin_lora.merging import merge_lora
 
 from nxdt_core import checkpoint
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.parallel.matrix.batches import global_batch, share
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.training import configuration, whole

@@ -7,8 +7,8 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.step import initialize_parallel_model
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model
 
 SEQ = 16
 STRATEGY = "distributed_strategy."

@@ -7,10 +7,10 @@ from nxdt_testing.ranks import process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nxdt_core.distributed.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engine.global_batch import objective_output
+from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import LogitsAreSharded
-from nxdt_core.nn.loss import cross_entropy_sum, log_partition, log_probs, logit_rows
-from nxdt_core.parallel.global_batch import objective_output
+from nxdt_core.models.loss import cross_entropy_sum, log_partition, log_probs, logit_rows
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext

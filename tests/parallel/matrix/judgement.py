@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nxdt_core.training import build
+from nxdt_core.train import build
 from tests.parallel.matrix.layouts import Layout, Numbers
 from tests.parallel.matrix.parity import TOLERANCES, differences, missing
 from tests.parallel.matrix.shares import Shares, complaints

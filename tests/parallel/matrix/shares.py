@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from nxdt_core.nn.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.parallel.matrix.batches import ROWS, SEQ
 from tests.parallel.matrix.held import Held

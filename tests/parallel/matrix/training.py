@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.at_rest import at_rest
 from tests.parallel.matrix.batches import ROWS, SEQ, VOCAB, global_batch, share
 from tests.parallel.matrix.held import (

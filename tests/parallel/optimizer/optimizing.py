@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.optimizers.records import OPTIMIZERS
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.optimizer import as_torch
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.optimizers.records import OPTIMIZERS
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.parallel.matrix.training import whole
 
 ROWS, SEQ, STEPS, MORE = 4, 16, 2, 1

@@ -7,13 +7,13 @@ import torch
 from nxdt_testing.errors import raises
 from torch import nn
 
-from nxdt_core.builtins.optimizers.config import AdamWConfig
-from nxdt_core.builtins.optimizers.stock import adamw
-from nxdt_core.engines.parameter_groups import parameter_groups
+from nxdt_core.engine.gradients import global_norm
+from nxdt_core.engine.optimizer import TorchOptimizer
+from nxdt_core.engine.parameter_groups import parameter_groups
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.parallel.gradients import global_norm
-from nxdt_core.parallel.optimizer import TorchOptimizer
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.train.optimizers.config import AdamWConfig
+from nxdt_core.train.optimizers.stock import adamw
 
 PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
 

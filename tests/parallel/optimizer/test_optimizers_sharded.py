@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nxdt_core.errors.base import NxdtError
-from nxdt_core.training import build
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
 from tests.parallel.optimizer.optimizing import NAMES, STRATEGY, TP2, clipped, configuration, saved, train, train_rows
 from tests.sampling import asked, slow_except
 

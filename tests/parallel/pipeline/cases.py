@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import local_of, piece_of
-from nxdt_core.engines.recompute import apply_recompute
-from nxdt_core.engines.stages import cut_stage, stages_of_rank
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.moe.aux_loss import add_aux_loss
-from nxdt_core.nn.random.init import draw, rule_for
-from nxdt_core.nn.step_border import at_border
-from nxdt_core.parallel.data.fsdp import apply_data_parallel
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.pipeline.runner import PipelineRunner
-from nxdt_core.parallel.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.data.fsdp import apply_data_parallel
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.pipeline.runner import PipelineRunner
+from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.engine.stages import cut_stage, stages_of_rank
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.moe.aux_loss import add_aux_loss
+from nxdt_core.models.random.init import draw, rule_for
+from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy

@@ -2,7 +2,7 @@
 
 from torch.distributed.pipelining import PipelineStage
 
-from nxdt_core.engines import stages
+from nxdt_core.engine import stages
 from tests.parallel.pipeline import cases
 
 

@@ -10,7 +10,10 @@ from nxdt_plugin_llama.config import LlamaConfig
 from nxdt_testing.errors import raises
 from torch import nn
 
-from nxdt_core.engines.stages import cut_stage, stage_layers, stages_of_rank
+from nxdt_core.engine.layout import LayoutOptions, lay_out
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
+from nxdt_core.engine.stages import cut_stage, stage_layers, stages_of_rank
 from nxdt_core.errors.layouts import (
     LayersDoNotDivide,
     MicroBatchesDoNotFit,
@@ -20,9 +23,6 @@ from nxdt_core.errors.layouts import (
     UnknownPipelineCut,
     ZeroBubbleCannot,
 )
-from nxdt_core.parallel.layout import LayoutOptions, lay_out
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.pipeline.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, check_whole_backward, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan

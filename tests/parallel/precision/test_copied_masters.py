@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nxdt_core.parallel.data.fsdp import copies_masters, needs_sharding
-from nxdt_core.parallel.mesh import ParallelMesh
+from nxdt_core.engine.data.fsdp import copies_masters, needs_sharding
+from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from tests.parallel.test_traffic import MICRO_BATCHES, configured, running

@@ -15,9 +15,9 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.plan import plan
-from nxdt_core.training.step import initialize_parallel_model
+from nxdt_core.train import build
+from nxdt_core.train.plan import plan
+from nxdt_core.train.step import initialize_parallel_model
 from tests.parallel.precision.precision_run import SEQ, SMALL
 from tests.sampling import slow
 

@@ -12,15 +12,15 @@ from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import SameWeightsSaved
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.optimizers import NoMasterWeights
-from nxdt_core.training import build
-from nxdt_core.training.weights.export import export_hf
+from nxdt_core.train import build
+from nxdt_core.train.weights.export import export_hf
 from tests.parallel.precision.precision_run import SMALL, place, train
 from tests.sampling import slow
 

@@ -7,9 +7,9 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_optimizer, train_step
 from tests.sampling import slow_except
 
 STEPS, ROWS, SEQ = 6, 4, 16

@@ -16,13 +16,13 @@ from torch._dynamo.testing import CompileCounter
 from torch._inductor import config, metrics
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nxdt_core.devices import HOST, current_device
-from nxdt_core.parallel.rounding import kernels
-from nxdt_core.parallel.rounding.adam import AdamUpdates
-from nxdt_core.parallel.rounding.kernels import BlockKernel, apart, backend_on, can_compile
-from nxdt_core.parallel.rounding.masters import rounded_weights
-from nxdt_core.parallel.rounding.policy import StochasticRounding
-from nxdt_core.parallel.rounding.updates import StochasticUpdates, round_into
+from nxdt_core.distributed.devices import HOST, current_device
+from nxdt_core.engine.rounding import kernels
+from nxdt_core.engine.rounding.adam import AdamUpdates
+from nxdt_core.engine.rounding.kernels import BlockKernel, apart, backend_on, can_compile
+from nxdt_core.engine.rounding.masters import rounded_weights
+from nxdt_core.engine.rounding.policy import StochasticRounding
+from nxdt_core.engine.rounding.updates import StochasticUpdates, round_into
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
 from tests.integer_widths import IntegerWidths
@@ -113,7 +113,7 @@ def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name
 
 @pytest.mark.slow
 def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
-    monkeypatch.setattr("nxdt_core.parallel.rounding.masters.backend_on", lambda device: "compile")
+    monkeypatch.setattr("nxdt_core.engine.rounding.masters.backend_on", lambda device: "compile")
     master = nn.Parameter(torch.randn(300, 401))
     before = master.detach().clone()
     with counting_bytes() as counted, rounded_weights([(master, "w", whole(300, 401))], StochasticRounding(seed=0), 1):
@@ -159,7 +159,7 @@ def rounded_masters(places, backend, device=HOST):
     masters = {name: nn.Parameter(value.to(device, copy=True)) for name, value in before.items()}
     of_places = [(masters[name], name, place) for name, place in places.items()]
     with (
-        mock.patch("nxdt_core.parallel.rounding.masters.backend_on", return_value=backend),
+        mock.patch("nxdt_core.engine.rounding.masters.backend_on", return_value=backend),
         rounded_weights(of_places, StochasticRounding(seed=0), 1),
     ):
         found = {name: master.detach().to(HOST, copy=True) for name, master in masters.items()}

@@ -6,8 +6,8 @@ from nxdt_plugin_llama.config import LlamaConfig
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.attention.grouped_query import CausalAttention
-from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.models.attention.grouped_query import CausalAttention
+from nxdt_core.models.norm import RMSNorm
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan
 
 VOCAB, HIDDEN, SEQ, HEAD = 48, 32, 16, 8

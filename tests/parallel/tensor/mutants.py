@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from nxdt_core.nn.loss import cross_entropy as loss
-from nxdt_core.parallel.tensor import apply, layers, vocabulary_layers
+from nxdt_core.engine.tensor import apply, layers, vocabulary_layers
+from nxdt_core.models.loss import cross_entropy as loss
 
 
 def _all_in_loss(logits, labels, weights):

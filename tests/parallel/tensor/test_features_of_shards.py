@@ -7,9 +7,9 @@ import torch
 from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel
 from nxdt_core.errors.base import NxdtError
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 

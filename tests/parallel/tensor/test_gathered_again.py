@@ -12,8 +12,8 @@ import torch
 from nxdt_testing.ranks import process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.parallel.estimate.live import LiveBytes
-from nxdt_core.training.plan import plan
+from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.train.plan import plan
 from tests.parallel.compile.partition import Kept, Partition
 from tests.parallel.test_traffic import (
     BLOCKS,

@@ -5,9 +5,9 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
 STEPS = 2
 PADDED = (

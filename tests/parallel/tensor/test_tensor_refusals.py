@@ -10,11 +10,11 @@ from nxdt_testing.errors import raises
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
+from nxdt_core.engine.tensor.heads import HeadLayout
+from nxdt_core.engine.tensor.padding import PaddedDim
 from nxdt_core.errors.launch import HeadsDoNotDivide, SequenceDoesNotDivide, ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.parallel.mesh import ParallelMesh
-from nxdt_core.parallel.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
-from nxdt_core.parallel.tensor.heads import HeadLayout
-from nxdt_core.parallel.tensor.padding import PaddedDim
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan
 from tests.parallel.tensor.models import HIDDEN, SEQ, VOCAB, Biased, biased_plan, llama

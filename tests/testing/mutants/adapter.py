@@ -14,7 +14,7 @@ from nxdt_testing.adapter_contract import AdapterContract
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.updates import Update, UpdatedLinear
+from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.initialisation import InitRule
 
 RANK, SCALE = 2, 2.0

@@ -12,8 +12,8 @@ import pytest
 import torch
 from nxdt_testing.device_contract import DeviceContract
 
-from nxdt_core.device_operations import HostOperations, UnknownDeviceOperations
-from nxdt_core.devices import DeviceProfile, Links
+from nxdt_core.distributed.device_operations import HostOperations, UnknownDeviceOperations
+from nxdt_core.distributed.devices import DeviceProfile, Links
 
 
 class Operations(HostOperations):

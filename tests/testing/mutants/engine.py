@@ -9,7 +9,7 @@ import torch
 from nxdt_testing.engine_contract import EngineContract
 
 from nxdt_core.api import EngineComponent, hookimpl
-from nxdt_core.nn.step_border import at_border
+from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
 

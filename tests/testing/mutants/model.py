@@ -14,7 +14,7 @@ from nxdt_testing.model_contract import ModelContract
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.attention.grouped_query import CausalAttention
+from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.initialisation import InitRule
 from tests.testing.mutants.small_model import HEADS, ROWS, WIDTH, Attention, Layer, Small, SmallBuilder, SmallConfig
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.attention.grouped_query import CausalAttention
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from nxdt_testing.tokenizer_contract import TokenizerContract
 
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 
 FILES = Path(__file__).parents[3] / "plugins/datasets/sft_chat/src/nxdt_plugin_sft_chat/data/tokenizer"
 MUTANTS = []

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from nxdt_core.config.schema.trainer import TrainerConfig
-from nxdt_core.devices import CUDA
 from nxdt_core.distributed.device_settings import configure_allocator
+from nxdt_core.distributed.devices import CUDA
 from tests.training.launch.launching import finish, start, words
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from nxdt_core.api import Callback, Component, hookimpl
-from nxdt_core.devices import CPU, CUDA
+from nxdt_core.distributed.devices import CPU, CUDA
 
 HOST = replace(CPU, allocator_variables=CUDA.allocator_variables)
 AT_IMPORT = {name: os.environ[name] for name in CUDA.allocator_variables if name in os.environ}

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nxdt_core.device_operations import DeviceOperations
-from nxdt_core.devices import HOST, PROFILES
-from nxdt_core.training import train
-from nxdt_core.training.garbage_collection import GarbageCollection
+from nxdt_core.distributed.device_operations import DeviceOperations
+from nxdt_core.distributed.devices import HOST, PROFILES
+from nxdt_core.train import train
+from nxdt_core.train.garbage_collection import GarbageCollection
 from tests.sampling import slow
 from tests.training.launch.launching import finish, start, words
 

@@ -12,7 +12,7 @@ import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
-from nxdt_core.training import build, train
+from nxdt_core.train import build, train
 from tests import processes
 from tests.sampling import slow
 from tests.training.launch.launching import environment, faulty, finish, gone, ranks_of, start, wait_for_rows, words

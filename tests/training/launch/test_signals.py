@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from nxdt_core import checkpoint
-from nxdt_core.training import build, train
+from nxdt_core.train import build, train
 from tests import processes
 from tests.sampling import slow
 from tests.training.launch.launching import environment, wait_for_rows
@@ -115,8 +115,8 @@ def test_a_signal_ends_a_validation_and_nothing_is_lost(validated, metric_rows, 
 
 def test_a_time_limit_ends_a_validation(validated, monkeypatch):
     config = validated(4, "trainer.max_time=1")
-    monkeypatch.setattr("nxdt_core.training.run.train.seconds_of", lambda limit: 0.0)
-    monkeypatch.setattr("nxdt_core.training.callbacks.time_limit.TimeLimit.on_step_end", lambda *_: None)
+    monkeypatch.setattr("nxdt_core.train.run.train.seconds_of", lambda limit: 0.0)
+    monkeypatch.setattr("nxdt_core.train.callbacks.time_limit.TimeLimit.on_step_end", lambda *_: None)
     assert train(config).step == 2
     assert seen(config) == [(2, 0)]
 

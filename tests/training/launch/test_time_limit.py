@@ -6,7 +6,7 @@ import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.training import build, train
+from nxdt_core.train import build, train
 from tests import processes
 from tests.training.small import SMALL
 

@@ -10,7 +10,7 @@ from nxdt_testing.distributions import write_distribution
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
-from nxdt_core.training import build, train
+from nxdt_core.train import build, train
 from tests import private_mounts
 
 QUICK = ("trainer.max_steps=1", "trainer.accelerator=cpu")
@@ -196,7 +196,7 @@ def test_odd_numbers_for_generate_are_refused_before_anything_is_loaded(option, 
 
 
 def test_a_tiny_temperature_is_greedy(small_run):
-    from nxdt_core.inference.generate import generate
+    from nxdt_core.train.inference.generate import generate
 
     config = small_run("trainer.max_steps=1")
     train(config)

@@ -16,8 +16,8 @@ from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.exchange import SavedConfigUnusable
-from nxdt_core.training import build, train
-from nxdt_core.training.weights.saved_config import named_config, saved_run
+from nxdt_core.train import build, train
+from nxdt_core.train.weights.saved_config import named_config, saved_run
 from tests.training.small import SMALL
 
 CANARY = "canary-4711-value"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.devices import HOST, PROFILES
-from nxdt_core.training import train
+from nxdt_core.distributed.devices import HOST, PROFILES
+from nxdt_core.train import train
 
 HIGH = "trainer.float32_matmul_precision=high"
 UNSAVED = "checkpoint.enabled=false"

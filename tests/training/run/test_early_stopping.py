@@ -11,8 +11,8 @@ from nxdt_core import checkpoint
 from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MetricNotLogged
-from nxdt_core.training import build, train
-from nxdt_core.training.callbacks.early_stop import EarlyStop
+from nxdt_core.train import build, train
+from nxdt_core.train.callbacks.early_stop import EarlyStop
 from tests.training.ema_run import averaged_run
 
 PARAMS = "exp_manager.early_stopping_callback_params"

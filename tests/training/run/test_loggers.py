@@ -10,7 +10,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
-from nxdt_core.training import train
+from nxdt_core.train import train
 from tests.sampling import slow
 from tests.training.ema_run import averaged_run
 

@@ -18,9 +18,9 @@ from nxdt_testing.errors import raises
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable, StepNotFinite
-from nxdt_core.training import train
-from nxdt_core.training.monitoring.died import mark_failed
-from nxdt_core.training.monitoring.prometheus import Sample, exposition
+from nxdt_core.train import train
+from nxdt_core.train.monitoring.died import mark_failed
+from nxdt_core.train.monitoring.prometheus import Sample, exposition
 from tests import processes
 from tests.training.small import SMALL
 

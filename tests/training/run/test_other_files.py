@@ -9,8 +9,8 @@ from nxdt_core.config import load
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.launch.joining import find_place
 from nxdt_core.launch.supervision.heartbeat import Heartbeat
-from nxdt_core.training import train
-from nxdt_core.training.monitoring.died import mark_failed
+from nxdt_core.train import train
+from nxdt_core.train.monitoring.died import mark_failed
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.training.small import SMALL
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from nxdt_plugin_s3.testing.server import ENVIRONMENT
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from tests import processes
 from tests.sampling import sampled
 from tests.training.small import SMALL

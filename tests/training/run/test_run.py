@@ -22,8 +22,8 @@ from nxdt_core.errors.training import (
     RunAlreadyHasCheckpoints,
     StepNotFinite,
 )
-from nxdt_core.training import build, train
-from nxdt_core.training.session import TrainSession
+from nxdt_core.train import build, train
+from nxdt_core.train.session import TrainSession
 from tests.sampling import slow
 
 KEYS = {

@@ -8,7 +8,7 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.training import TrainSession, train
+from nxdt_core.train import TrainSession, train
 from tests import processes
 from tests.training.small import SMALL
 

@@ -8,7 +8,7 @@ from nxdt_testing.errors import raises
 from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import LengthUnknown
-from nxdt_core.training import build, train
+from nxdt_core.train import build, train
 from tests.sampling import slow
 
 SAVING = "checkpoint"
@@ -167,7 +167,7 @@ def test_a_table_of_times_is_written_to_the_run(small_run, kind):
 def test_the_operation_behind_a_gradient_that_is_none_is_named(small_run, monkeypatch):
     import torch
 
-    from nxdt_core.nn.norm import RMSNorm
+    from nxdt_core.models.norm import RMSNorm
 
     def broken(self, hidden):
         return (hidden - hidden).sqrt() + hidden  # whose gradient is infinite

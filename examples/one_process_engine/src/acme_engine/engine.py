@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.init import fresh_rules, initialize
-from nxdt_core.nn.step_border import called_with_step
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.random.init import fresh_rules, initialize
+from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective

@@ -5,11 +5,11 @@ from typing import ClassVar
 import torch
 
 from acme_nxdt.decoder_config import DecoderConfig
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.decoder import RotaryDecoder
 from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
+from nxdt_core.models.decoder_layer import RotaryDecoderLayer
 from nxdt_core.models.decoder_plan import LAYER, MLP, NORMS, rotary_decoder_plan
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.decoder import RotaryDecoder
-from nxdt_core.nn.decoder_layer import RotaryDecoderLayer
 from nxdt_core.protocols.plan import ParallelPlan
 
 

@@ -19,8 +19,8 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.training import build
-from nxdt_core.training.step import initialize_parallel_model
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model
 
 _SIZES = {
     "num_layers": 2,

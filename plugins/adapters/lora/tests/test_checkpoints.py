@@ -20,16 +20,16 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import TrustedKeys
 from nxdt_core.checkpoint.hf import weights
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.inference.generate import generate
-from nxdt_core.training.run.train import train
-from nxdt_core.training.weights.export import export_hf
+from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.run.train import train
+from nxdt_core.train.weights.export import export_hf
 from tests.checkpoint.signed import load_trusted, write_key
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.sampling import slow

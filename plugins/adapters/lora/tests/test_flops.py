@@ -2,8 +2,8 @@
 
 import pytest
 
-from nxdt_core.nn.flops import token_flops
-from nxdt_core.training import build
+from nxdt_core.models.token_flops import token_flops
+from nxdt_core.train import build
 
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 40
 HEAD = 60 * 32

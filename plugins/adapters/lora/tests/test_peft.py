@@ -22,9 +22,9 @@ from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.training import TrainSession
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.weights.frozen import base_digest
+from nxdt_core.train import TrainSession
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.weights.frozen import base_digest
 from tests.sampling import slow_except
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")

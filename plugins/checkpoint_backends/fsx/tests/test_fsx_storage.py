@@ -17,7 +17,6 @@ from nxdt_plugin_fsx.storage import FsxStorage
 from nxdt_testing.errors import raises
 from nxdt_testing.stores.saving import save_checkpoint
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     Manifest,
@@ -28,6 +27,7 @@ from nxdt_core.checkpoint import (
     own,
     verify,
 )
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import BadStorageUri

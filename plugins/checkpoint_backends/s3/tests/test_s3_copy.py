@@ -18,8 +18,8 @@ from nxdt_plugin_s3.testing.server import S3Server
 from nxdt_testing.errors import raises
 from nxdt_testing.stores.saving import save_checkpoint
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, verify
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.copying import copy_checkpoint
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.signing import CheckpointNotSigned

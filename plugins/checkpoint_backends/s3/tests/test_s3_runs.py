@@ -13,7 +13,7 @@ from nxdt_plugin_s3.testing.server import refuse_s3
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.training import train
+from nxdt_core.train import train
 from tests.sampling import sampled
 from tests.training.small import SMALL
 

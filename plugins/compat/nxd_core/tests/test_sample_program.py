@@ -8,7 +8,7 @@ from nxdt_testing.ranks import RankPool
 from torch import nn
 from torch.optim import AdamW
 
-from nxdt_core.training import TrainSession, build
+from nxdt_core.train import TrainSession, build
 from plugins.compat.nxd_core.tests.loops import whole
 from tests.sampling import slow
 from tests.training.small import SMALL

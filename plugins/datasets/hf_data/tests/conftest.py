@@ -10,7 +10,7 @@ import pytest
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
 from nxdt_plugin_hf_data.loader import HfData
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataset import DataContext
 
 KJV = Path(__file__).parents[2] / "text/src/nxdt_plugin_text/data/kjv.txt"

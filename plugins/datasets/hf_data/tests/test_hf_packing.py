@@ -12,7 +12,7 @@ import pytest
 from nxdt_plugin_hf_data.errors import CacheUnwritable, PaddedDocuments
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokens import tokenize
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX

@@ -12,7 +12,7 @@ from nxdt_plugin_megatron_data.preprocess.blocks import Place, read_blocks
 from nxdt_plugin_megatron_data.preprocess.records import Recipe, RecordEncoder
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataFileUnreadable
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}

@@ -22,7 +22,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core import config
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset
 

@@ -11,7 +11,7 @@ from nxdt_core import config
 from nxdt_core.config.migration import migrate
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.kernel import Kernel
-from nxdt_core.training import build
+from nxdt_core.train import build
 
 COUNT, BATCH, MICRO, RANKS = 200, 8, 2, 2
 

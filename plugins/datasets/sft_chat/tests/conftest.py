@@ -12,12 +12,12 @@ from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.loader import ChatData
 from nxdt_plugin_sft_chat.rendering import Renderer
 
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import TemplateRunner
 from nxdt_core.data.chat.templates import ChatTemplate
 from nxdt_core.data.files.records import Place
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.protocols.dataset import DataContext
 
 DATA = Path(str(files("nxdt_plugin_sft_chat") / "data"))

@@ -7,7 +7,7 @@ from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.loader import TextData
 from nxdt_testing.dataset_contract import DatasetContract
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataset import DataContext
 
 

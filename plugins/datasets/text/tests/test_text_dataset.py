@@ -10,7 +10,7 @@ from nxdt_plugin_text.loader import TextData
 from nxdt_testing.errors import raises
 from nxdt_testing.runs.data_steps import take_steps
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset

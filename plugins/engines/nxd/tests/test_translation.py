@@ -18,7 +18,7 @@ from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
 from nxdt_core.errors.layouts import ExpertsDoNotDivide
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.training import build
+from nxdt_core.train import build
 
 _SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 32}
 LLAMA = {**_SIZES, "name": "llama", "num_kv_heads": 2, "ffn_hidden_size": 48}

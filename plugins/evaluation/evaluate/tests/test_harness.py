@@ -15,9 +15,9 @@ from nxdt_testing.task_contract import TaskContract
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
-from nxdt_core.inference.load import load_model
-from nxdt_core.training.run.train import train
-from nxdt_core.training.weights.export import export_hf
+from nxdt_core.train.inference.load import load_model
+from nxdt_core.train.run.train import train
+from nxdt_core.train.weights.export import export_hf
 from tests.sampling import takes_all
 from tests.training.small import SMALL
 

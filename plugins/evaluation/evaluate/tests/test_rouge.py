@@ -15,7 +15,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.errors import NxdtError
-from nxdt_core.training.run.train import train
+from nxdt_core.train.run.train import train
 from tests.training.small import SMALL
 
 

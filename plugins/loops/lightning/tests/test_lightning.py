@@ -12,7 +12,7 @@ from nxdt_plugin_lightning.accelerator import EngineAccelerator
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.checkpoints import UnsavableState
-from nxdt_core.training import train
+from nxdt_core.train import train
 from tests import processes
 from tests.training.launch.launching import environment
 from tests.training.small import SMALL

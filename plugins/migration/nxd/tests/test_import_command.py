@@ -7,7 +7,7 @@ import torch
 
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import load
-from nxdt_core.training import build
+from nxdt_core.train import build
 from plugins.migration.nxd.tests.nxd_writer import Written
 
 pytest.importorskip("nxdt_plugin_llama", reason="nxdt-plugin-llama is not installed")

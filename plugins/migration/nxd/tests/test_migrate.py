@@ -16,11 +16,11 @@ from nxdt_testing.errors import raises
 from nxdt_testing.migration_contract import MigrationContract
 
 from nxdt_core import config
-from nxdt_core.builtins.schedules.annealing import cosine_annealing
-from nxdt_core.builtins.schedules.config import CosineAnnealingConfig
 from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.schedule import ScheduleHorizon
+from nxdt_core.train.schedules.annealing import cosine_annealing
+from nxdt_core.train.schedules.config import CosineAnnealingConfig
 from tests.sampling import slow_except
 
 HERE = Path(__file__).parent

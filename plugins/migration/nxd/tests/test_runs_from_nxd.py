@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nxdt_core.checkpoint.hf.key_map import sources
-from nxdt_core.training import build, train
-from nxdt_core.training.weights.importing import import_checkpoint
+from nxdt_core.train import build, train
+from nxdt_core.train.weights.importing import import_checkpoint
 from plugins.migration.nxd.tests.nxd_writer import Written
 from tests.sampling import slow
 from tests.training.small import SMALL

@@ -7,7 +7,7 @@ import torch
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.models.random.init import initialize
 
 KINDS = {
     "gpt2": {},

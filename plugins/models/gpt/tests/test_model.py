@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.random.init import initialize
 
 ROPE = {"position_embedding_type": "rope", "rotary_percentage": 0.5}
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.models.random.init import initialize
 from tests.sampling import slow_except
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")

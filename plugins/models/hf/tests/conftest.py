@@ -13,8 +13,8 @@ from nxdt_plugin_hf.builder import HFBuilder
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.modeling import CausalLM
 
-from nxdt_core.devices import HOST
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.models.random.init import initialize
 from tests.sampling import slow_except
 
 SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")

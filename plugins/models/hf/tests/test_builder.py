@@ -11,9 +11,9 @@ from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.sharding.measure import measure_sharding
 
 from nxdt_core.checkpoint.hf.key_map import sources
-from nxdt_core.nn.patterns import matches
-from nxdt_core.nn.random.init import initialize
-from nxdt_core.parallel.engine import TorchEngine
+from nxdt_core.engine.engine import TorchEngine
+from nxdt_core.models.patterns import matches
+from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 
 

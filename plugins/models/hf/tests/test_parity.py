@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from nxdt_core.nn.step_border import at_border
+from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.step_context import StepContext
 
 LENGTH = 40  # more than the windows of 16

@@ -14,10 +14,10 @@ from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.sharding.measure import measure_sharding
 from nxdt_testing.errors import raises
 
+from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LayoutRefused
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.parallel.engine import TorchEngine
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -168,7 +168,7 @@ def test_dropout_is_what_it_was_but_not_beside_a_window():
     with torch.device("meta"):
         model = builder.build()
     assert {type(part).__module__ for part in model.modules() if "Dropout" in type(part).__name__} == {
-        "nxdt_core.nn.random.dropout"
+        "nxdt_core.models.random.dropout"
     }
     with pytest.raises(NxdtError, match="set attention_dropout to 0"):
         made(model_type="phi3", attention_dropout=0.2, sliding_window=4, pad_token_id=None)

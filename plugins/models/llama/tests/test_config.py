@@ -141,7 +141,7 @@ def test_frequencies_of_released_scalings_are_those_of_transformers(factor):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from nxdt_core.nn.rotary import Llama3Scaling, RotaryEmbedding
+    from nxdt_core.models.rotary import Llama3Scaling, RotaryEmbedding
 
     scaling = {**LLAMA_31["rope_scaling"], "factor": factor}
     config = transformers.LlamaConfig(**{**LLAMA_31, "rope_scaling": dict(scaling)})  # which it adds to

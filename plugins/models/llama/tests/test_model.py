@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.nn.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.random.init import initialize
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
-from nxdt_core.training import build
+from nxdt_core.train import build
 
 
 def test_the_tiny_recipe_can_be_cut_in_any_layout_of_8_processes():

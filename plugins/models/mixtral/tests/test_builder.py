@@ -8,7 +8,7 @@ from nxdt_plugin_mixtral.errors import NoHFForm
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.nn.random.init import initialize
+from nxdt_core.models.random.init import initialize
 
 
 def test_layers_without_experts_have_a_feed_forward_block(builder):

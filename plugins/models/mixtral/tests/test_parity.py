@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
-from nxdt_core.nn.step_border import at_border
+from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow_except
 

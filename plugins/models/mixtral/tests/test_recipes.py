@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.training.plan import plan
+from nxdt_core.train.plan import plan
 
 RECIPES = sorted(path.name for path in Path(str(files("nxdt_plugin_mixtral"))).glob("recipes/**/*.yaml"))
 

@@ -11,11 +11,11 @@ from nxdt_plugin_preference.config import DpoConfig, PreferenceConfig
 from nxdt_plugin_preference.dpo import Dpo
 from nxdt_plugin_preference.loader import PreferenceData
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.collate import collate
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import DataContext

@@ -9,7 +9,7 @@ from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_testing.dataset_contract import DatasetContract
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataset import DataContext
 
 SHIPPED = files("nxdt_plugin_preference").joinpath("data", "pairs-train.jsonl")

@@ -15,12 +15,12 @@ from nxdt_plugin_preference.rendering import Pair
 from nxdt_plugin_preference.truncation import Fitting
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.collate import blank_like, collate
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors.chats import FieldsUnused
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import DataContext

@@ -11,7 +11,7 @@ from nxdt_testing.distributions import write_distribution
 
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
-from nxdt_core.training.run.train import train
+from nxdt_core.train.run.train import train
 from tests.sampling import slow
 
 HINGE = """
@@ -25,7 +25,7 @@ def nxdt_objectives():
 LOSS = '''
 import torch
 
-from nxdt_core.nn.loss import cross_entropies
+from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
 
 

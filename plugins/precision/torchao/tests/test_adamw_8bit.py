@@ -16,16 +16,16 @@ from nxdt_testing.ranks import RankPool
 from torch import nn
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins.optimizers.config import AdamWConfig
-from nxdt_core.builtins.optimizers.stock import adamw
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.parallel.estimate.weights import optimizer_state
+from nxdt_core.engine.estimate.weights import optimizer_state
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import TrainSession, build
-from nxdt_core.training.plan import plan
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import TrainSession, build
+from nxdt_core.train.optimizers.config import AdamWConfig
+from nxdt_core.train.optimizers.stock import adamw
+from nxdt_core.train.plan import plan
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import shortened, slow_except, takes_all
 
 STRATEGY = "distributed_strategy."

@@ -19,12 +19,12 @@ from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
 from nxdt_core.config import load
-from nxdt_core.devices import PROFILES
+from nxdt_core.distributed.devices import PROFILES
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.calls import Call, run_in_turn
 from tests.graph_counts import GraphCounts
 from tests.sampling import asked, slow_except

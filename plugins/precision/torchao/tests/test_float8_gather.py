@@ -11,9 +11,9 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.engine.estimate.live import WireBytes
+from nxdt_core.engine.estimate.rank import dimensions
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.parallel.estimate.live import WireBytes
-from nxdt_core.parallel.estimate.rank import dimensions
 from tests.parallel.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, STRATEGY, SUMS, configured, planned, running
 from tests.sampling import shortened, slow, slow_except
 

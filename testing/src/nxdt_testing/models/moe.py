@@ -1,4 +1,5 @@
-"""A small mixture-of-experts decoder made of ``nxdt_core.nn``, for tests of layouts: the target of a model component.
+"""A small mixture-of-experts decoder made of ``nxdt_core.models``, for tests of layouts: the target of a model
+component.
 
 Register it as ``ModelComponent(name="moe-test", target="nxdt_testing.models.moe:MoEBuilder",
 config="nxdt_testing.models.moe_config:MoEModelConfig", …)``.
@@ -12,15 +13,15 @@ import torch
 from torch import nn
 
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.attention.grouped_query import CausalAttention, GroupedQueryAttention
-from nxdt_core.nn.loss.token_losses import head_output
-from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-from nxdt_core.nn.moe.router import TopKRouter
-from nxdt_core.nn.norm import RMSNorm
-from nxdt_core.nn.rotary import RotaryEmbedding
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.models.loss.token_losses import head_output
+from nxdt_core.models.mlp import SwiGLU
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import MixtureOfExperts
+from nxdt_core.models.moe.router import TopKRouter
+from nxdt_core.models.norm import RMSNorm
+from nxdt_core.models.rotary import RotaryEmbedding
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import AttentionHeads, ExpertPlan, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_core.protocols.step_context import StepContext

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.models.norm import RMSNorm
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownComponent
@@ -31,10 +30,11 @@ from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_optimizer, train_step
-from nxdt_core.training.weights.saved_optimizer import check_shared_state
+from nxdt_core.train import build
+from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_optimizer, train_step
+from nxdt_core.train.weights.saved_optimizer import check_shared_state
 from nxdt_testing.processes.rank_worker import import_module
 from nxdt_testing.ranks import RankPool, RanksFailed
 

@@ -9,15 +9,15 @@ from typing import Any, Self
 
 import torch
 
-from nxdt_core.builtins.objective_causal_lm import CausalLM
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_optimizer, train_step
 from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 from nxdt_testing.runs.layouts import global_batch, run_config

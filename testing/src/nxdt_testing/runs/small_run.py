@@ -12,8 +12,8 @@ from typing import Any
 
 from nxdt_core import callback
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.devices import HOST
-from nxdt_core.training.run.train import train
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.train.run.train import train
 
 __all__ = ["STEPS", "losses", "no_thread_left", "small_config", "train_small"]
 

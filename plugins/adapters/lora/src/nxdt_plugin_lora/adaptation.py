@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.updates import UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.config import LoraConfig

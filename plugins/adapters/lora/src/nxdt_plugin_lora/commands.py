@@ -50,8 +50,8 @@ def merge_lora(
     transformers loads. Memory holds one matrix at a time. Under torchrun or srun the processes divide the matrices.
     """
     from nxdt_core.checkpoint import open_storage
-    from nxdt_core.training.weights.saved_config import locate
-    from nxdt_core.training.weights.saved_config import named_config as read
+    from nxdt_core.train.weights.saved_config import locate
+    from nxdt_core.train.weights.saved_config import named_config as read
     from nxdt_plugin_lora import merging
 
     own, keys = read(config, trusted)

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.nn.updates import Update
+from nxdt_core.models.updates import Update
 from nxdt_core.protocols.parallel.model import ParallelModel
 
 __all__ = ["init_magnitudes"]

@@ -19,9 +19,9 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.weights.importing import check_empty
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.weights.importing import check_empty
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import MergeUnties
 from nxdt_plugin_lora.peft.names import base_of

@@ -7,7 +7,7 @@ from nxdt_core.distributed.placement import piece_of
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.ranks import RankAgreement
-from nxdt_core.training import build
+from nxdt_core.train import build
 from nxdt_plugin_lora.errors import BaseIsNoReference
 from nxdt_plugin_lora.updates import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate
 

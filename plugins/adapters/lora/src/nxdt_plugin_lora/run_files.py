@@ -12,7 +12,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.regular_files import make_directory, replace_text
-from nxdt_core.training import build
+from nxdt_core.train import build
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merge_lora
 from nxdt_plugin_lora.peft.config import peft_config

@@ -12,9 +12,9 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.training import build
-from nxdt_core.training.weights.base import BaseWeights, base_weights
-from nxdt_core.training.weights.saved_config import saved_run
+from nxdt_core.train import build
+from nxdt_core.train.weights.base import BaseWeights, base_weights
+from nxdt_core.train.weights.saved_config import saved_run
 from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoAdapterHere

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.patterns import matches_any
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.config import ALL_LINEAR

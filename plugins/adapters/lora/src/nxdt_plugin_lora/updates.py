@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.moe.experts import grouped_linear
-from nxdt_core.nn.moe.groups import RowGroups
-from nxdt_core.nn.random.dropout import Dropout
-from nxdt_core.nn.updates import Update
+from nxdt_core.models.moe.experts import grouped_linear
+from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.updates import Update
 
 __all__ = ["DoraEmbeddingUpdate", "DoraUpdate", "EmbeddingUpdate", "ExpertsUpdate", "LowRankUpdate"]
 
@@ -136,7 +136,7 @@ class ExpertsUpdate(Update):
     def forward(
         self, rows: torch.Tensor, product: torch.Tensor, weight: torch.Tensor, groups: RowGroups | None
     ) -> torch.Tensor:
-        """``rows``, ``groups`` and the result as of :func:`nxdt_core.nn.moe.experts.grouped_linear`."""
+        """``rows``, ``groups`` and the result as of :func:`nxdt_core.models.moe.experts.grouped_linear`."""
         narrow = grouped_linear(self.dropout(rows), self.local(self.lora_A), groups)
         return product + self.scaling * grouped_linear(narrow, self.local(self.lora_B), groups)
 

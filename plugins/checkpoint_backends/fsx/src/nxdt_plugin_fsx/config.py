@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from nxdt_core.builtins.stores.config import LocalStorageConfig
+from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.config.annotations import PositiveInt, Range
 
 __all__ = ["FsxStorageConfig"]

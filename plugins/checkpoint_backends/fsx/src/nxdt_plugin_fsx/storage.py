@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from nxdt_core.builtins.stores.local import LocalStorage
 from nxdt_core.checkpoint.format.file_names import SECTIONS, step_of
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.file_lock import FileLock, mount_of
 from nxdt_plugin_fsx.config import FsxStorageConfig

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.training import build
+from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.engines.weights import draw_piece
+from nxdt_core.engine.weights import draw_piece
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing

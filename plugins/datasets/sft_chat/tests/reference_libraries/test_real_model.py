@@ -8,13 +8,13 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.config import load as load_config
-from nxdt_core.inference.generate import generate
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.training.run.train import train
-from nxdt_core.training.weights.importing import import_checkpoint
+from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.run.train import train
+from nxdt_core.train.weights.importing import import_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed; it is pinned in constraints.txt")

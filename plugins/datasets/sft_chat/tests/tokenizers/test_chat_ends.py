@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxdt_core.builtins.tokenizers.byte import ByteTokenizer
-from nxdt_core.builtins.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.builtins.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.cli import main
 from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import template_names
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")

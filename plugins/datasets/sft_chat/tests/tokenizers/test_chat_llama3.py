@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.builtins.tokenizers.config import TiktokenTokenizerConfig
-from nxdt_core.builtins.tokenizers.tiktoken import TiktokenTokenizer
+from nxdt_core.data.tokenizers.config import TiktokenTokenizerConfig
+from nxdt_core.data.tokenizers.tiktoken import TiktokenTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 
 pytest.importorskip("tiktoken", reason="tiktoken is not installed")

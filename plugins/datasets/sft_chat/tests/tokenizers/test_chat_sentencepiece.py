@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nxdt_core.builtins.tokenizers.config import SentencePieceTokenizerConfig
-from nxdt_core.builtins.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.data.chat.templates import shipped_template
+from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
+from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.tokenizer import ChatTokenizer
 from tests.sampling import slow

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.devices import HOST, profile_of
+from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engines.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory

@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import test_parity as parity
 import torch_xla.debug.metrics as metrics
 
-from nxdt_core.devices import profile_of
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_optimizer, train_step
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_optimizer, train_step
 
 STEPS = 20
 

@@ -15,12 +15,12 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.nn.random.init import draw
+from nxdt_core.models.random.init import draw
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.training import build
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import initialize_parallel_optimizer, train_step
+from nxdt_core.train import build
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_optimizer, train_step
 
 pytestmark = pytest.mark.timeout(1800)  # the first test waits for all cases
 STEPS, ROWS, MICRO, LENGTH, VOCABULARY = 6, 8, 1, 16, 64

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from pytorch_lightning.accelerators import Accelerator
 
-from nxdt_core.devices import profile_of
+from nxdt_core.distributed.devices import profile_of
 
 __all__ = ["EngineAccelerator"]
 

@@ -9,10 +9,10 @@ import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_core.training.data import RunData, TrainLoader
+from nxdt_core.train.data import RunData, TrainLoader
 
 if TYPE_CHECKING:
-    from nxdt_core.training.session import TrainSession
+    from nxdt_core.train.session import TrainSession
 
 __all__ = ["NxdtDataModule"]
 

@@ -26,7 +26,7 @@ NotOurBatch = NxdtError.define(
     "A batch that comes from another dataloader than the data module's.",
     "A training or validation step was given a {found} instead of the micro-batches of a global batch.",
     "Pass NxdtDataModule(config) to the trainer, or a dataloader that yields "
-    "nxdt_core.training.data.StepInput. Custom data come from a dataloader plugin.",
+    "nxdt_core.train.data.StepInput. Custom data come from a dataloader plugin.",
 )
 
 

@@ -16,12 +16,12 @@ from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.training import build
-from nxdt_core.training.callbacks.validation_figures import ValidationFigures, scalars
-from nxdt_core.training.data import UNNAMED, StepInput
-from nxdt_core.training.session import TrainSession
-from nxdt_core.training.state import TrainState
-from nxdt_core.training.step import StepResult
+from nxdt_core.train import build
+from nxdt_core.train.callbacks.validation_figures import ValidationFigures, scalars
+from nxdt_core.train.data import UNNAMED, StepInput
+from nxdt_core.train.session import TrainSession
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import StepResult
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurStrategy
 
 __all__ = ["NxdtModule"]

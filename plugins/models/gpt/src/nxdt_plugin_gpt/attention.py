@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.rotary import rotate
+from nxdt_core.models.rotary import rotate
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import GPTConfig
 

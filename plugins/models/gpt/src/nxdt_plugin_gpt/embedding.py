@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import GPTConfig
 

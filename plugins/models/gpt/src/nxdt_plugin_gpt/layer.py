@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.random.dropout import Dropout, causal_attention
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.random.dropout import Dropout, causal_attention
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.attention import GPTAttention
 from nxdt_plugin_gpt.config import GPTConfig

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.architecture import Activation
 from nxdt_plugin_gpt.config import GPTConfig

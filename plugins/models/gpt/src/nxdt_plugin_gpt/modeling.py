@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.loss.token_losses import head_output
-from nxdt_core.nn.rotary import LinearScaling, RotaryEmbedding
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.loss.token_losses import head_output
+from nxdt_core.models.rotary import LinearScaling, RotaryEmbedding
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.embedding import GPTEmbedding

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.norm import RMSNorm
+from nxdt_core.models.norm import RMSNorm
 from nxdt_plugin_gpt.config import GPTConfig
 
 __all__ = ["LayerNorm1P", "norm_of"]

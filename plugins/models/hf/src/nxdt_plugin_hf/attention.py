@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention
-from nxdt_core.nn.random.dropout import CausalAttentionWithDropout
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "note_calls", "register"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_hf.architecture import Architecture

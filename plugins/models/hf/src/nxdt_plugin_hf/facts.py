@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture

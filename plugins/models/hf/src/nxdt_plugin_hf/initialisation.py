@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_plugin_hf.sharding.tracing import is_norm, pattern_of
 

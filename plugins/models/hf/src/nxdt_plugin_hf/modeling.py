@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.random.dropout import Dropout
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.random.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall, attention_core
 from nxdt_plugin_hf.errors import UnsupportedArchitecture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.decoder import RotaryDecoder
-from nxdt_core.nn.decoder_layer import RotaryDecoderLayer
-from nxdt_core.nn.mlp import SwiGLU
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.decoder import RotaryDecoder
+from nxdt_core.models.decoder_layer import RotaryDecoderLayer
+from nxdt_core.models.mlp import SwiGLU
 from nxdt_plugin_llama.config import LlamaConfig
 
 __all__ = ["Llama"]

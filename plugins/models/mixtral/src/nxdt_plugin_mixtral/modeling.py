@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nxdt_core.nn.attention.documents import DocumentMasks
-from nxdt_core.nn.decoder import RotaryDecoder
-from nxdt_core.nn.decoder_layer import RotaryDecoderLayer
-from nxdt_core.nn.mlp import SwiGLU
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-from nxdt_core.nn.moe.router import TopKRouter
-from nxdt_core.nn.moe.sinkhorn import SinkhornRouter
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.decoder import RotaryDecoder
+from nxdt_core.models.decoder_layer import RotaryDecoderLayer
+from nxdt_core.models.mlp import SwiGLU
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import MixtureOfExperts
+from nxdt_core.models.moe.router import TopKRouter
+from nxdt_core.models.moe.sinkhorn import SinkhornRouter
 from nxdt_plugin_mixtral.config import MixtralConfig
 
 __all__ = ["Mixtral"]

@@ -87,7 +87,7 @@ ReferenceMissing = NxdtError.define(
     "NXDT-A020",
     "DPO received a batch without log-probabilities of the reference.",
     "The objective 'dpo' got a batch without log-probabilities of the reference.",
-    "In a custom loop, wrap the dataset with nxdt_core.training.weights.reference before the first step.",
+    "In a custom loop, wrap the dataset with nxdt_core.train.weights.reference before the first step.",
 )
 
 RowsNotPaired = NxdtError.define(

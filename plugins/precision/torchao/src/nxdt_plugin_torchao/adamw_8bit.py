@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch, shards_of
 from nxdt_plugin_torchao.blocks import RowBlocks, dequantised, quantised
 from nxdt_plugin_torchao.config import AdamW8bitConfig

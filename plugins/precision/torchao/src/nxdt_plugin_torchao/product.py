@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from nxdt_core.nn.autocast import compute_dtype
-from nxdt_core.nn.patterns import matches_any
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.precision import ScaledCast
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
 from nxdt_plugin_torchao.imports import without_warnings

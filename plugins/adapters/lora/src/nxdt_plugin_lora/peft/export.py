@@ -12,8 +12,8 @@ from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.training import build
-from nxdt_core.training.weights.saved_config import base_step, locate, named_config
+from nxdt_core.train import build
+from nxdt_core.train.weights.saved_config import base_step, locate, named_config
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
 from nxdt_plugin_lora.peft.config import peft_config

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from nxdt_core.checkpoint.hf.json_files import read_json
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.regular_files import replace_text, replacing, require_fetched
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged

@@ -22,7 +22,7 @@ import torch
 
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.base import NxdtError, listing
 from nxdt_core.errors.models import WeightsDoNotFit

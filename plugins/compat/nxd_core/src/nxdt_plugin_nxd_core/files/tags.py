@@ -17,7 +17,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, open_storage
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.errors.base import NxdtError
-from nxdt_core.training.session import TrainSession
+from nxdt_core.train.session import TrainSession
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.config import NxDConfig, current_config
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CheckpointTagMissing, NotOfThisModel

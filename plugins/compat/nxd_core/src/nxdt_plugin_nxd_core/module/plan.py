@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from nxdt_core.nn.updates import UpdatedEmbedding, UpdatedLinear
+from nxdt_core.models.updates import UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, LayersNotFound, StageModuleMisplaced
 from nxdt_plugin_nxd_core.layers import (

@@ -6,9 +6,9 @@ import hashlib
 
 from torch import nn
 
-from nxdt_core.nn.patterns import matches_any
-from nxdt_core.nn.random.dropout import Dropout
-from nxdt_core.nn.random.dropout_masks import MaskPart, encoded_name
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_nxd.layout.placement import Place
 
@@ -18,7 +18,7 @@ _SALT_BITS = 62
 
 
 def place_dropouts(module: nn.Module, plan: ParallelPlan, place: Place, *, sequence_parallel: bool) -> None:
-    """Fill the slots of the modules of a stage that draw masks (:mod:`nxdt_core.nn.random.dropout`).
+    """Fill the slots of the modules of a stage that draw masks (:mod:`nxdt_core.models.random.dropout`).
 
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.

@@ -22,10 +22,10 @@ from neuronx_distributed.parallel_layers.mappings import (
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.distributed.expert_dispatch import ExchangingDispatcher
-from nxdt_core.nn.moe.token_shards import WholeMicroBatch
-from nxdt_core.nn.random.dropout import Dropout
-from nxdt_core.nn.updates import Update, updated_linear
+from nxdt_core.engine.expert_dispatch import ExchangingDispatcher
+from nxdt_core.models.moe.token_shards import WholeMicroBatch
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.updates import Update, updated_linear
 from nxdt_plugin_nxd.layout.sharded_logits import ShardedLogits
 from nxdt_plugin_nxd.layout.translation import Replacement, Translation
 from nxdt_plugin_nxd.library import computes_on_host

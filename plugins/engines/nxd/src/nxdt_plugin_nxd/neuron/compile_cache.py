@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.engines.compile_cache import check_folder_writable, folder_of
+from nxdt_core.engine.compile_cache import check_folder_writable, folder_of
 from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
 from nxdt_plugin_nxd.errors import CacheNotReachable, CompileToolMissing, HostCompilesNothing
 from nxdt_plugin_nxd.library import CPU_MODE, computes_on_host

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from nxdt_core.device_operations import UnknownDeviceOperations
-from nxdt_core.devices import DeviceProfile, profile_of, register_profile
-from nxdt_core.trainium import MEMORY_GIB, PEAK_FLOPS, product_name
+from nxdt_core.distributed.device_operations import UnknownDeviceOperations
+from nxdt_core.distributed.devices import DeviceProfile, profile_of, register_profile
+from nxdt_core.distributed.trainium import MEMORY_GIB, PEAK_FLOPS, product_name
 
 __all__ = ["PROFILE", "LazyDeviceOperations", "end_of_step", "join_processes", "lazy_device"]
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.nn.loss.cross_entropy import cross_entropies
-from nxdt_core.nn.random.rounding import rounding_key
+from nxdt_core.models.loss.cross_entropy import cross_entropies
+from nxdt_core.models.random.rounding import rounding_key
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.parallel.model import Replicas, StepLoss

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from nxdt_core.devices import profile_of
-from nxdt_core.engines.packed_state import packed_state, unpacked_state
-from nxdt_core.engines.rejection import DeviceRejection
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.engine.packed_state import packed_state, unpacked_state
+from nxdt_core.engine.rejection import DeviceRejection
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.protocols.optimizer import ParameterGroup

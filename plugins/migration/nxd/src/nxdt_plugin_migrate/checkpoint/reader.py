@@ -12,7 +12,7 @@ import torch
 
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.nn.patterns import matches_any
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_plugin_migrate.checkpoint.layout import find_layout

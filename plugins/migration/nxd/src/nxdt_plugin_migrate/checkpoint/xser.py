@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf
 from nxdt_plugin_migrate.checkpoint.unpickle import TensorReference, read_pt

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.devices import HOST
+from nxdt_core.distributed.devices import HOST
 from nxdt_plugin_hf.moe.experts import RoutedExperts, routed_experts
 
 __all__ = ["draws_numbers", "end_with_sum", "mixtures", "not_additive"]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from nxdt_core.devices import HOST
-from nxdt_core.nn.mlp import GatedSiLU
-from nxdt_core.nn.moe.dispatch import LocalDispatcher
-from nxdt_core.nn.moe.experts import SwiGLUExperts
-from nxdt_core.nn.moe.router import Routing
-from nxdt_core.nn.moe.token_shards import TokenShards, WholeMicroBatch
-from nxdt_core.nn.patterns import matches
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.models.mlp import GatedSiLU
+from nxdt_core.models.moe.dispatch import LocalDispatcher
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.router import Routing
+from nxdt_core.models.moe.token_shards import TokenShards, WholeMicroBatch
+from nxdt_core.models.patterns import matches
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 
 if TYPE_CHECKING:

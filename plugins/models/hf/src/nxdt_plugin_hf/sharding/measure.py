@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.nn.patterns import matches
+from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.parallel.estimate import MeasuresShards
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_plugin_hf.builder import HFBuilder

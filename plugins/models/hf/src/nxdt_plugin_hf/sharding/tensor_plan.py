@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from nxdt_core.nn.patterns import matches
+from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.plan import AttentionHeads, TensorStyle
 from nxdt_plugin_hf.attention import AttentionCall
 from nxdt_plugin_hf.moe.blocks import mixtures, not_additive

@@ -1,0 +1,134 @@
+"""Tokenizers of Hugging Face, run by the ``tokenizers`` library.
+
+``transformers``, whose import takes seconds, is asked only where it alone knows: to convert directories without
+a ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
+from nxdt_core.data.tokenizers.files import import_library
+from nxdt_core.data.tokenizers.huggingface_chat import chat_template, special_tokens
+from nxdt_core.data.tokenizers.huggingface_files import pretrained_files
+from nxdt_core.data.tokenizers.huggingface_sources import Loaded, load_named, load_pair, load_path, local_path
+from nxdt_core.data.tokenizers.offsets import encoded
+from nxdt_core.errors.data import BadTokenizerConfig
+from nxdt_core.protocols.tokenizer import LocatedIds
+
+__all__ = ["HuggingFaceTokenizer"]
+
+
+class HuggingFaceTokenizer:
+    """Wraps ``tokenizers.Tokenizer``; truncation and padding that its file asks for are switched off.
+
+    Raises:
+        TokenizerLibraryMissing: tokenizers (or transformers, where it is needed) is not installed.
+        TokenizerFileNotFound, BadTokenizerFile: of the files; each names the file.
+        BadTokenizerConfig: the keys contradict each other, or name a token that is not in the vocabulary.
+    """
+
+    def __init__(self, config: HuggingFaceTokenizerConfig) -> None:
+        for key, message in config.check():
+            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=message)
+        library = import_library("tokenizers", tokenizer="huggingface", extra="huggingface")
+        loaded = _load(config, library)
+        self._tokenizer: Any = loaded.tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_id: int | None = self._special("bos_token", config.bos_token, loaded)
+        self.eos_id: int | None = self._special("eos_token", config.eos_token, loaded)
+        self.pad_id: int | None = self._special("pad_token", config.pad_token, loaded)
+        self._loaded = loaded
+        self._fingerprint = digest("huggingface", loaded.content, self.bos_id, self.eos_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text`` without the special tokens that the file's post-processor would add; a lone
+        surrogate becomes U+FFFD."""
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        ids: list[int] = encoded(lambda texts: encode(*texts), [text]).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the same for many texts, on the library's threads."""
+        encode = partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded(encode, texts)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
+        text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+        return text
+
+    def fingerprint(self) -> str:
+        """Digest of the tokenizer's file and of the special tokens that training puts around documents."""
+        return self._fingerprint
+
+    def leading_ids(self) -> Sequence[int]:
+        """Return what the file's post-processor puts before a text."""
+        found = self._tokenizer.encode("a", add_special_tokens=True)
+        ids: list[int] = found.ids[: found.special_tokens_mask.index(0)]
+        return ids
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """Return the files it was made of, with the special tokens that the configuration names."""
+        return pretrained_files(self._loaded, self._named())
+
+    def chat_template(self) -> str | None:
+        """Return the template next to the tokenizer; of several, ``tool_use`` for tools, else ``default``."""
+        return chat_template(self._loaded)
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """Return what its files name, and what the configuration names instead."""
+        return special_tokens(self._loaded, self._named())
+
+    def reserved_tokens(self) -> Sequence[str]:
+        """Return the added tokens that its file calls special."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """Return the ids of :meth:`encode_batch` with the library's offsets."""
+        encode = partial(self._tokenizer.encode_batch, add_special_tokens=False)
+        return [*map(_located, encoded(encode, texts))]
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """Return the text of :meth:`decode`, special tokens included."""
+        text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
+        return text
+
+    def _named(self) -> dict[str, str | None]:
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        return {key: None if id_ is None else self._tokenizer.id_to_token(id_) for key, id_ in ids.items()}
+
+    def _special(self, key: str, configured: str | None, loaded: Loaded) -> int | None:
+        token = configured if configured is not None else loaded.special_tokens.get(key)
+        if token is None:
+            return None
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        if token_id is None and configured is not None:
+            raise BadTokenizerConfig(
+                key=f"data.tokenizer.{key}", reason=f"{configured!r} is not in the vocabulary of {loaded.origin}"
+            )
+        return token_id
+
+
+def _located(encoding: Any) -> LocatedIds:
+    places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    return LocatedIds(ids=np.array(encoding.ids, dtype=np.int64), starts=places[:, 0], ends=places[:, 1])
+
+
+def _load(config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
+    if config.vocab_file is not None and config.merge_file is not None:
+        return load_pair(config.vocab_file, config.merge_file, library)
+    if config.model is not None:
+        return load_path(config.model, library, key="data.tokenizer.model")
+    assert config.type is not None  # check() has refused a section without any source
+    path = local_path(config.type)
+    return load_named(config.type, library) if path is None else load_path(path, library, key="data.tokenizer.type")

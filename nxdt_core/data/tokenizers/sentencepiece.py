@@ -1,0 +1,163 @@
+"""Tokenizers of a SentencePiece model file (Kudo & Richardson 2018, arXiv:1808.06226)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.data.digest import digest
+from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
+from nxdt_core.data.tokenizers.files import holds_ranks, import_library, read_file
+from nxdt_core.data.tokenizers.offsets import encoded, valid
+from nxdt_core.data.tokenizers.sentencepiece_files import pretrained_files
+from nxdt_core.data.tokenizers.sentencepiece_offsets import cut, located
+from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece
+from nxdt_core.protocols.tokenizer import LocatedIds
+
+__all__ = ["SentencePieceTokenizer"]
+
+
+class SentencePieceTokenizer:
+    """Wraps ``sentencepiece.SentencePieceProcessor``; tokens may be appended to its vocabulary.
+
+    Raises:
+        TokenizerLibraryMissing: sentencepiece is not installed.
+        TokenizerFileNotFound: there is no such file.
+        BadTokenizerFile, RanksForSentencePiece: the file is not a SentencePiece model.
+        BadTokenizerConfig: the keys contradict each other, or name a token that neither is there nor is appended.
+    """
+
+    def __init__(self, config: SentencePieceTokenizerConfig) -> None:
+        for key, message in config.check():
+            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=message)
+        library = import_library("sentencepiece", tokenizer="sentencepiece", extra="sentencepiece")
+        content = read_file(config.model, key="data.tokenizer.model", wanted="SentencePiece model file")
+        self._processor = _parse(library, content, config.model)
+        self._content = content
+        self._own_size: int = self._processor.vocab_size()
+        self._added: dict[str, int] = self._append(config) if config.sentencepiece_legacy else {}
+        self._appended = {id_: token for token, id_ in self._added.items() if id_ >= self._own_size}
+        self._parts = _any_of(self._added)
+        own = range(self._own_size)
+        controls = {self._processor.id_to_piece(id_): id_ for id_ in own if self._processor.is_control(id_)}
+        self._reserved = {**controls, **self._added}
+        self._reserved_parts = _any_of(self._reserved)
+        self.vocab_size: int = self._own_size + len(self._appended)
+        self.bos_id: int | None = self._special("bos_token", config.bos_token, self._processor.bos_id())
+        self.eos_id: int | None = self._special("eos_token", config.eos_token, self._processor.eos_id())
+        self.pad_id: int | None = self._special("pad_token", config.pad_token, self._processor.pad_id())
+        plain = config == SentencePieceTokenizerConfig(model=config.model)
+        more = () if plain else (self._added, self.bos_id, self.eos_id)
+        self._fingerprint = digest("sentencepiece", content, *more)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``, normalised by the model's own rules; no special tokens are added, a lone
+        surrogate becomes U+FFFD."""
+        return [id_ for _, part in cut(self._parts, valid(text)) for id_ in self._encode_part(part)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the same for many texts, on the library's threads."""
+        if self._added:
+            return [self.encode(text) for text in texts]
+        ids: list[list[int]] = encoded(self._processor.encode, texts)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ``ids``; control and appended tokens and ids that are not in the vocabulary are left
+        out."""
+        text: str = self._processor.decode([i for i in ids if 0 <= i < self._own_size])
+        return text
+
+    def chat_template(self) -> str | None:
+        """Return None: the file format has no chat template."""
+        return None
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """Return the begin, end, padding and unknown token, where they exist."""
+        ids = {**self._roles(), "unk_token": self._processor.unk_id()}
+        return {key: self._name(id_) for key, id_ in ids.items() if id_ is not None}
+
+    def reserved_tokens(self) -> Sequence[str]:
+        """Control tokens of the model, and those that the configuration lets texts spell out."""
+        return list(self._reserved)
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """Return the ids of :meth:`encode_batch` with positions; control tokens are read too, and the text between them
+        by itself."""
+        return [located(self._processor, valid(text), self._reserved_parts, self._reserved) for text in texts]
+
+    def spell(self, ids: Iterable[int]) -> str:
+        """Return the text of :meth:`decode`, with special tokens as they are written."""
+        names = {id_: token for token, id_ in self._reserved.items()}
+        known = groupby((id_ for id_ in ids if 0 <= id_ < self.vocab_size), names.__contains__)
+        return "".join("".join(names[id_] for id_ in run) if special else self.decode(run) for special, run in known)
+
+    def fingerprint(self) -> str:
+        """Digest of the model file and of what the configuration adds to it."""
+        return self._fingerprint
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """Return the model file and what makes transformers give the same ids; nothing for a model of which that is not
+        known: a unigram one, or one that normalises text or merges its spaces."""
+        names = {key: None if id_ is None else self._name(id_) for key, id_ in self._roles().items()}
+        return pretrained_files(self._content, self._added, names)
+
+    def _append(self, config: SentencePieceTokenizerConfig) -> dict[str, int]:
+        """Token → id, of those that texts may spell out: appended ones, and further ones that the model has already."""
+        roles = [token for token in (config.bos_token, config.eos_token, config.pad_token) if token is not None]
+        added: dict[str, int] = {}
+        following = self._own_size
+        for token in dict.fromkeys((*roles, *config.special_tokens)):
+            id_ = self._own_id(token)
+            if id_ is None:
+                added[token], following = following, following + 1
+            elif token in config.special_tokens:
+                added[token] = id_
+        return added
+
+    def _own_id(self, token: str) -> int | None:
+        """Id of a piece of the model; the library gives that of the unknown piece for any it does not have."""
+        id_: int = self._processor.piece_to_id(token)
+        return id_ if self._processor.id_to_piece(id_) == token else None
+
+    def _special(self, key: str, configured: str | None, of_model: int) -> int | None:
+        if configured is None:
+            return of_model if of_model >= 0 else None  # the library's −1 is a token that the model does not have
+        id_ = self._added.get(configured, self._own_id(configured))
+        if id_ is None:
+            reason = f"{configured!r} is not in the vocabulary of the model; sentencepiece_legacy: true appends it"
+            raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=reason)
+        return id_
+
+    def _roles(self) -> dict[str, int | None]:
+        return {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+
+    def _name(self, id_: int) -> str:
+        name: str = self._processor.id_to_piece(id_) if id_ < self._own_size else self._appended[id_]
+        return name
+
+    def _encode_part(self, part: str) -> list[int]:
+        own = self._added.get(part)
+        ids: list[int] = self._processor.encode(part) if own is None else [own]
+        return ids
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """What finds the longest of ``tokens``; without any, nothing."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+
+
+def _parse(library: Any, content: bytes, path: Path) -> Any:
+    if holds_ranks(content):
+        raise RanksForSentencePiece(path=str(path))
+    # An empty model is "valid" to the library, whose first call then fails.
+    try:
+        processor = library.SentencePieceProcessor(model_proto=content) if content else None
+    except (RuntimeError, OSError) as error:
+        raise BadTokenizerFile(path=str(path), wanted="SentencePiece model", reason=str(error)) from error
+    if processor is None or processor.vocab_size() < 1:
+        raise BadTokenizerFile(path=str(path), wanted="SentencePiece model", reason="it holds no vocabulary")
+    return processor

@@ -1,0 +1,283 @@
+"""What differs between device types, in one table. No other file of the core names a device type.
+
+Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100 80GB, H100 SXM, H200, L4, L40S. Links
+are those of NVIDIA's DGX and HGX machines. Figures of AWS Trainium are in :mod:`nxdt_core.distributed.trainium`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from nxdt_core.distributed.device_operations import DeviceOperations, HostOperations, UnknownDeviceOperations
+from nxdt_core.distributed.trainium import MEMORY_GIB, PEAK_FLOPS, TrainiumOperations
+from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
+
+__all__ = [
+    "HOST",
+    "DeviceProfile",
+    "Links",
+    "available_type",
+    "current_device",
+    "groups_on_device",
+    "max_memory_bytes",
+    "peak_flops",
+    "profile_of",
+    "register_profile",
+    "reset_max_memory",
+]
+
+HOST = torch.device("cpu")
+"""Where batches are read, checkpoints are written from and numbers are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How fast the processes of a product send to one another: bytes per second of one process, in one direction."""
+
+    processes: int
+    """Of one machine, which are connected by ``inside``."""
+    inside: float
+    outside: float
+    """Between machines: the share of one process in the network adapters of its machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """Facts about one device type."""
+
+    device_type: str
+    """``torch.device.type``."""
+    process_group_backend: str
+    operations: DeviceOperations = field(default_factory=DeviceOperations)
+    """Operations that processes call at run time."""
+    host: bool = False
+    """Whether its tensors are in host memory; it then has no separate memory or random number generator."""
+    cache_bound_kernels: bool = False
+    """Whether kernels are paced by a core's cache rather than by launches: few passes and small chunks win."""
+    float64: bool = False
+    """Whether it computes in float64; initial weights are then drawn on the device rather than on the host."""
+    fused_optimizers: bool = False
+    """Whether ``torch.optim`` has fused kernels for it."""
+    point_to_point: bool = True
+    """Whether two ranks can send to each other without the rest of their group."""
+    binds_process_group: bool = False
+    """Whether the default process group gets its device when it starts. It then connects at once, as NCCL can."""
+    all_to_all: bool = True
+    """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
+    reduce_scatter: bool = True
+    """Whether its process group has a reduce-scatter that sends no more than the parts. Gloo's sums the whole tensor on
+    every rank, which sends twice as much."""
+    symmetric_memory: bool = False
+    """Whether its processes on one machine can read one another's memory (``torch.distributed._symmetric_memory``), as
+    ``distributed_strategy.async_tensor_parallel`` needs."""
+    pinned_host_memory: bool = False
+    """Whether copies between host and device run faster, and in parallel with kernels, with pinned memory."""
+    reduced_float32_matmul: bool = False
+    """Whether float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
+    gc_interval: int = 0
+    """Steps between two garbage collections where ``trainer.gc_interval`` is not set; 0 leaves them to Python."""
+    allocator_variables: tuple[str, ...] = ()
+    """Environment variables that configure its allocator, if that has expandable segments; the first is the one to set,
+    and a process that has any of them keeps it."""
+    broadcast_loads: bool = False
+    """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
+    host_random: bool = False
+    """Whether random numbers are drawn on the host, since the device has no generator, or none that can be seeded."""
+    lazy: bool = False
+    """Whether operations are recorded and run later, so that a tensor has no address until it is copied to the host."""
+    static_shapes: bool = False
+    """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
+    compile_backend: str = "inductor"
+    """Backend of ``torch.compile``, which differentiates graphs by AOTAutograd: torch 2.11's ``eager``, which does not,
+    loses gradients of collectives."""
+    context_parallel_method: Literal["ring", "gather"] = "ring"
+    """How context parallelism moves keys and values where the configuration does not say."""
+    attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"
+    """Attention with a log-sum-exp (:mod:`~nxdt_core.engine.context.attention`), which context parallelism merges;
+    ``composed`` is matrix products and runs anywhere."""
+    block_attention: tuple[str, ...] = ()
+    """Names of the dtypes in which attention to packed documents runs by blocks of keys
+    (:mod:`~nxdt_core.models.attention.blocks`); in others it runs under a mask."""
+    shared_heads: tuple[str, ...] | None = None
+    """Names of the dtypes in which fused attention without a mask takes one head of keys and values for several of
+    queries. In others, and with a mask, torch would keep all scores instead. None: it takes them always."""
+    grouped_products: tuple[str, ...] = ()
+    """Names of the dtypes in which ``torch.nn.functional.grouped_mm`` reads the offsets of its groups on the device; in
+    others it would copy them to the host, once for each product. The host itself reads them in all."""
+    grouped_generations: tuple[int, ...] = ()
+    """Major compute capabilities of the devices with :attr:`grouped_products`; none: all devices of the type."""
+    peak_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Part of the device's name → dtype name → dense FLOP/s of one device; longer parts are tried first."""
+    memory_gib: Mapping[str, float] = field(default_factory=dict)
+    """Name of a product → memory of the part that one process has, for ``nxdt plan --device``."""
+    links: Mapping[str, Links] = field(default_factory=dict)
+    """Name of a product → its connections in the machine that it is usually sold in; none: it is not known."""
+    install: str = "the build of torch for that device"
+    """What a machine needs so that torch finds it."""
+
+    @property
+    def sums_by_exchange(self) -> bool:
+        """Whether a reduce-scatter is made of an all-to-all and a sum."""
+        return self.all_to_all and not self.reduce_scatter
+
+    @property
+    def never_waits(self) -> bool:
+        """Whether a step must not read a value of the device: that ends a graph, or empties the queue of graphs."""
+        return self.lazy or self.static_shapes
+
+
+_T, _G = 1e12, 1e9
+_HGX_H100 = Links(processes=8, inside=450 * _G, outside=50 * _G)
+"""Half of NVLink's 900 GB/s, which counts both directions, and an adapter of 400 Gbit/s for each GPU."""
+
+CPU = DeviceProfile(
+    device_type="cpu",
+    process_group_backend="gloo",
+    operations=HostOperations(),
+    host=True,
+    cache_bound_kernels=True,
+    float64=True,
+    fused_optimizers=True,
+    reduce_scatter=False,
+    attention_kernel="masked_flash",
+)
+"""The host."""
+
+CUDA = DeviceProfile(
+    device_type="cuda",
+    process_group_backend="nccl",
+    binds_process_group=True,
+    symmetric_memory=True,
+    float64=True,
+    fused_optimizers=True,
+    pinned_host_memory=True,
+    reduced_float32_matmul=True,
+    gc_interval=50,
+    allocator_variables=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    broadcast_loads=True,
+    attention_kernel="flash_or_efficient",
+    block_attention=("float32", "bfloat16", "float16"),
+    shared_heads=("bfloat16", "float16"),  # flash attention and cuDNN
+    grouped_products=("bfloat16",),
+    grouped_generations=(9, 10),  # Hopper and Blackwell, torch 2.13
+    peak_flops={
+        "A100": {"float32": 19.5 * _T, "bfloat16": 312 * _T},
+        "H100": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
+        "H200": {"float32": 67 * _T, "bfloat16": 989.4 * _T},
+        "L40S": {"float32": 91.6 * _T, "bfloat16": 362 * _T},
+        "L4": {"float32": 30.3 * _T, "bfloat16": 121 * _T},
+    },
+    memory_gib={"A100": 80, "H100": 80, "H200": 141, "L40S": 48, "L4": 24},
+    links={
+        "A100": Links(processes=8, inside=300 * _G, outside=25 * _G),
+        "H100": _HGX_H100,
+        "H200": _HGX_H100,
+    },
+    install="a build of torch for the version of CUDA that the driver has",
+)
+"""GPUs of NVIDIA."""
+
+NEURON = DeviceProfile(
+    device_type="neuron",
+    process_group_backend="neuron",
+    point_to_point=False,  # send and receive are documented, and not tried yet; nothing needs them but the ring
+    context_parallel_method="gather",
+    gc_interval=50,
+    broadcast_loads=True,
+    static_shapes=True,
+    compile_backend="neuron",
+    operations=TrainiumOperations(),
+    peak_flops=PEAK_FLOPS,
+    memory_gib=MEMORY_GIB,
+    install="torch-neuronx of torch's version from AWS (2.13.* with torch 2.13) on trn2 and trn3, or an engine over "
+    "torch-xla on trn1",
+)
+"""AWS Trainium under torch-neuronx."""
+
+PROFILES: MutableMapping[str, DeviceProfile] = {profile.device_type: profile for profile in (CPU, CUDA, NEURON)}
+"""By device type. :func:`register_profile` adds to it."""
+
+_UNLISTED = DeviceProfile(
+    device_type="unlisted",
+    process_group_backend="undefined",
+    operations=UnknownDeviceOperations(),
+    lazy=True,
+    host_random=True,
+)
+
+
+def register_profile(profile: DeviceProfile) -> None:
+    """Let this process know a device type by ``profile``, in place of any that it knew before.
+
+    A run registers the component of kind ``device`` that ``trainer.accelerator`` selects by itself.
+    """
+    PROFILES[profile.device_type] = profile
+
+
+def current_device(accelerator: str = "auto", *, index: int | None = None) -> torch.device:
+    """Return the device that this process trains on.
+
+    Args:
+        accelerator: ``auto`` (the accelerator that torch finds, else the CPU) or a device type.
+        index: which of the machine's devices, mostly the local rank; None for the current one.
+
+    Raises:
+        UnknownAccelerator: no such device type in the table.
+        AcceleratorMissing: torch finds no such device on this machine.
+    """
+    wanted = available_type() if accelerator == "auto" else accelerator
+    if wanted not in PROFILES:
+        raise UnknownAccelerator(accelerator=wanted, known=tuple(PROFILES))
+    profile = PROFILES[wanted]
+    if profile.host:
+        return torch.device(wanted)
+    if not profile.operations.is_available(wanted):
+        raise AcceleratorMissing(accelerator=wanted, found=available_type(), install=profile.install)
+    number = profile.operations.current_index() if index is None else index
+    return torch.device(wanted) if number is None else torch.device(wanted, number)
+
+
+def available_type() -> str:
+    """Return the type of the accelerator that torch finds here and a profile describes; else that of the host."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type in PROFILES else HOST.type
+
+
+def profile_of(device: torch.device) -> DeviceProfile:
+    """Return the table's row for ``device``; for a type that the table does not list (meta, or another engine's) a row
+    that promises nothing. A dictionary look-up: building blocks ask in every forward."""
+    return PROFILES.get(device.type, _UNLISTED)
+
+
+def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether ``grouped_mm`` of matrices of ``dtype`` runs on ``device`` without a wait of the host."""
+    profile = profile_of(device)
+    if profile.host:
+        return True
+    if str(dtype).removeprefix("torch.") not in profile.grouped_products:
+        return False
+    return not profile.grouped_generations or profile.operations.generation(device) in profile.grouped_generations
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Dense FLOP/s of ``device`` in ``dtype``, or None where the table does not know it (any CPU)."""
+    table = profile_of(device).peak_flops
+    if not table:
+        return None
+    name = profile_of(device).operations.name(device) or device.type
+    match = max((part for part in table if part.lower() in name.lower()), key=len, default=None)
+    return None if match is None else table[match].get(dtype)
+
+
+def max_memory_bytes(device: torch.device) -> int | None:
+    """Return the highest memory use: allocated on an accelerator, the resident set on a CPU; None if not known."""
+    return profile_of(device).operations.max_memory_bytes(device)
+
+
+def reset_max_memory(device: torch.device) -> None:
+    """Reset the peak of the memory in use; on the CPU the kernel keeps one for the process's life."""
+    profile_of(device).operations.reset_max_memory(device)

@@ -1,0 +1,135 @@
+"""``torch.compile``, layer by layer."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError
+
+from nxdt_core.engine.compile.one_graph import one_graph
+from nxdt_core.engine.recompute import defined_forward, forward_within
+from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.patterns import matches
+from nxdt_core.models.step_border import at_border, step_of
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["compile_layers"]
+
+_log = logging.getLogger(__name__)
+
+_GRAPHS = 64
+"""Graphs per class of layers. Layers of several kinds soon reach torch's default limit, 8: in training, in validation
+and as a reference, each with a graph for one sequence length and one for any."""
+
+
+def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, static_shapes: bool = False) -> None:
+    """Compile each layer's forward when it first runs.
+
+    Modules change in place; the names of modules and parameters stay the same. Layers are compiled one by one: they
+    share code and therefore graphs, whereas the time to compile a whole model grows with its depth. Code between the
+    layers (hooks of fully_shard, sends of a pipeline) is not compiled.
+
+    A layer is one graph. If torch cannot make one graph of a class of layers, the class is compiled in pieces. If a
+    class keeps requesting more graphs, it runs without compilation. Each case is logged once.
+
+    Args:
+        module: one pipeline stage, already sharded and with recomputation applied.
+        plan: ``recompute_layer`` says what a layer is.
+        backend: of ``torch.compile``; see :class:`nxdt_core.distributed.devices.DeviceProfile`.
+        static_shapes: compile again for each shape; otherwise, a second shape gets a graph for any shape.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
+    limits.capture_scalar_outputs = True  # how many rows an expert gets is a size in the graph
+    in_pieces: set[type[nn.Module]] = set()
+    for path, part in module.named_modules():
+        if matches(plan.recompute_layer, path) and not isinstance(part, nn.Identity):
+            # Not part.compile(): that would take the hooks in, and leaves recomputed layers uncompiled (torch 2.13).
+            # What is recomputed is compiled, and not its recomputation: that would be one graph with the layer twice in
+            # backward, in which torch 2.13 cannot save the meshes of DTensors.
+            forward, dynamic = forward_within(part), False if static_shapes else None
+            compiled = _CompiledForward(path, part, getattr(part, forward), in_pieces, backend=backend, dynamic=dynamic)
+            setattr(part, forward, compiled)
+
+
+class _CompiledForward:
+    """The forward of a layer."""
+
+    def __init__(
+        self,
+        path: str,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        in_pieces: set[type[nn.Module]],
+        **options: Any,
+    ) -> None:
+        """``in_pieces``: classes of layers that cannot be one graph, shared by the layers of a model."""
+        self._path, self._kind, self._in_pieces = path, type(layer), in_pieces
+        self._whole = one_graph(forward, **options)
+        self._pieces = torch.compile(forward, **options)
+        self._documents = _Documents(layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer's own forward returns, from the compiled graph."""
+        masks = self._documents.made_for(args, kwargs)
+        if not masks:
+            return self._compiled(*args, **kwargs)
+        step = replace(step_of(kwargs.get("step")), masks=masks)
+        if "step" in kwargs:
+            return self._compiled(*args, **{**kwargs, "step": step})
+        with at_border(step):
+            return self._compiled(*args, **kwargs)
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        if self._kind in self._in_pieces:
+            return self._pieces(*args, **kwargs)
+        try:
+            return self._whole(*args, **kwargs)
+        except (FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError) as error:
+            # Tracing has run nothing yet. Where it is the model that fails, that comes out here.
+            output = self._pieces(*args, **kwargs)
+            self._in_pieces.add(self._kind)
+            kind = TooManyGraphs if isinstance(error, FailOnRecompileLimitHit) else LayerNotWhole
+            _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=_reason(error)))
+            return output
+
+
+class _Documents:
+    """What a layer's attention needs of packed documents, made before its graph runs and shared by all layers."""
+
+    _ARGUMENT = "document_ids"
+    """Of layers and attention cores."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
+        self._cores = [core for core in cores if hasattr(core, "made")]
+        names = [*inspect.signature(defined_forward(layer)).parameters][1:]  # without self
+        self._position = names.index(self._ARGUMENT) if self._ARGUMENT in names else None
+
+    def made_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the :attr:`~nxdt_core.protocols.step_context.StepContext.masks` of a call with these arguments."""
+        ids = kwargs.get(self._ARGUMENT)
+        if ids is None and self._position is not None and self._position < len(args):
+            ids = args[self._position]
+        if ids is None or not self._cores:
+            return {}
+        hidden = next(value for value in (*args, *kwargs.values()) if _is_floating(value))
+        dtype = compute_dtype(hidden)
+        return dict(core.made(ids, dtype) for core in self._cores)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, without its hints."""
+    return " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")

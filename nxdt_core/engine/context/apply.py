@@ -1,0 +1,170 @@
+"""Context parallelism: ranks that share each sequence, for any model whose plan names its attention cores.
+
+Everything but attention works on tokens one by one and needs no change; positions are part of the batch. So the batch
+is sharded, and the attention cores are replaced by ones that reach the other ranks' keys. (Torch's own context
+parallelism cannot run without an accelerator: it has no sharding rule for the host's kernel.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.engine.context.attention.kernel import dense_heads
+from nxdt_core.engine.context.documents import documents_over
+from nxdt_core.engine.context.operator import ContextMethod, shared_attention
+from nxdt_core.engine.context.zigzag import in_order, shard_of
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.layouts import (
+    AttentionCoreMissing,
+    AttentionCoreUnknown,
+    ContextSequenceDoesNotDivide,
+    RingNeedsPointToPoint,
+)
+from nxdt_core.models.attention.grouped_query import AttentionSemantics
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["ContextParallelAttention", "apply_context_parallel", "shard_sequence", "unshard_sequence"]
+
+
+def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
+    """This rank's tokens of ``batch``: every field [micro_batch, seq / cp], with ``position_ids`` filled in.
+
+    Raises:
+        ContextSequenceDoesNotDivide: the sequence is not a multiple of twice the context parallel ranks.
+    """
+    rank, ranks = mesh.rank("cp"), mesh.size("cp")
+    if ranks == 1:
+        return batch
+    length = batch.input_ids.shape[1]
+    if length == 0 or length % (2 * ranks):
+        raise ContextSequenceDoesNotDivide(length=length, ranks=ranks)
+    if batch.position_ids is None:
+        positions = torch.arange(length, device=batch.input_ids.device)
+        batch = replace(batch, position_ids=positions.expand_as(batch.input_ids))
+    return batch.map(lambda tensor: shard_of(tensor, rank, ranks, dim=1))
+
+
+def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> torch.Tensor:
+    """Return the whole sequence, in its own order, from every rank's shard along ``dim``. Collective.
+
+    Differentiable: each rank's gradient is the sum over ranks for the tokens that it holds.
+    """
+    group = mesh.group("cp")
+    if group is None:
+        return tensor
+    shards = gather_along(tensor.unsqueeze(0), 0, group)
+    return in_order(shards.unbind(0), dim % tensor.ndim)
+
+
+def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, method: ContextMethod) -> None:
+    """Put a :class:`ContextParallelAttention` in the place of each of the plan's attention cores.
+
+    Args:
+        module: a model or a pipeline stage of one, changed in place.
+        plan: of the model.
+        mesh: nothing is done where its ``cp`` is 1.
+        method: ``ring``, or ``gather`` where one collective is quicker than hops; a device's profile says which.
+
+    Raises:
+        AttentionCoreMissing: the plan names no cores, or ones that the model does not have.
+        AttentionCoreUnknown: a core that does not say what it computes, or whose tokens see later ones.
+        RingNeedsPointToPoint: the devices of ``mesh`` have collectives only.
+    """
+    group = mesh.group("cp")
+    if group is None:
+        return
+    cores = [(path, core) for path, core in module.named_modules() if matches_any(plan.attention_cores, path)]
+    if not plan.attention_cores or (not cores and _has_layers(module, plan)):
+        raise AttentionCoreMissing(patterns=plan.attention_cores, ranks=group.size())
+    device = torch.device(mesh.mesh("cp").device_type)
+    if method == "ring" and not profile_of(device).point_to_point:
+        raise RingNeedsPointToPoint(device_type=device.type)
+    documents_over(group)
+    for path, core in cores:
+        semantics = _semantics(path, core)
+        parent, _, name = path.rpartition(".")
+        sharded = ContextParallelAttention(group, method=method, semantics=semantics)
+        setattr(module.get_submodule(parent), name, sharded)
+
+
+class ContextParallelAttention(nn.Module):
+    """An attention core over a sequence that the ranks of a group share; its call is that of the core it replaces."""
+
+    def __init__(self, group: dist.ProcessGroup, *, method: ContextMethod, semantics: AttentionSemantics) -> None:
+        """``semantics``: causal, of the core that it replaces."""
+        super().__init__()
+        self.ranks, self.method, self.semantics = group.size(), method, semantics
+        self.group_name = group.group_name
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
+    ) -> torch.Tensor:
+        """Attend to the keys of all ranks. Collective, forward and backward.
+
+        Args:
+            query: [batch, heads, seq / cp, head_dim], the tokens that :func:`shard_sequence` gives this rank.
+            key: [batch, kv_heads, seq / cp, head_dim].
+            value: as ``key``.
+            document_ids: int64 [batch, seq / cp], of the same tokens; None: one document a row.
+            step: unused, since no mask is made.
+
+        Returns:
+            As ``query``.
+        """
+        scale, window = self.semantics.scale, self.semantics.window
+        if window is not None and window >= query.shape[2] * self.ranks:
+            window = None
+        return shared_attention(
+            dense_heads(query),
+            dense_heads(key),
+            dense_heads(value),
+            document_ids,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            window=window,
+            method=self.method,
+            group_name=self.group_name,
+        )
+
+    def extra_repr(self) -> str:
+        """Method and number of ranks."""
+        return f"method={self.method}, ranks={self.ranks}"
+
+
+def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
+    """False for a pipeline stage that holds no layer, and so has no attention."""
+    if plan.pipeline is None:
+        return True
+    return any(True for _ in module.get_submodule(plan.pipeline.layers).children())
+
+
+def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
+    """What ``core`` computes, as its class says. A subclass that computes something else must say so itself."""
+
+    def refusal(reason: str) -> NxdtError:
+        return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
+
+    said = next((depth for depth, kind in enumerate(type(core).__mro__) if "semantics" in vars(kind)), None)
+    if said is None:
+        raise refusal("it does not say what it computes")
+    done = next(depth for depth, kind in enumerate(type(core).__mro__) if "forward" in vars(kind))
+    if done < said:
+        raise refusal("it overrides forward() and not semantics()")
+    semantics: AttentionSemantics = core.semantics()  # type: ignore[operator]
+    if not semantics.causal:
+        raise refusal("its tokens see later ones")
+    return semantics

@@ -1,0 +1,275 @@
+"""Data parallelism: FSDP2 over a stage's layers, and how far each ZeRO stage lets it shard.
+
+All ZeRO stages use one mechanism. They differ in when gradients are reduced and when gathered weights are freed:
+
+=====  ===================================  ===========================  =====================
+stage  gradients are reduce-scattered       weights between steps        optimizer state
+=====  ===================================  ===========================  =====================
+0      not: one all-reduce per step         whole                        whole
+1      once per step, after accumulating    sharded, gathered per step   sharded
+2      each micro-batch                     sharded, gathered per step   sharded
+3      each micro-batch                     sharded, gathered per layer  sharded
+=====  ===================================  ===========================  =====================
+
+With a pipeline, its stages control FSDP2 in the same way (:mod:`nxdt_core.engine.pipeline.stage`). (Rajbhandari et
+al. 2020, arXiv:1910.02054.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.engine.data.gathers import WeightGather, gather_as, gather_forms
+from nxdt_core.engine.data.overlapped_sums import ScatteredSum, ScatteredSums
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.tensor.vocabulary_layers import VocabularyEmbedding
+from nxdt_core.errors.optimizers import GradientSumsRounded
+from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.torch_versions import fsdp_parameter_groups
+
+__all__ = [
+    "Ends",
+    "apply_data_parallel",
+    "begin_micro_batch",
+    "check_sums",
+    "copies_masters",
+    "ends_of",
+    "keeps_experts",
+    "needs_sharding",
+]
+
+
+def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
+    """Return whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.
+
+    Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
+    """
+    if copies_masters(mesh.sizes, precision):
+        return False
+    mixed = precision.master_weights or precision.gradients != precision.parameters
+    return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
+
+
+def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
+    """Return whether no other rank has the weights of this one, so that their masters need no FSDP2.
+
+    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.data.copied_masters` needs.
+    """
+    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
+    return alone and precision.master_weights and precision.gradients == "float32"
+
+
+def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
+    """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
+    mixed = precision.master_weights or precision.gradients != precision.parameters
+    return sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What FSDP2 gathers for itself around the layers of a stage: paths of modules, empty where they are part of the
+    root."""
+
+    first: str = ""
+    """The embedding. Its backward reads no weights, so that it is gathered for forward alone."""
+    last: tuple[str, ...] = ()
+    """The norm and the head. Their backward follows their forward, so that they stay gathered in between."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the paths of all modules."""
+        return (self.first, *self.last) if self.first else self.last
+
+
+def ends_of(module: nn.Module, plan: ParallelPlan) -> Ends:
+    """Return the ends of a stage that can be gathered apart from its root.
+
+    Those are an embedding that is not tied to the head, and what the plan's pipeline has behind the layers if the head
+    is in it. In other models the root is gathered as a whole before the embedding.
+    """
+    first, last = "", tuple[str, ...]()
+    for path in _styled(module, plan, "vocab_embedding"):
+        if type(module.get_submodule(path)) in (nn.Embedding, VocabularyEmbedding) and _alone(module, (path,)):
+            first = path
+    if plan.pipeline is not None:
+        parts = {path: part for path, part in module.named_modules() if path in plan.pipeline.last}
+        behind = tuple(
+            path for path in plan.pipeline.last if path in parts and any(True for _ in parts[path].parameters())
+        )
+        heads = _styled(module, plan, "vocab_head")
+        if any(head in behind for head in heads) and _alone(module, behind):
+            last = behind
+    return Ends(first=first, last=last)
+
+
+def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[str]:
+    """Paths of the modules with parameters that ``plan`` gives a style."""
+    patterns = tuple(pattern for pattern, style in plan.tensor.items() if style == wanted)
+    found = [(path, part) for path, part in module.named_modules() if matches_any(patterns, path)]
+    return [path for path, part in found if any(True for _ in part.parameters())]
+
+
+def _alone(module: nn.Module, paths: tuple[str, ...]) -> bool:
+    """Whether no module but those of ``paths`` has one of their parameters."""
+    owners: dict[int, set[bool]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(any(name.startswith(f"{path}.") for path in paths))
+    return all(len(inside) == 1 for inside in owners.values())
+
+
+def check_sums(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
+    """Refuse sums of gradients over micro-batches that FSDP2 would round to the dtype of the shards.
+
+    Raises:
+        GradientSumsRounded: it would.
+    """
+    narrow = not precision.master_weights and precision.gradients != precision.parameters
+    if narrow and sizes.zero_stage >= 2 and micro_batches > 1:
+        raise GradientSumsRounded(
+            precision=precision.name,
+            sums=precision.gradients,
+            weights=precision.parameters,
+            stage=sizes.zero_stage,
+            micro_batches=micro_batches,
+        )
+
+
+def apply_data_parallel(
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: ParallelMesh,
+    precision: PrecisionPolicy,
+    experts: Collection[str] = (),
+    *,
+    compiled: bool = False,
+) -> list[WeightGather]:
+    """Shard each layer of a stage, its experts over the ranks that hold the same ones, and what is left.
+
+    Args:
+        module: one pipeline stage on the meta device, tensor and expert parallelism applied.
+        plan: names the layers.
+        mesh: of the run.
+        precision: dtypes of computing, accumulating and reducing.
+        experts: names of modules whose parameters are sharded over ``ep``. Where no other rank has the same experts,
+            they are left as they are.
+        compiled: gather experts with their layer, which is one graph, and not in its middle.
+
+    Returns:
+        The gathers in which weights travel in other forms than FSDP2 gives them.
+    """
+    keep = mesh.sizes.zero_stage < 3
+    policy = _policy(precision)
+    layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
+    forms, gathers = gather_forms(module, plan, precision), list[WeightGather]()
+    own: set[nn.Parameter] = set()
+    if keeps_experts(mesh.sizes, precision):
+        own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
+        experts = ()
+    ends, dense = ends_of(module, plan), _mesh(mesh)
+    profile = profile_of(torch.device(dense.device_type))
+    sums, overlapped = ScatteredSums(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
+    parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
+    parts += [((ends.first,), dense)] * bool(ends.first) + [(ends.last, dense)] * bool(ends.last) + [(("",), dense)]
+    for names, where in parts:
+        modules = [module.get_submodule(name) for name in names]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=where,
+            mp_policy=policy,
+            reshard_after_forward=not keep and names != ends.last,
+            ignored_params=own,
+        )
+        sharded = _sharded(module, names[0])  # the modules of a group share what is set
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+        if profile.sums_by_exchange:
+            for group in fsdp_parameter_groups(sharded._get_fsdp_state()):
+                group_sums = ScatteredSum(sums, group.fsdp_params, overlapped=overlapped)
+                cast(Any, sharded).set_custom_reduce_scatter(group_sums)
+        layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
+        if compiled and layer is not None:
+            _move_hooks(sharded, module.get_submodule(layer))
+        gather = gather_as(sharded, forms, {id(parameter): path for path, parameter in module.named_parameters()})
+        if gather is not None:
+            gathers.append(gather)
+    if profile.host:  # which has no streams: without this, a gather that begins early is waited for at once
+        _sharded(module, "")._set_unshard_async_op(True)
+    if ends.first:
+        _sharded(module, ends.first).set_unshard_in_backward(False)
+    _prefetch(module, ends, layers, experts)
+    return gathers
+
+
+def _prefetch(module: nn.Module, ends: Ends, layers: Sequence[str], experts: Collection[str]) -> None:
+    """Let the gather for each part begin before the part that precedes it runs, forward and backward.
+
+    By itself FSDP2 does so in backward alone, and there, with several micro-batches, the first part gathers the last
+    one of the micro-batch before.
+    """
+    order = [ends.first] * bool(ends.first) + list(layers) + list(ends.last[:1])
+    within = {name: [inner for inner in experts if inner.startswith(f"{name}.")] for name in order}
+    for before, here, following in zip([None, *order], order, [*order[1:], None], strict=False):
+        inner = within[here]
+        _sharded(module, here).set_modules_to_forward_prefetch(_states(module, [*inner, following]))
+        for name, ahead in pairwise([here, *inner, before or here]):  # itself: it is there already
+            _sharded(module, name).set_modules_to_backward_prefetch(_states(module, [ahead]))
+    if order:
+        _sharded(module, "").set_modules_to_backward_prefetch(_states(module, order[-1:]))
+
+
+def _states(module: nn.Module, names: Iterable[str | None]) -> list[FSDPModule]:
+    return [_sharded(module, name) for name in names if name is not None]
+
+
+def _sharded(module: nn.Module, name: str) -> FSDPModule:
+    return cast(FSDPModule, module.get_submodule(name))
+
+
+def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:
+    """Set what FSDP2 does with gradients and gathered weights in the next backward."""
+    stage = mesh.sizes.zero_stage
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(last)
+            module.set_requires_gradient_sync(last or stage >= 2)
+            module.set_requires_all_reduce(last)
+            module.set_reshard_after_backward(last or stage == 3)
+
+
+def _move_hooks(inner: FSDPModule, layer: nn.Module) -> None:
+    """Let FSDP2 do around ``layer`` what it does around ``inner``. It has no public call for that."""
+    state = inner._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = layer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    state._post_forward_hook_handle = layer.register_forward_hook(state._post_forward)
+
+
+def _mesh(mesh: ParallelMesh, *, expert: bool = False) -> DeviceMesh:
+    inner = mesh.mesh("efsdp" if expert else "fsdp")
+    if mesh.sizes.dp_replicate == 1:
+        return inner
+    return mesh.mesh("dp_replicate", "efsdp" if expert else "fsdp")
+
+
+def _policy(precision: PrecisionPolicy) -> MixedPrecisionPolicy:
+    compute = getattr(torch, precision.parameters)
+    reduce = getattr(torch, precision.gradients)
+    return MixedPrecisionPolicy(
+        param_dtype=compute if precision.master_weights else None,
+        reduce_dtype=None if reduce == compute else reduce,
+        # Among a layer's inputs are the float32 tables of rotary embeddings; in bfloat16 they are 0.4 % off.
+        cast_forward_inputs=False,
+    )

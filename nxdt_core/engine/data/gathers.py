@@ -1,0 +1,217 @@
+"""Gathering weights: those of matrix products travel in the dtype that the products cast them to anyway.
+
+Under autocast that is autocast's dtype. Where a precision policy computes products in one byte per element, it is that,
+under scaling factors of whole weights (:mod:`nxdt_core.engine.data.scaled_weights`). What is gathered makes products
+bitwise what the weight itself makes them, so results do not change. Norms, embeddings, routers, biases and weights
+that an adapter reads, as DoRA does, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from nxdt_core.engine.products import product_layers
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
+from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
+
+__all__ = ["GatherForms", "WeightGather", "gather_as", "gather_forms", "product_weights", "scaled_weights"]
+
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherForms:
+    """How the weights of a stage travel; those that are not named travel in the dtype that FSDP2 gives them."""
+
+    dtype: torch.dtype
+    """What products compute in, of two bytes."""
+    narrow: frozenset[str] = frozenset()
+    """Names of those that travel in ``dtype``."""
+    scaled: frozenset[str] = frozenset()
+    """Names of those that travel in one byte per element."""
+    cast: ScaledCast | None = None
+    """From ``dtype`` to one byte and back; there where ``scaled`` names weights."""
+
+
+def gather_forms(module: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> GatherForms:
+    """Return how FSDP2 gathers the weights of a stage, the policy's product applied."""
+    dtype = getattr(torch, precision.autocast or precision.parameters)
+    scaled = scaled_weights(module, plan)
+    narrow = frozenset() if precision.autocast is None else product_weights(module, plan) - scaled.keys()
+    casts = [*scaled.values()]
+    return GatherForms(dtype=dtype, narrow=narrow, scaled=frozenset(scaled), cast=casts[0] if casts else None)
+
+
+def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
+    """Return the names of parameters of a stage that nothing but one matrix product reads.
+
+    They are the weights of linear layers that the plan lets tensor parallelism cut, and of experts.
+    """
+    layers = product_layers(module, plan)
+    found = {f"{path}.weight" for path, layer, _ in layers if _product_alone(layer)}
+    for path, part in module.named_modules():
+        if isinstance(part, SwiGLUExperts) and matches_any(plan.experts.modules, path) and not part.updates:
+            found |= {f"{path}.{name}" for name in _EXPERTS}
+    return frozenset(found - {name for pair in plan.tied for name in pair})
+
+
+def scaled_weights(module: nn.Module, plan: ParallelPlan) -> dict[str, ScaledCast]:
+    """Return the parameters of a stage that can travel in one byte per element, by name, with their casts.
+
+    They are the weights that nothing but the product of a precision policy reads, if that product names a cast.
+    """
+    found: dict[str, ScaledCast] = {}
+    for path, layer, _ in product_layers(module, plan):
+        way = getattr(getattr(layer, "product", None), "gathered", None)
+        if way is not None and _product_alone(layer):
+            found[f"{path}.weight"] = way
+    return found
+
+
+def _product_alone(layer: Any) -> bool:
+    """Whether nothing but the product of a linear layer reads its weight."""
+    update = getattr(layer, "update", None)
+    return update is None or not getattr(update, "reads_weight", True)
+
+
+def gather_as(sharded: FSDPModule, forms: GatherForms, names: dict[int, str]) -> WeightGather | None:
+    """Let what FSDP2 gathers for ``sharded`` travel in the forms of ``forms``; None where nothing changes.
+
+    Args:
+        sharded: by ``fully_shard``.
+        forms: of the weights of the stage.
+        names: of the stage's parameters by ``id``, as they are after sharding.
+    """
+    groups = fsdp_parameter_groups(sharded._get_fsdp_state()) if forms.narrow or forms.scaled else ()
+    if not groups:  # nothing to change, or a root all of whose parameters are those of its parts
+        return None
+    (group,) = groups
+    found = [(p._sharded_param_data.numel(), names.get(id(p.sharded_param), "")) for p in group.fsdp_params]
+    segments = [_Segment(size, name, _form(name, forms)) for size, name in found]
+    if all(segment.form == "whole" for segment in segments):
+        return None
+    gather = WeightGather(segments, forms)
+    cast(Any, sharded).set_custom_all_gather(gather)
+    return gather
+
+
+_Form = Literal["whole", "narrow", "scaled"]
+
+
+def _form(name: str, forms: GatherForms) -> _Form:
+    if name in forms.scaled:
+        return "scaled"
+    return "narrow" if name in forms.narrow else "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A parameter's shard in the flat buffer of its group."""
+
+    size: int
+    """Elements, those that pad it included."""
+    name: str
+    form: _Form
+
+
+class WeightGather:
+    """FSDP2's all-gather of the parameters of a group, one after the other in a flat buffer."""
+
+    def __init__(self, segments: list[_Segment], forms: GatherForms) -> None:
+        self._segments = segments
+        self.forms = forms
+        self._scales: dict[str, torch.Tensor] = {}
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Names of the weights that travel in one byte per element while they have scales."""
+        return tuple(segment.name for segment in self._segments if segment.form == "scaled")
+
+    def set_scales(self, scales: dict[str, torch.Tensor]) -> None:
+        """Set the scaling factors of the weights as they are now; without one, a weight travels in its own dtype."""
+        self._scales = scales
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
+        dtype, scales = input_tensor.dtype, self._scales
+        forms = [self._now(segment, dtype, scales) for segment in self._segments]
+        if all(form == "whole" for form in forms) or not dtype.is_floating_point:
+            work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return work
+        sizes = [segment.size for segment in self._segments]
+        parts = torch.split(input_tensor, sizes)
+        packed = [self._packed(*each, scales) for each in zip(parts, self._segments, forms, strict=True)]
+        lengths = [part.numel() for part in packed]
+        sent = torch.cat(packed)
+        ranks = group.size()
+        received = sent.new_empty(ranks * sent.numel())
+        work = all_gather_single(received, sent, group=group, async_op=async_op)
+
+        def unpack() -> None:
+            of_ranks = torch.split(received.view(ranks, -1), lengths, 1)
+            outputs = torch.split(output_tensor.view(ranks, -1), sizes, 1)
+            for part, whole, segment, form in zip(of_ranks, outputs, self._segments, forms, strict=True):
+                whole.copy_(self._unpacked(part, segment, form, dtype, scales))
+
+        if work is None:
+            unpack()
+            return None
+        return _Unpacking(work, unpack)
+
+    def _now(self, segment: _Segment, dtype: torch.dtype, scales: dict[str, torch.Tensor]) -> _Form:
+        if segment.form == "scaled" and segment.name in scales:
+            return "scaled"
+        # Without a scale, the product casts what arrives to the dtype that it computes in, too.
+        return "whole" if segment.form == "whole" or dtype == self.forms.dtype else "narrow"
+
+    def _packed(
+        self, part: torch.Tensor, segment: _Segment, form: _Form, scales: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Bytes of what travels of a shard."""
+        if form == "whole":
+            return part.view(torch.uint8)
+        rounded = part.to(self.forms.dtype)
+        if form == "scaled":
+            assert self.forms.cast is not None
+            rounded = self.forms.cast.narrowed(rounded, scales[segment.name])
+        return rounded.view(torch.uint8)
+
+    def _unpacked(
+        self, part: torch.Tensor, segment: _Segment, form: _Form, dtype: torch.dtype, scales: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Values of :meth:`_packed`, a row for each rank."""
+        aligned = part.clone(memory_format=torch.contiguous_format)
+        if form != "scaled":
+            return aligned.view(dtype if form == "whole" else self.forms.dtype)
+        assert self.forms.cast is not None
+        return self.forms.cast.widened(aligned, scales[segment.name], self.forms.dtype)
+
+
+class _Unpacking(dist.Work):
+    """What a rank waits for: the gather, then its unpacking."""
+
+    def __init__(self, work: dist.Work, unpack: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._unpack = work, unpack
+
+    def wait(self, *arguments: Any) -> bool:
+        """Wait until the output is whole."""
+        done = self._work.wait(*arguments)
+        self._unpack()
+        return done

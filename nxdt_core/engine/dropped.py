@@ -1,0 +1,266 @@
+"""Tensors that are dropped after forward and made again in backward, while what they were made of is kept.
+
+Activation recomputation (:mod:`nxdt_core.engine.recompute`) drops what a module computes inside; its result is kept by
+what reads it next. Here the result is dropped: what would keep it keeps a recipe in its place. Nothing else is computed
+again, so that no matrix product runs twice. (Megatron-LM's ``recompute_modules``; the tensors that are gathered again
+are those of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.)
+
+For layers as they are written. A compiled layer tags what is to be computed again in its graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["Dropped", "DroppedTensors", "cast_dropped", "drop_in", "dropped_result", "dropping_in"]
+
+
+class Dropped:
+    """The recipe of one tensor, shared by all that keep it. It is made once for all of them."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+        self._value: torch.Tensor | None = None
+        self._autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def wanted(self) -> bool:
+        """Return whether something will still ask for the tensor."""
+        return self._uses > 0
+
+    def use(self) -> None:
+        """Note that something keeps the recipe, and will take the tensor once."""
+        self._uses += 1
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, which is dropped again when the last user has taken it."""
+        value = self._value
+        if value is None:
+            with torch.no_grad(), self._autocast():
+                value = self.make()
+        self._uses -= 1
+        self._value = value if self._uses > 0 else None
+        return value
+
+    def make(self) -> torch.Tensor:
+        """Return the tensor as it was in forward, in the same layout."""
+        raise NotImplementedError
+
+    def remember_autocast(self, tensor: torch.Tensor) -> None:
+        """Let :meth:`make` run in the autocast state that holds now, which backward does not have."""
+        if tensor.is_meta:
+            return
+        kind = tensor.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._autocast = functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+class DroppedTensors:
+    """Those of a layer while it runs, by storage: views of a dropped tensor are dropped with it."""
+
+    def __init__(self) -> None:
+        self.runs = False
+        """Whether the layer runs forward, and autograd is to run backward through it."""
+        self.block: weakref.ref[Dropped] | None = None
+        """The input of the tensor block that runs, where it is made again in backward."""
+        self._found: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Dropped, torch.dtype, int]]
+        self._found = weakref.WeakKeyDictionary()
+
+    def add(self, tensor: torch.Tensor, recipe: Dropped) -> None:
+        """Drop ``tensor``, a new one, after forward."""
+        recipe.remember_autocast(tensor)
+        self._found[tensor.untyped_storage()] = (recipe, tensor.dtype, tensor._version)
+
+    def recipe(self, tensor: torch.Tensor) -> Dropped | None:
+        """Return the recipe of ``tensor``; None if it is kept, is a view or was changed in place."""
+        found = self._found.get(tensor.untyped_storage())
+        if found is None or found[1] != tensor.dtype or found[2] != tensor._version or tensor._is_view():
+            return None
+        return found[0]
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Let autograd keep recipes of dropped tensors within the block, the forward of the layer."""
+        self.runs = True
+        try:
+            with saved_tensors_hooks(self._pack, _unpacked):
+                yield
+        finally:
+            self.runs = False
+            self._found.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        if type(tensor) is not torch.Tensor:
+            return tensor
+        found = self._found.get(tensor.untyped_storage())
+        if found is None or found[1] != tensor.dtype or found[2] != tensor._version:
+            # A result that its own node keeps would keep the node.
+            return tensor if tensor.grad_fn is None else tensor.detach()
+        return _Kept(found[0], tensor)
+
+
+class _Kept:
+    """What autograd keeps of a dropped tensor, or of a view of one."""
+
+    __slots__ = ("_offset", "_recipe", "_size", "_stride")
+
+    def __init__(self, recipe: Dropped, tensor: torch.Tensor) -> None:
+        recipe.use()
+        self._recipe = recipe
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def tensor(self) -> torch.Tensor:
+        return self._recipe.take().as_strided(self._size, self._stride, self._offset)
+
+
+def _unpacked(kept: torch.Tensor | _Kept) -> torch.Tensor:
+    return kept.tensor() if isinstance(kept, _Kept) else kept
+
+
+def drop_in(layer: nn.Module) -> None:
+    """Let ``layer`` drop what its parts ask for; each part gets its :class:`DroppedTensors` as an attribute."""
+    kind: Any = type(layer)
+    layer.__class__ = _dropping(kind)
+    dropped: Any = DroppedTensors()
+    for part in layer.modules():
+        part.dropped_tensors = dropped
+
+
+def dropping_in(part: nn.Module) -> DroppedTensors | None:
+    """Return the dropped tensors of the layer of ``part`` while that runs forward; None in layers that drop nothing, in
+    compiled ones and in backward."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    dropped: DroppedTensors | None = getattr(part, "dropped_tensors", None)
+    return dropped if dropped is not None and dropped.runs else None
+
+
+@functools.cache
+def _dropping(kind: Any) -> Any:
+    """``kind`` with a forward that drops; a class, for the reason that
+    :func:`nxdt_core.engine.recompute.apply_recompute` has."""
+
+    class Dropping(kind):  # type: ignore[misc]
+        drops = True
+        dropped_tensors: DroppedTensors
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return super().forward(*args, **kwargs)
+            with self.dropped_tensors.keeping():
+                return super().forward(*args, **kwargs)
+
+    Dropping.__name__, Dropping.__qualname__ = kind.__name__, kind.__qualname__
+    return Dropping
+
+
+def dropped_result(
+    module: nn.Module, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], dropped: DroppedTensors
+) -> torch.Tensor:
+    """Return ``compute(*args)`` of a norm or an activation function, and drop it.
+
+    A module with parameters keeps what its operations keep, as a rule its input and a number per row. Of one without
+    only the arguments are kept.
+    """
+    result: torch.Tensor
+    if any(True for _ in module.parameters()):
+        result = compute(*args)
+        if isinstance(result, torch.Tensor):
+            dropped.add(result, _Recomputed(compute, args, dropped))
+        return result
+    result = _Again.apply(compute, *args)  # type: ignore[no-untyped-call]
+    if result.grad_fn is not None:
+        dropped.add(result, _OfGraph(result.grad_fn))
+    return result
+
+
+def cast_dropped(part: nn.Module, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``tensor``, an input of ``part``, in ``dtype``; the copy of a dropped one is dropped as well."""
+    cast, dropped = tensor.to(dtype), dropping_in(part)
+    if cast is not tensor and dropped is not None and dropped.recipe(tensor) is not None:
+        dropped.add(cast, _Recomputed(lambda source: source.to(dtype), (tensor,), dropped))
+    return cast
+
+
+class _Recomputed(Dropped):
+    """The result of a function of tensors that are kept, or dropped themselves."""
+
+    def __init__(self, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], dropped: DroppedTensors) -> None:
+        super().__init__()
+        self._compute = compute
+        self._args = [_source(value, dropped) for value in args]
+
+    def make(self) -> torch.Tensor:
+        return self._compute(*(value.take() if isinstance(value, Dropped) else value for value in self._args))
+
+
+def _source(value: Any, dropped: DroppedTensors) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    recipe = dropped.recipe(value)
+    if recipe is None:
+        return value.detach()
+    recipe.use()
+    return recipe
+
+
+class _OfGraph(Dropped):
+    """The result of :class:`_Again`; making it also builds the graph that the backward of that function needs."""
+
+    def __init__(self, node: Any) -> None:
+        super().__init__()
+        self._node = node
+
+    def make(self) -> torch.Tensor:
+        output: torch.Tensor = _graph(self._node)[1]
+        return output.detach()
+
+
+class _Again(torch.autograd.Function):
+    """Computes a function of tensors without parameters, and keeps the tensors alone."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        ctx.compute, ctx.others = compute, [None if isinstance(value, torch.Tensor) else value for value in args]
+        ctx.places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        ctx.graph = None
+        tensors = [args[place] for place in ctx.places]
+        ctx.save_for_backward(*tensors)
+        ctx.autocast = Dropped()
+        ctx.autocast.remember_autocast(tensors[0])
+        return compute(*args)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, output = _graph(ctx)
+        ctx.graph = None
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
+        grads: list[torch.Tensor | None] = [None] * (1 + len(ctx.others))
+        for place, tensor in zip(ctx.places, inputs, strict=True):
+            grads[1 + place] = found.get(id(tensor))
+        return tuple(grads)
+
+
+def _graph(ctx: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return inputs and output of the function, recomputed under autograd."""
+    if ctx.graph is None:
+        needed = [ctx.needs_input_grad[1 + place] for place in ctx.places]
+        tensors = zip(ctx.saved_tensors, needed, strict=True)
+        inputs = [tensor.detach().requires_grad_(wanted) for tensor, wanted in tensors]
+        args = list(ctx.others)
+        for place, tensor in zip(ctx.places, inputs, strict=True):
+            args[place] = tensor
+        with torch.enable_grad(), ctx.autocast._autocast():
+            ctx.graph = inputs, ctx.compute(*args)
+    graph: tuple[list[torch.Tensor], torch.Tensor] = ctx.graph
+    return graph

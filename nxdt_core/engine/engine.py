@@ -1,0 +1,191 @@
+"""The engine on stock torch: joins the process group, builds the mesh, lays models out and optimizes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import pins_inputs, use_device_settings
+from nxdt_core.distributed.devices import current_device, profile_of
+from nxdt_core.distributed.placement import local_of
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.engine.compile.cache import ahead_of, use_cache
+from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
+from nxdt_core.engine.global_batch import Numerics
+from nxdt_core.engine.layout import LayoutOptions, lay_out
+from nxdt_core.engine.layout import materialise as materialise_stages
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.model import TorchModel
+from nxdt_core.engine.optimizer import TorchOptimizer
+from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.rounding.kernels import Backend, backend_on
+from nxdt_core.engine.rounding.policy import updates_rounded
+from nxdt_core.engine.shards import tables
+from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.optimizer import OptimizerFactory
+from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
+from nxdt_core.protocols.parallel.engine import RankInfo
+from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["TorchEngine"]
+
+
+class TorchEngine:
+    """Built-in ``engine``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+
+    mesh: ParallelMesh
+    """Known after :meth:`start`."""
+    rank_info: RankInfo
+    """This process's place; known before :meth:`start`."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._run = config.run
+        self.ranks = Ranks.from_environment()
+        self.device = current_device(
+            config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
+        )
+        self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
+        self.rank_info = self._place()
+        use_cache(config.run, profile_of(self.device))
+        use_device_settings(config.run.trainer, profile_of(self.device))
+
+    def start(self) -> None:
+        """Join the process group, if there is more than one process, and build the mesh."""
+        self.ranks.start(self.device, timeout_s=self._run.distributed_strategy.timeout_s)
+        self._build_mesh()
+
+    def _build_mesh(self) -> None:
+        timeout_s = self.ranks.collective_timeout_s
+        self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=timeout_s)
+
+    def _place(self) -> RankInfo:
+        mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
+        return RankInfo(
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            local_rank=self.ranks.local_rank,
+            dp_rank=mesh.rank("dp"),
+            dp_size=self._sizes.dp,
+            mesh=self._sizes.as_dict(),
+        )
+
+    def initialize_model(
+        self,
+        builder: ModelBuilder,
+        *,
+        precision: PrecisionPolicy,
+        seed: int,
+        adapters: Sequence[Adapter] = (),
+        materialise: bool = True,
+    ) -> TorchModel:
+        """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load, but for
+        those that adapters added.
+
+        Raises:
+            NxdtError: the model's plan does not allow the layout.
+            GradientSumsRounded: the layout does not keep sums of gradients as ``precision`` says.
+        """
+        data = self._run.data
+        micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
+        check_sums(self._sizes, precision, micro_batches=micro_batches)
+        if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
+            self.ranks.start_alone(self.device)
+            self._build_mesh()
+        options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
+        stages = lay_out(builder, self.mesh, options, precision, adapters)
+        PROGRESS.spent("build")
+        materialise_stages(stages, self.device, seed=seed, base=materialise)
+        pins = pins_inputs(self._run.data, profile_of(self.device))
+        numerics = Numerics(precision, self.device, seed, options.row_kernels, pins=pins)
+        return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
+
+    def initialize_optimizer(
+        self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
+    ) -> TorchOptimizer:
+        """Build the optimizer over this rank's shards of the model's parameters, in groups. Collective.
+
+        Raises:
+            ParameterGroupEmpty: a pattern of ``model.optim.param_groups`` chooses no parameter on any rank.
+            OptimizerNeedsWholeParameters: the optimizer would take shards for wholes.
+        """
+        overrides = self._run.model.optim.param_groups
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        check_overrides(overrides, trained, self.ranks)
+        groups = parameter_groups(
+            model.named_parameters(),
+            model.plan,
+            lr=config.lr,
+            weight_decay=getattr(config, "weight_decay", 0.0),
+            decay_norms=decay_norms,
+            overrides=overrides,
+        )
+        rounding = updates_rounded(model.precision, self._run.seed)
+        return TorchOptimizer(
+            lambda shards: factory(shards, config),
+            groups,
+            model.finish_gradients,
+            after_step=model.weights_changed,
+            padded=model.padded,
+            tables=tables(model.local_modules(), model.plan),
+            rounding=rounding,
+            backend="eager" if rounding is None else self._rounding_backend(),
+            before_step=model.begin_step,
+            lr=config.lr,
+            never_waits=profile_of(self.device).never_waits,
+        )
+
+    def _rounding_backend(self) -> Backend:
+        """What runs this rank's updates. Off hosts it changes bits, so that all ranks have the same there."""
+        backend = backend_on(self.device)
+        if profile_of(self.device).host:
+            return backend
+        return "compile" if all(each == "compile" for each in self.ranks.all_gather_object(backend)) else "eager"
+
+    @staticmethod
+    def estimate(config: ResolvedConfig, parts: RunParts) -> Estimate:
+        """Return what the run of ``config`` would need, measured without devices.
+
+        Raises:
+            NxdtError: the run would not start.
+        """
+        from nxdt_core.engine.estimate.configured import estimate_configured
+
+        return estimate_configured(config, parts)
+
+    @staticmethod
+    def compile_ahead(config: ResolvedConfig) -> CompileAhead:
+        """Return how a trial of the run of ``config`` fills the cache of ``torch.compile``.
+
+        Raises:
+            CompileIsOff: ``model.compile`` is false.
+            NxdtError: there is no such device, or the cache cannot be written.
+        """
+        register_profile_of(config)
+        return ahead_of(config.run, profile_of(current_device(config.run.trainer.accelerator)))
+
+    @staticmethod
+    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+        """Elements of each parameter that rank 0 of ``sizes`` holds, measured on the meta device.
+
+        Raises:
+            NxdtError: the model's plan does not allow the layout.
+        """
+        from nxdt_core.engine.estimate.fake_world import fake_mesh
+
+        with fake_mesh(sizes) as mesh:
+            (module,) = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules
+            return {name: local_of(parameter).numel() for name, parameter in module.named_parameters()}
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        return self.ranks.broadcast_object(value)
+
+    def shutdown(self) -> None:
+        """Leave the process group; may be called twice."""
+        self.ranks.stop()

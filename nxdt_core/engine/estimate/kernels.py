@@ -1,0 +1,141 @@
+"""An accelerator's kernels and autocast on the meta device, as far as they decide what is kept for backward.
+
+The meta device composes attention and RMSNorm of small operations, which keep scores of seq x seq and several copies of
+the activations; every accelerator has one kernel for each, which keeps its inputs, its output and one number a row.
+It has no autocast either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from nxdt_core.distributed.devices import HOST
+
+__all__ = ["AcceleratorKernels"]
+
+
+class AcceleratorKernels(TorchFunctionMode):
+    """Within the block, calls of ``torch`` behave in shapes, dtypes and saved tensors as on an accelerator."""
+
+    def __init__(self, autocast: torch.dtype | None = None, views: Iterable[torch.Tensor] = ()) -> None:
+        """
+        Args:
+            autocast: dtype of matrix products; None for that of their inputs.
+            views: parameters that stand for views of others. Autocast keeps its copies of weights for as long as its
+                block lasts, of views it makes a new one each time.
+        """
+        super().__init__()
+        self._autocast = autocast
+        self._views = {id(tensor) for tensor in views}
+        self._casts: dict[int, torch.Tensor] | None = {}
+        self._planned = torch.autocast(HOST.type, dtype=autocast, enabled=autocast is not None)
+
+    def __enter__(self) -> Any:
+        """Enter the block."""
+        self._planned.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leave the block."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._planned.__exit__(*raised)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func`` or its replacement."""
+        kwargs = kwargs or {}
+        if self._autocast is not None and func in _CAST:
+            args = tuple(self._cast(value) for value in args)
+            kwargs = {name: self._cast(value) for name, value in kwargs.items()}
+        return _REPLACED.get(func, func)(*args, **kwargs)
+
+    def end_forward(self) -> None:
+        """Forget the copies of weights that autocast keeps until its block, which is that of forward, ends; what is
+        recomputed keeps none beyond its own."""
+        self._casts = None
+
+    def _cast(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return value
+        if self._casts is None or not (value.is_leaf and value.requires_grad) or id(value) in self._views:
+            return value.to(self._autocast)
+        if id(value) not in self._casts:  # leaves outlive the block
+            self._casts[id(value)] = value.to(self._autocast)
+        return self._casts[id(value)]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what flash attention keeps (Dao et al. 2022, arXiv:2205.14135): inputs, output, a log-sum-exp per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        # Heads are adjacent in memory, so that joining them again needs no copy.
+        *batch, heads, rows, _ = query.shape
+        output = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-3, -2)
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, row_sums, mask)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        scale = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, scale)
+        dtype = hidden.dtype if weight is None else torch.promote_types(hidden.dtype, weight.dtype)
+        return torch.empty_like(hidden, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), None if weight is None else torch.empty_like(weight)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
+) -> Any:
+    return _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+
+
+def _rms_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
+    return _RmsNorm.apply(hidden, weight)  # type: ignore[no-untyped-call]
+
+
+def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """The fused kernel keeps a mask of one byte per element, the composition one of the input's dtype."""
+    return torch.native_dropout(hidden, p, training)[0] if training and p else hidden
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: _attention,
+    functional.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    functional.dropout: _dropout,
+}
+
+_CAST = {
+    functional.scaled_dot_product_attention,
+    functional.linear,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+    functional.conv1d,
+}
+"""What autocast runs in its dtype, of the operators that language models use."""

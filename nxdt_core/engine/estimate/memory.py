@@ -1,0 +1,209 @@
+"""The bytes of one rank at the fullest moment of a step, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from nxdt_core.distributed.bucketed_sums import BUCKET_BYTES
+from nxdt_core.engine.estimate.trace import GradientUse, MicroBatchTrace
+from nxdt_core.engine.estimate.weights import ParameterCounts
+from nxdt_core.engine.pipeline.schedules import Operation
+from nxdt_core.protocols.parallel.estimate import Memory
+from nxdt_core.protocols.precision import DType, PrecisionPolicy
+
+__all__ = ["Storage", "fullest_moment"]
+
+_BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Distribution of parameters, gradients and state over the ranks, and the dtypes of each."""
+
+    policy: PrecisionPolicy
+    zero_stage: int
+    sharded: bool
+    """Whether FSDP2 holds the parameters."""
+    replicated: bool
+    """Whether other ranks hold the same ones, unless they are sharded."""
+    accumulates: bool
+    """Whether a step has several micro-batches."""
+    stand_ins: bool = False
+    """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """Return the bytes per element of a parameter in forward and backward."""
+        return _BYTES[self.policy.parameters]
+
+    @property
+    def product_bytes(self) -> int:
+        """Return the bytes per element of what matrix products compute with."""
+        return _BYTES[self.policy.autocast or self.policy.parameters]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
+        return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
+
+    def saved_bytes(self, *, bfloat16: bool, frozen: bool = False) -> int:
+        """Return the bytes per element of a parameter in a checkpoint; with ``bfloat16`` wider weights are saved in it
+        too."""
+        stored = self.compute_bytes if frozen else self.stored_bytes
+        return stored + (_BYTES["bfloat16"] if bfloat16 and stored > _BYTES["bfloat16"] else 0)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes per element of an accumulated gradient."""
+        return _BYTES[self.policy.gradients]
+
+    @property
+    def copied(self) -> bool:
+        """Return whether masters have copies that are computed with, without FSDP2."""
+        return self.policy.master_weights and not self.sharded
+
+    @property
+    def gradient_use(self) -> GradientUse:
+        """What becomes of a micro-batch's gradients."""
+        if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
+            return "sharded"
+        if not self.accumulates:
+            return "fresh"
+        return "sharded" if self.copied else "accumulated"  # copies' are added to those of the masters
+
+
+def fullest_moment(
+    counts: ParameterCounts,
+    storage: Storage,
+    order: Iterable[Operation],
+    traces: Mapping[int, MicroBatchTrace],
+    received: int,
+) -> Memory:
+    """Return the largest of four moments: the worst one of forward and backward, the first and the last reduction of
+    gradients, and the update where that works on float32 stand-ins of rounded weights.
+
+    Args:
+        counts: parameters of all stages of the rank.
+        storage: their layout.
+        order: what the rank does in a step.
+        traces: one micro-batch through each of the rank's stages, by stage.
+        received: bytes of a micro-batch's hidden states that come from another rank; held like activations.
+    """
+    computing = Memory(**_computing(counts, storage), **_in_flight(order, traces, received))
+    if storage.gradient_use == "fresh":
+        computing = replace(computing, gradients=_peak_gradients(traces))
+    moments = (
+        computing,
+        _reducing_first(counts, storage, computing),
+        _reducing(counts, storage),
+        _updating(counts, storage),
+    )
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
+    """Bytes in memory while micro-batches run."""
+    weights, optimizer = _between_steps(counts, storage, computing=True)
+    largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
+    gradients, communication = counts.trained * storage.gradient_bytes, 0
+    if storage.copied:
+        weights += counts.trained * storage.compute_bytes
+    if storage.sharded:
+        # ZeRO-3 holds the root, the part at work and the one that is fetched ahead.
+        gathered = counts.root + max(two, largest + max(counts.first, counts.last))
+        if storage.zero_stage < 3:
+            gathered = counts.local - counts.experts_kept
+        weights += gathered * storage.compute_bytes
+        if storage.gradient_use == "sharded":
+            # Gradients of the root are reduced last. The head's are among them where it is tied to the embedding.
+            gradients = counts.trained_stored * storage.gradient_bytes + counts.root * storage.compute_bytes
+            communication = largest * storage.gradient_bytes
+        if storage.zero_stage == 3:
+            communication += largest * storage.compute_bytes
+            # What travels in autocast's dtype is kept in it until it is unpacked.
+            communication += largest * storage.product_bytes * counts.narrow // max(counts.local, 1)
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
+
+
+def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool = False) -> tuple[int, int]:
+    """Stored weights, and optimizer state with masters; masters that are rounded in place have a copy
+    while the rank is ``computing``."""
+    frozen = (counts.stored - counts.trained_stored) * storage.compute_bytes
+    trained = counts.trained_stored * storage.stored_bytes
+    state = round(counts.state)
+    if not storage.policy.master_weights:
+        return frozen + trained, state
+    copies = 2 if computing and storage.policy.stochastic_rounding else 1
+    return frozen, copies * trained + state
+
+
+def _reducing_first(counts: ParameterCounts, storage: Storage, computing: Memory) -> Memory:
+    """FSDP2 reduces what is behind the layers first, when the logits are gone and all activations are there: out of a
+    flat copy, into this rank's shard."""
+    if not storage.sharded:
+        return computing
+    shard = storage.gradient_bytes * counts.trained_stored / max(counts.trained, 1)
+    whole = storage.compute_bytes if storage.gradient_use == "sharded" else shard
+    flat = round(counts.last * (storage.gradient_bytes + whole))
+    return replace(computing, logits=0, workspace=0, communication=flat)
+
+
+def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
+    """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the embedding and the
+    root as the last, without it all of them, a bucket at a time."""
+    weights, optimizer = _between_steps(counts, storage, computing=True)
+    if not storage.sharded:
+        gradients = counts.trained * storage.gradient_bytes
+        flat = min(gradients, BUCKET_BYTES) if storage.replicated else 0
+        if storage.copied:
+            weights += counts.trained * storage.compute_bytes
+        return Memory(weights=weights, gradients=gradients, optimizer=optimizer, communication=flat)
+    remaining = counts.first + counts.root
+    return Memory(
+        weights=weights + counts.root * storage.compute_bytes,
+        gradients=(counts.trained_stored + remaining) * storage.gradient_bytes,
+        optimizer=optimizer,
+        communication=max(counts.first, counts.root) * storage.gradient_bytes,
+    )
+
+
+def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
+    """With stand-ins a bucket of weights and gradients in float32, and of the state where that is kept in less."""
+    weights, optimizer = _between_steps(counts, storage)
+    gradients = (counts.trained_stored if storage.sharded else counts.trained) * storage.gradient_bytes
+    widened = 0.0
+    if storage.stand_ins:
+        widened = 2 * _BYTES["float32"]
+        if storage.policy.optimizer_state == "bfloat16":
+            widened += counts.state / max(counts.trained_stored, 1)
+    return Memory(weights=weights, gradients=gradients, optimizer=optimizer, workspace=round(counts.bucket * widened))
+
+
+def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace], received: int) -> dict[str, int]:
+    """Activations, logits and workspace at the worst moment, by going through the schedule.
+
+    A backward in two passes keeps its activations until the second.
+    """
+    kept, worst = 0, {"activations": 0, "logits": 0, "workspace": 0}
+    for operation in order:
+        trace = traces[operation.stage]
+        held = trace.kept + (received if operation.stage > 0 else 0)
+        if operation.kind == "forward":
+            kept += held
+            continue
+        peak = trace.peak
+        moment = {
+            "activations": kept - trace.kept + peak["activations"],
+            "logits": peak["logits"],
+            "workspace": peak["workspace"],
+        }
+        if sum(moment.values()) > sum(worst.values()):
+            worst = moment
+        if operation.kind != "backward_input":
+            kept -= held
+    return worst
+
+
+def _peak_gradients(traces: Mapping[int, MicroBatchTrace]) -> int:
+    return sum(trace.peak["gradients"] for trace in traces.values())

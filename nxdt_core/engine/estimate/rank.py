@@ -1,0 +1,157 @@
+"""One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nxdt_core.distributed.placement import local_of
+from nxdt_core.engine.data.fsdp import keeps_experts
+from nxdt_core.engine.data.gathers import gather_forms
+from nxdt_core.engine.estimate.compiled import keep_as_compiled
+from nxdt_core.engine.estimate.fake_world import fake_mesh
+from nxdt_core.engine.estimate.memory import Storage
+from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
+from nxdt_core.engine.estimate.weights import ParameterCounts, count_parameters
+from nxdt_core.engine.estimate.workload import Workload
+from nxdt_core.engine.global_batch import objective_output
+from nxdt_core.engine.layout import lay_out
+from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.shape_errors import name_shape_errors
+from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.errors.models import ModelReadsValues
+from nxdt_core.models.loss.logit_rows import RowKernels
+from nxdt_core.models.patterns import matches
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["MeasuredRank", "dimensions", "measure_rank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRank:
+    """What was counted on one rank."""
+
+    counts: ParameterCounts
+    """Of all its stages."""
+    traces: tuple[MicroBatchTrace, ...]
+    """One per stage, ascending."""
+    layers: int
+    hidden_size: int
+    """Width of what travels between stages; 0 without a pipeline."""
+
+
+def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank:
+    """Lay out the stages of ``pp_rank`` and run a micro-batch through each.
+
+    FSDP2 and compilation are left out: the first cannot run without memory and is counted by rules, and what compiled
+    layers keep is made of layers as they are written (:func:`keep_as_compiled`).
+    """
+    compiled = work.options.compile_backend is not None
+    options = replace(
+        work.options, compile_backend=None, row_kernels=_IN_KERNELS if compiled else work.options.row_kernels
+    )
+    precision = replace(work.precision, master_weights=False, gradients=work.precision.parameters)
+    sizes = replace(work.sizes, zero_stage=0)
+    with fake_mesh(sizes, rank=pp_rank * (sizes.world_size // sizes.pp)) as mesh:
+        laid = lay_out(work.builder, mesh, options, precision, work.adapters)
+        counts, traces, layers = ParameterCounts(), [], 0
+        hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
+        for number, module in zip(laid.numbers, laid.modules, strict=True):
+            counts += count_parameters(
+                module,
+                laid.plan,
+                work.sizes,
+                sharded=storage.sharded,
+                partial=laid.tensor_partial,
+                forms=gather_forms(module, laid.plan, work.precision),
+                keeps=storage.sharded and keeps_experts(work.sizes, work.precision),
+                state=work.state,
+            )
+            if compiled:
+                again = work.options.sequence_parallel and work.options.gathers_again
+                keep_as_compiled(module, laid.plan, gathers_again=again)
+            layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
+            with name_shape_errors([module], laid.plan, sizes):
+                traces.append(_trace(module, replace(work, options=options), storage, mesh, number, hidden_size))
+    return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size)
+
+
+def _trace(
+    module: nn.Module, work: Workload, storage: Storage, mesh: ParallelMesh, number: int, hidden_size: int
+) -> MicroBatchTrace:
+    batch, autocast = work.batch(), work.precision.autocast
+
+    of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
+    step = StepContext(labels=batch.labels, vocabulary_loss=of_rows)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return objective_output(work.objective, logits, batch, step).loss_sum
+
+    module.train()
+    views = _localise(module)
+    with _values_refused():
+        return trace_micro_batch(
+            module,
+            StageInput(
+                first=batch.input_ids if number == 0 else work.hidden(hidden_size),
+                position_ids=batch.position_ids,
+                document_ids=batch.document_ids,
+                step=step,
+                sent=work.sent if work.sizes.pp > 1 else None,
+            ),
+            loss=loss if number == work.sizes.stages - 1 else None,
+            holds_output=work.sizes.pp > 1,
+            gradients=storage.gradient_use,
+            masters=getattr(torch, work.precision.gradients) if storage.copied else None,
+            autocast=None if autocast is None else getattr(torch, autocast),
+            views=views,
+            dimensions=dimensions(mesh),
+        )
+
+
+_IN_KERNELS = RowKernels(
+    lambda rows, columns, dtype: rows.new_empty((2, len(rows)), dtype=dtype).unbind(),  # type: ignore[arg-type, return-value]
+    lambda rows, columns, log_sums, hits, scale, out: out,
+)
+"""The passes of compiled losses in what they allocate: nothing in full precision."""
+
+
+@contextmanager
+def _values_refused() -> Iterator[None]:
+    """Where an operator needs values, torch speaks of the meta tensor, or has not implemented it for the device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error).lower():
+            raise
+        reason = re.split(r"\.\s|\n|, as |;", str(error), maxsplit=1)[0].rstrip(".")
+        raise ModelReadsValues(reason=reason) from error
+
+
+def _localise(module: nn.Module) -> list[nn.Parameter]:
+    """Put plain parameters in the place of DTensors, and return them. What a module computes with is the local part
+    anyway; DTensor's own propagation of shapes, which works on whole tensors, would be counted otherwise."""
+    replaced = []
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                local = nn.Parameter(local_of(parameter).detach(), requires_grad=parameter.requires_grad)
+                setattr(part, name, local)
+                replaced.append(local)
+    return replaced
+
+
+def dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
+    """Return the mesh dimension by name of its process group; one that is known under two names counts under the
+    narrower."""
+    dims: tuple[Dimension, ...] = ("dp_replicate", "fsdp", "efsdp", "pp", "ep", "cp", "tp", "token_shuffle")
+    groups = {dim: mesh.group(dim) for dim in dims}
+    data = ("dp_replicate", "fsdp", "efsdp")
+    return {group.group_name: "dp" if dim in data else dim for dim, group in groups.items() if group is not None}

@@ -1,0 +1,211 @@
+"""What a run of any size would need, from one process without its devices: memory, traffic, idle time, sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
+from nxdt_core.engine.estimate.memory import Storage, fullest_moment
+from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
+from nxdt_core.engine.estimate.traffic import sent_in_a_step
+from nxdt_core.engine.estimate.weights import count_unique
+from nxdt_core.engine.estimate.workload import Workload
+from nxdt_core.engine.expert.apply import exchange_chunks, expert_modules
+from nxdt_core.engine.expert.figures import routers_of
+from nxdt_core.engine.layout import part_costs, pipeline_cuts
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.pipeline.cuts import stage_costs
+from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations
+from nxdt_core.engine.shards import tables
+from nxdt_core.engine.stages import stage_layers, stages_of_rank
+from nxdt_core.engine.weights import build_whole
+from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["estimate"]
+
+
+def estimate(work: Workload) -> Estimate:
+    """Build every kind of pipeline rank on the meta device in a fake process group, and measure a micro-batch on it.
+
+    Raises:
+        NxdtError: the model's plan does not allow the layout.
+        ModelReadsValues: the model cannot run without values.
+    """
+    sizes = work.sizes
+    check_sums(sizes, work.precision, micro_batches=work.micro_batches)
+    built = build_whole(work.builder, work.adapters)
+    whole, plan = built.module, built.plan
+    storage = Storage(
+        policy=work.precision,
+        zero_stage=sizes.zero_stage,
+        sharded=needs_sharding(ParallelMesh(sizes, None), work.precision),
+        replicated=sizes.fsdp * sizes.dp_replicate > 1,
+        accumulates=work.micro_batches > 1,
+        stand_ins=work.stand_ins,
+    )
+    cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
+    work = replace(work, options=replace(work.options, pipeline_cuts=cuts))
+    shares, costs = _shares(whole, plan, work), None
+    if sizes.pp > 1 and plan.pipeline is not None:
+        costs = stage_costs(part_costs(whole, plan, work.builder, work.options), shares)
+    orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches)
+    measured: dict[object, MeasuredRank] = {}
+    ranks = []
+    for pp_rank, kind in enumerate(_kinds(whole, plan, work, shares)):
+        if kind not in measured:
+            measured[kind] = measure_rank(work, storage, pp_rank)
+        ranks.append(_of_rank(measured[kind], work, storage, pp_rank, orders[pp_rank]))
+    parameters, trained = count_unique(whole)
+    chunks = min(exchange_chunks(whole, plan).values(), default=1) if sizes.ep > 1 else 1
+    return Estimate(
+        parameters=parameters,
+        trained=trained,
+        micro_batches=work.micro_batches,
+        tokens_per_step=work.global_batch_size * work.seq_length * work.rows // work.micro_batch_size,
+        bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches, costs),
+        stage_layers=tuple(map(len, shares)),
+        pipeline_cuts=tuple(share[-1] for share in shares[:-1]),
+        longest_rank=_longest_rank(costs or [1], sizes),
+        checkpoint_bytes=_checkpoint_bytes(work, storage, whole, plan),
+        flops_per_token=work.builder.flops_per_token(work.seq_length),
+        layout=tuple(_layout(work)),
+        ranks=tuple(ranks),
+        compute_dtype=work.precision.autocast or work.precision.parameters,
+        recomputed=_FORWARD if work.options.recompute_granularity == "full" else 0.0,
+        hidden_behind=_hidden_behind(work, storage) | ({"ep": _experts_share(whole, plan, work)} if chunks > 1 else {}),
+        never_hidden=_never_hidden(work, chunks),
+    )
+
+
+_FORWARD = 1 / 3
+"""Share of forward in the operations of a step: each matrix has one product in forward and two in backward."""
+
+
+def _hidden_behind(work: Workload, storage: Storage) -> dict[str, float]:
+    """Return the share of a step's computation that traffic can be hidden behind, by dimension.
+
+    FSDP2 gathers a layer's weights during the layer before, and reduces its gradients during the next one's backward:
+    in each micro-batch under ZeRO-2 and 3, else in the first and last. Without it gradients are summed during the last
+    backward, in a pipeline after it. Messages between pipeline stages, and keys and values on a ring, go while other
+    blocks are computed. With asynchronous tensor parallelism, parts travel during the products that need the others.
+    """
+    each_time = storage.zero_stage >= 2
+    after = not storage.sharded and work.sizes.pp > 1
+    found = {"pp": 1.0, "dp": 0.0 if after else 1.0 if each_time else 1 / work.micro_batches}
+    if work.options.async_tensor_parallel:
+        found["tp"] = 1.0
+    if work.sizes.cp > 1 and work.options.context_parallel_method == "ring":
+        found["cp"] = 1.0
+    return found
+
+
+def _never_hidden(work: Workload, chunks: int) -> dict[str, float]:
+    """Return the share of the traffic that ranks wait for in any case, by dimension.
+
+    Of an exchange in chunks it is one chunk. Of a collective that a product has taken in, it is the part of one rank;
+    the reduce-scatters of gradients before column layers are sums of several products, which take none in: two of a
+    layer's eight collectives, or of twelve where it is recomputed.
+    """
+    found = {"ep": 1 / chunks} if chunks > 1 else {}
+    if work.options.async_tensor_parallel:
+        whole = 2 / (12 if work.options.recompute_granularity == "full" else 8)
+        found["tp"] = whole + (1 - whole) / work.sizes.tp
+    return found
+
+
+def _experts_share(whole: nn.Module, plan: ParallelPlan, work: Workload) -> float:
+    """Return the share of a step's operations that experts do: while they compute one chunk, another one travels. The
+    first chunk on its way there and the last one on its way back are never hidden."""
+    routers = [whole.get_submodule(path) for path in routers_of(whole, plan)]
+    used = 0.0
+    for path, router in zip(expert_modules(whole, plan), routers, strict=False):
+        elements = sum(parameter.numel() for parameter in whole.get_submodule(path).parameters())
+        used += elements * getattr(router, "top_k", 1) / getattr(router, "experts", 1)
+    return 6 * used / work.builder.flops_per_token(work.seq_length)
+
+
+def _checkpoint_bytes(work: Workload, storage: Storage, whole: nn.Module, plan: ParallelPlan) -> int:
+    parameters, trained = count_unique(whole)
+    others = tables([whole], plan)
+    updated = [(name, tuple(each.shape)) for name, each in whole.named_parameters() if each.requires_grad]
+    state = sum(work.state(shape, name not in others).saved for name, shape in updated)
+    saved = round(trained * storage.saved_bytes(bfloat16=work.saves_bfloat16) + state)
+    if not all(adapter.saves_base for adapter in work.adapters):
+        return saved
+    return saved + (parameters - trained) * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
+
+
+def _shares(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
+    """Return the layers of each stage."""
+    if work.sizes.stages == 1 or plan.pipeline is None:
+        return []
+    names = [f"{plan.pipeline.layers}.{key}" for key, _ in whole.get_submodule(plan.pipeline.layers).named_children()]
+    return stage_layers(names, work.sizes.stages, work.options.pipeline_cuts)
+
+
+def _longest_rank(costs: Sequence[int], sizes: MeshSizes) -> float:
+    """Return the cost of the rank that computes longest, over the mean."""
+    ranks = Counter[int]()
+    for stage, cost in enumerate(costs):
+        ranks[rank_of_stage(stage, sizes.pp, sizes.schedule)] += cost
+    return max(ranks.values()) * sizes.pp / (sum(costs) or 1)
+
+
+def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, shares: Sequence[Sequence[str]]) -> list[object]:
+    """Return, by place in the pipeline, a key of ranks with equal stages; only one of a kind is measured."""
+    sizes = work.sizes
+    if not shares:
+        return [None] * sizes.pp
+    shapes = [tuple(_shapes(whole.get_submodule(name)) for name in share) for share in shares]
+    return [
+        tuple((number == 0, number == sizes.stages - 1, shapes[number]) for number in stages)
+        for stages in (stages_of_rank(rank, sizes.pp, sizes.vpp, sizes.schedule) for rank in range(sizes.pp))
+    ]
+
+
+def _shapes(layer: nn.Module) -> tuple[object, ...]:
+    return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+
+
+def _of_rank(
+    measured: MeasuredRank, work: Workload, storage: Storage, pp_rank: int, order: Sequence[Operation]
+) -> RankEstimate:
+    """What was measured on a rank of this kind, at this one's place in the schedule."""
+    sizes = work.sizes
+    stages = stages_of_rank(pp_rank, sizes.pp, sizes.vpp, sizes.schedule)
+    traces = dict(zip(stages, measured.traces, strict=True))
+    return RankEstimate(
+        pp_rank=pp_rank,
+        stages=stages,
+        layers=measured.layers,
+        parameters=measured.counts.local,
+        stored=measured.counts.stored,
+        memory=fullest_moment(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size)),
+        sent=sent_in_a_step(measured, work, storage, stages),
+    )
+
+
+def _layout(work: Workload) -> Iterator[str]:
+    sizes, options = work.sizes, work.options
+    yield f"{sizes.world_size:,} {'rank' if sizes.world_size == 1 else 'ranks'}"
+    named = {"TP": sizes.tp, "CP": sizes.cp, "EP": sizes.ep, "PP": sizes.pp, "VPP": sizes.vpp, "DP": sizes.dp}
+    yield from (f"{name} {size}" for name, size in named.items() if size > 1)
+    if options.sequence_parallel:
+        yield "sequence parallel, gathered again" if options.gathers_again else "sequence parallel"
+    if options.async_tensor_parallel:
+        yield "asynchronous TP"
+    if sizes.dp_replicate > 1:
+        yield f"{sizes.dp_replicate} replicas"
+    if sizes.dp > 1:
+        yield f"ZeRO-{sizes.zero_stage}" if sizes.zero_stage else "no ZeRO"
+    yield work.precision.name
+    if options.recompute_granularity is not None:
+        what = "layers" if options.recompute_granularity == "full" else ", ".join(options.recompute_names)
+        yield f"recomputes {what}"

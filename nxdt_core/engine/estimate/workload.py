@@ -1,0 +1,88 @@
+"""What is to be estimated: a model, what trains it, and the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nxdt_core.engine.estimate.weights import StateOf
+from nxdt_core.engine.layout import LayoutOptions
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.objective import Objective, traits_of
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["Workload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A run, as far as its sizes depend on it."""
+
+    builder: ModelBuilder
+    adapters: Sequence[Adapter] = ()
+    objective: Objective
+    precision: PrecisionPolicy
+    state: StateOf
+    """Measures the optimizer state of a parameter."""
+    stand_ins: bool = False
+    """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
+    sizes: MeshSizes
+    options: LayoutOptions
+    micro_batch_size: int
+    global_batch_size: int
+    seq_length: int
+    saves_bfloat16: bool = False
+    """Whether checkpoints have wider weights in bfloat16, too."""
+    packed: bool = False
+    """Whether samples hold several documents that do not see each other: attention then receives their ids."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches per step and rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.sizes.dp)
+
+    @property
+    def rows(self) -> int:
+        """Return the number of sequences per micro-batch."""
+        return self.micro_batch_size * traits_of(self.objective).rows_per_sample
+
+    def batch(self) -> Batch:
+        """Return one micro-batch as a rank sees it, on the meta device."""
+
+        def tokens() -> torch.Tensor:
+            shape = self.rows, self.seq_length // self.sizes.cp
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+
+        traits = traits_of(self.objective)
+        placed = self.sizes.cp > 1 or self.sizes.pp > 1 or self.packed
+        return Batch(
+            input_ids=tokens(),
+            labels=tokens(),
+            position_ids=tokens() if placed else None,
+            document_ids=tokens() if self.packed else None,
+            reference_log_probs=tokens().float() if traits.reference else None,
+            rows_per_sample=traits.rows_per_sample,
+        )
+
+    def hidden(self, size: int) -> torch.Tensor:
+        """Hidden states of a micro-batch within pipeline stages, of width ``size``."""
+        sequence = self.seq_length // self.sizes.cp
+        if self.options.sequence_parallel:
+            sequence //= self.sizes.tp
+        dtype = getattr(torch, self.precision.parameters)
+        return torch.empty(self.rows, sequence, size, dtype=dtype, device="meta")
+
+    def hidden_bytes(self, size: int) -> int:
+        """Return the bytes of :meth:`hidden` on their way to another stage; 0 where nothing travels."""
+        return self.hidden(size).to(self.sent).nbytes if self.sizes.pp > 1 else 0
+
+    @property
+    def sent(self) -> torch.dtype:
+        """Return the dtype in which hidden states travel between pipeline stages."""
+        dtype: torch.dtype = getattr(torch, self.precision.autocast or self.precision.parameters)
+        return dtype

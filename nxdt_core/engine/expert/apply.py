@@ -1,0 +1,159 @@
+"""Expert parallelism by a model's plan: experts shared out over ``ep``, each cut over ``tp``, routers set up for both.
+
+An expert's gradient is a sum over the tokens of all ``ep`` ranks; the ranks of ``efsdp``, which hold the same experts,
+have the rest. A router is in a tensor block: its gradient is a partial sum over ``tp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from nxdt_core.engine.expert.dispatch import AllToAllDispatcher, Sliced
+from nxdt_core.engine.expert.tokens import token_shards
+from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.tensor.layers import local_part
+from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
+from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
+from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.updates import Update
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["apply_expert_parallel", "exchange_chunks", "expert_modules", "expert_parameters"]
+
+_SHARDED_DIM = {"column": 1, "row": 2}
+"""Of matrices [experts, out, in]."""
+
+
+def apply_expert_parallel(
+    module: nn.Module,
+    plan: ParallelPlan,
+    mesh: ParallelMesh,
+    *,
+    sequence_parallel: bool = False,
+    sliced: Sliced = "none",
+) -> None:
+    """Shard the experts of a stage, in place, and fill the slots of dispatchers and routers.
+
+    Models with experts need it under ``tp`` and ``cp``, too. Not collective; with one rank along all three nothing
+    changes.
+
+    Args:
+        module: one pipeline stage, mostly on the meta device; values of a real one are kept.
+        plan: patterns that match nothing here belong to other stages.
+        mesh: of the run.
+        sequence_parallel: cut activations outside the tensor blocks along the sequence.
+        sliced: what each tensor parallel rank sends a slice of the features of over ``ep``.
+
+    Raises:
+        ModelWithoutExperts: there is nothing to share out over ``ep``.
+        ExpertsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.
+        TensorPlanUnusable: the plan does not say how ``tp`` cuts a parameter.
+    """
+    if mesh.size("ep") > 1 and not plan.experts.modules:
+        raise ModelWithoutExperts(ep=mesh.size("ep"))
+    if mesh.size("ep") == mesh.size("tp") == mesh.size("cp") == 1:
+        return
+    for path in expert_modules(module, plan):
+        _shard(path, module.get_submodule(path), plan, mesh)
+    for path, chunks in exchange_chunks(module, plan).items():
+        dispatcher = AllToAllDispatcher(
+            mesh.group("ep"),
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            sliced=sliced if mesh.size("ep") > 1 else "none",
+            chunks=chunks,
+        )
+        module.set_submodule(path, dispatcher)
+    for path in _paths(module, plan.experts.routers):
+        module.get_submodule(path).shards = token_shards(mesh)  # type: ignore[assignment]
+
+
+def exchange_chunks(module: nn.Module, plan: ParallelPlan) -> dict[str, int]:
+    """Return in how many parts each layer with experts is to send its tokens, by path of the dispatcher."""
+    return {p: int(getattr(module.get_submodule(p), "chunks", 1)) for p in _paths(module, plan.experts.dispatchers)}
+
+
+def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
+    """Return the paths of the modules whose parameters are experts."""
+    return tuple(_paths(module, plan.experts.modules))
+
+
+def expert_parameters(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
+    """Return the names of the experts' parameters: their gradients are summed over ``efsdp`` rather than ``fsdp``."""
+    return frozenset(
+        f"{path}.{name}"
+        for path in expert_modules(module, plan)
+        for name, _ in module.get_submodule(path).named_parameters()
+    )
+
+
+def _paths(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    return [path for path, _ in module.named_modules() if matches_any(patterns, path)]
+
+
+def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+    for name, parameter in list(experts.named_parameters()):
+        cuts = dict(_cuts(path, name, experts, plan, mesh))
+        if cuts:
+            owner, _, leaf = name.rpartition(".")
+            setattr(experts.get_submodule(owner), leaf, _cut(parameter, cuts, mesh))
+    experts.local = local_part  # type: ignore[assignment]
+    for name, update in experts.named_modules():
+        if not isinstance(update, Update):
+            continue
+        update.local = local_part
+        matrix = f"{path}.{name.rpartition('.')[2]}"
+        column = any(side == "column" and matches(pattern, matrix) for pattern, side in plan.experts.tensor.items())
+        for dropout in (part for part in update.modules() if isinstance(part, Dropout)):
+            dropout.whole = column  # its rows have all features
+
+
+def _cuts(
+    path: str, name: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
+) -> Iterator[tuple[Dimension, int]]:
+    """Yield each mesh dimension along which a parameter is cut, and the dimension of the parameter that is cut."""
+    ep, tp, parameter = mesh.size("ep"), mesh.size("tp"), experts.get_parameter(name)
+    if ep > 1:
+        if len(parameter) % ep:
+            raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
+        yield "ep", 0
+    if tp > 1:
+        matrix, follows = _followed(experts, name)
+        full_name = f"{path}.{matrix}"
+        side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, full_name)), None)
+        if side is None:
+            raise TensorPlanUnusable(problem=f"experts.tensor does not say how '{full_name}' is cut")
+        dim = _SHARDED_DIM[side]
+        if follows not in (None, dim):
+            return
+        if parameter.shape[dim] % tp:
+            features = "output features" if side == "column" else "input features"
+            raise ShardDoesNotDivide(module=full_name, size=parameter.shape[dim], features=features, tp=tp)
+        yield "tp", dim
+
+
+def _followed(experts: nn.Module, name: str) -> tuple[str, int | None]:
+    """The matrix that a parameter is or belongs to, and the dimension that it shares with it: None for all, -1 for
+    none."""
+    owner, _, leaf = name.rpartition(".")
+    update = experts.get_submodule(owner)
+    if not isinstance(update, Update):
+        return name, None
+    return owner.rpartition(".")[2], update.follows.get(leaf, -1)
+
+
+def _cut(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh) -> nn.Parameter:
+    """This rank's part, a DTensor over the mesh of ``cuts``; cloned, so that the whole can go."""
+    local = parameter.detach()
+    for dim, along in cuts.items():
+        local = local.chunk(mesh.size(dim), along)[mesh.rank(dim)]
+    placements = [Shard(along) for along in cuts.values()]
+    sharded = DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format), mesh.mesh(*cuts), placements, run_check=False
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)

@@ -1,0 +1,228 @@
+"""One pass over a global batch: its weight, the losses of this rank's micro-batches, and their sums over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.engine.context.apply import shard_sequence
+from nxdt_core.engine.expert.figures import RouterFigures
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.rounding.policy import masters_rounded
+from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.errors.models import LogitsAreSharded
+from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.random.dropout_masks import step_numbers
+from nxdt_core.models.step_border import called_with_step
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
+from nxdt_core.protocols.parallel.model import StepLoss
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
+
+__all__ = ["GlobalBatch", "Numerics", "objective_output"]
+
+
+class Numerics:
+    """Where a run computes, and in which dtypes."""
+
+    def __init__(
+        self,
+        precision: PrecisionPolicy,
+        device: torch.device,
+        seed: int = 0,
+        rows: RowKernels = IN_CHUNKS,
+        *,
+        pins: bool = False,
+    ) -> None:
+        """``seed``: of dropout and of what is rounded stochastically; ``rows``: what computes on logits; ``pins``:
+        whether inputs are copied to the device out of pinned memory."""
+        self.device = device
+        self.seed = seed
+        self.vocabulary_loss: VocabularyLoss = partial(vocabulary_parallel_cross_entropies, kernels=rows)
+        self.pins = pins
+        self.precision = precision
+        self.masters_rounded = masters_rounded(precision, seed)
+        self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
+        """Of losses and norms."""
+        self.hidden: torch.dtype = getattr(torch, precision.parameters)
+        """Of hidden states between layers: autocast lets the residual stream keep the parameters' dtype."""
+        self._autocast: torch.dtype | None = None if precision.autocast is None else getattr(torch, precision.autocast)
+        self.sent = self._autocast or self.hidden
+        """Of hidden states on their way to another pipeline stage."""
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host in memory from which a copy to the device does not wait for its kernels."""
+        return tensor.pin_memory() if self.pins and tensor.device == HOST else tensor
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the autocast context for forward and the loss; backward runs outside of it."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+
+class GlobalBatch:
+    """This rank's micro-batches of one step, and what they add to the loss of all."""
+
+    def __init__(
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        mesh: ParallelMesh,
+        numerics: Numerics,
+        metric_names: dict[type, tuple[str, ...]],
+        step: int = 0,
+    ) -> None:
+        """Sum the weight over all ranks; ``micro_batches`` stay on the host until they are run.
+
+        ``step``: number of the step, which random numbers depend on.
+        ``metric_names``: those of each kind of objective, agreed between ranks once.
+        """
+        self._metric_names = metric_names
+        self._objective = objective
+        self._mesh = mesh
+        self._numerics = numerics
+        weights = self._global_weights(micro_batches)
+        self.weight = weights[0]
+        divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
+        self._divisors, self._tokens = divisors[:-1], divisors[-1]
+        self._step, self._aux_loss_scale = step, 1 / self._tokens
+        group = mesh.group("cp")
+        self._sequences = SequenceShards() if group is None else _shards(group)
+        self.micro_batches = [
+            shard_sequence(batch, mesh).map(numerics.pinned) for batch in _numbered(micro_batches, mesh.rank("dp"))
+        ]
+        """As the model sees them: this rank's part of every sequence."""
+        self._losses: list[torch.Tensor] = []
+        self._metrics: dict[str, list[torch.Tensor]] = {}
+
+    def step_context(self, batch: Batch) -> StepContext:
+        """Return what the passes of a micro-batch on the device depend on in addition to it."""
+        return StepContext(
+            numbers=step_numbers(self._numerics.seed, self._step, batch),
+            ids=batch.input_ids,
+            labels=batch.labels,
+            aux_loss_scale=self._aux_loss_scale,
+            vocabulary_loss=self._numerics.vocabulary_loss,
+            sequences=self._sequences,
+        )
+
+    def on_device(self) -> Iterator[Batch]:
+        """Yield the micro-batches, each moved when it is asked for."""
+        for batch in self.micro_batches:
+            yield batch.to(self._numerics.device)
+
+    def loss(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> torch.Tensor:
+        """Return the share of one micro-batch in the loss of the global batch."""
+        with self._numerics.autocast():
+            output = objective_output(self._objective, logits, batch, step)
+        # Once, since it waits for the device; of a part of each sequence, weights may be of the part or of the whole.
+        first = not self._losses and type(self._objective) not in self._metric_names
+        if first and step.sequences.ranks == 1:
+            check_weight(self._objective, output, batch)
+        loss = self._mean(output.loss_sum)
+        self._losses.append(loss.detach())
+        for name, value in output.metrics.items():
+            self._metrics.setdefault(name, []).append(self._mean(value.detach()))
+        return loss
+
+    def _mean(self, sums: torch.Tensor) -> torch.Tensor:
+        """The terms of ``sums``, each divided by its own weight, together."""
+        return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
+
+    def result(self, routers: RouterFigures) -> StepLoss:
+        """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
+        own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
+        names = self._agreed(tuple(own))
+        if self._mesh.group("world") is None:
+            loss, metrics, counted = torch.stack(self._losses).sum(), own, routers.sums
+        else:
+            sums = torch.zeros(1 + len(names), dtype=self._numerics.figures, device=self._numerics.device)
+            if self._losses:
+                sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
+            sums, counted = self._over_ranks(sums, routers.sums)
+            loss, metrics = sums[0], dict(zip(names, sums[1:], strict=True))
+        return StepLoss(loss=loss, weight=self.weight, metrics={**metrics, **routers.figures(counted)})
+
+    def _over_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Sums over all ranks, in one call; tensor parallel ranks have the same."""
+        together = torch.cat([tensor.flatten() for tensor in tensors])
+        if self._mesh.rank("tp"):
+            together.zero_()
+        dist.all_reduce(together)
+        parts = torch.split(together, [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the metrics, which only the last stage of a pipeline knows by itself."""
+        kind = type(self._objective)
+        if self._mesh.sizes.pp == 1:
+            self._metric_names[kind] = names
+        elif kind not in self._metric_names:
+            of_ranks: list[tuple[str, ...]] = [()] * self._mesh.sizes.world_size
+            dist.all_gather_object(of_ranks, names)
+            self._metric_names[kind] = max(of_ranks, key=len)
+        return self._metric_names[kind]
+
+    def _global_weights(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Return the weights of the objective's terms, then that of the tokens, the divisor of auxiliary losses.
+
+        Sums over all data parallel ranks, on the device; of the ranks that read the same samples, only one contributes.
+        """
+        # Computed from the host's copy of the batch, without waiting for a kernel.
+        of_batches = [
+            torch.cat([self._objective.weight(batch).reshape(-1), batch.weight().reshape(1)]) for batch in micro_batches
+        ]
+        numerics, on_host = self._numerics, torch.stack(of_batches).sum(0)
+        # Without pinned memory, a device may still read the host's copy after it is freed.
+        weights = numerics.pinned(on_host).to(numerics.device, non_blocking=numerics.pins)
+        if self._mesh.group("world") is None:
+            return weights
+        if any(self._mesh.rank(dim) for dim in ("pp", "cp", "tp")):
+            weights = torch.zeros_like(weights)
+        dist.all_reduce(weights)
+        return weights
+
+
+def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+    """Return what ``objective`` makes of a micro-batch.
+
+    Raises:
+        LogitsAreSharded: it computes with logits of which each rank holds a part.
+    """
+    try:
+        output: ObjectiveOutput = called_with_step(objective, step, logits, batch)
+    except RuntimeError as error:
+        if isinstance(logits, DTensor) and ("DTensor" in str(error) or "sharding strategy" in str(error)):
+            reason = str(error).partition(",")[0].partition("\n")[0]
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason) from error
+        raise
+    for name, value in {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}.items():
+        if isinstance(value, DTensor):
+            reason = f"its {name} is a DTensor"
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason)
+    return output
+
+
+def _numbered(batches: Sequence[Batch], dp_rank: int) -> Iterator[Batch]:
+    """The micro-batches with the numbers of their rows: ranks hold equally many, one after the other."""
+    row = dp_rank * sum(batch.input_ids.shape[0] for batch in batches)
+    for batch in batches:
+        yield replace(batch, first_row=row)
+        row += batch.input_ids.shape[0]
+
+
+def _shards(group: dist.ProcessGroup) -> SequenceShards:
+    def total(partial: torch.Tensor) -> torch.Tensor:
+        return copy_to_group(reduce_from_group(partial, group), group)
+
+    return SequenceShards(ranks=group.size(), total=total)

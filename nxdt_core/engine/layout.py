@@ -1,0 +1,362 @@
+"""From a builder's plain module to this rank's pipeline stages in their layout, on the meta device.
+
+The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
+expert and context parallelism, attention by blocks, products of linear layers, chunked loss, recomputation,
+compilation, data parallel sharding. Materialising follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.distributed.devices import HOST, DeviceProfile
+from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.context.apply import apply_context_parallel
+from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
+from nxdt_core.engine.data.gathers import WeightGather
+from nxdt_core.engine.dropout import salt_dropouts
+from nxdt_core.engine.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
+from nxdt_core.engine.expert.dispatch import Sliced
+from nxdt_core.engine.expert.figures import routers_of
+from nxdt_core.engine.expert.shuffle import apply_token_shuffle
+from nxdt_core.engine.loss.chunked import chunk_loss
+from nxdt_core.engine.loss.compiled_rows import compiled_rows
+from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
+from nxdt_core.engine.products import apply_product
+from nxdt_core.engine.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
+from nxdt_core.engine.stages import cut_stage, stages_of_rank, ties_ends
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel, gather_once, partial_parameters, replicated_partials
+from nxdt_core.engine.tensor.asynchronous import pipeline_collectives
+from nxdt_core.engine.tensor.padding import PaddedDim, padded_parameters, real_part
+from nxdt_core.engine.weights import allocate, build_whole, draw_piece
+from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
+from nxdt_core.models.attention.blocks import BlockAttention
+from nxdt_core.models.attention.grouped_query import CausalAttention
+from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.step_border import let_take_step
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.pipeline_schedules import check_whole_backward, micro_batches_fit
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
+
+__all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """What a run's configuration says of its layout in addition to the sizes of the mesh."""
+
+    device_type: str = HOST.type
+    sequence_parallel: bool = False
+    async_tensor_parallel: bool = False
+    """Let compiled layers send parts of tensors while they compute with others."""
+    symmetric_memory: bool = False
+    """Whether the device has it."""
+    gathers_again: bool = False
+    """Gather the inputs of tensor blocks again in backward."""
+    pad_heads: bool = False
+    context_parallel_method: Literal["ring", "gather"] = "ring"
+    sliced_tokens: Sliced = "none"
+    """What each tensor parallel rank sends a slice of to experts, and not the whole."""
+    all_to_all: bool = True
+    """Whether the device has one, so that tokens can be sent to experts while others are computed."""
+    token_shuffle: int = 1
+    """Data parallel ranks that exchange tokens before experts."""
+    pipeline_cuts: tuple[str, ...] | None = None
+    """None: :func:`pipeline_cuts` chooses."""
+    seq_length: int = 1
+    micro_batches: int | None = None
+    """Of a step, per rank; None: enough to fill the pipeline."""
+    recompute_granularity: Literal["selective", "full"] | None = None
+    recompute_names: tuple[str, ...] = ()
+    loss_chunk_tokens: int | None = None
+    compile_backend: str | None = None
+    """None: run as it is written."""
+    static_shapes: bool = False
+    """Compile again for each shape."""
+    row_kernels: RowKernels = IN_CHUNKS
+    """What computes on rows of logits."""
+    block_attention: BlockAttention | None = None
+    """How to attend to packed documents by blocks; None: under a mask."""
+    shared_heads: frozenset[torch.dtype] | None = None
+    """See :attr:`nxdt_core.distributed.devices.DeviceProfile.shared_heads`."""
+
+    @classmethod
+    def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
+        """Return the options of a configuration for a device type."""
+        backend, static_shapes = profile.compile_backend if run.model.compile else None, profile.static_shapes
+        return cls(
+            device_type=profile.device_type,
+            sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
+            async_tensor_parallel=run.distributed_strategy.async_tensor_parallel and mesh.sizes.tp > 1,
+            symmetric_memory=profile.symmetric_memory,
+            gathers_again=run.distributed_strategy.sequence_parallel_regather,
+            pad_heads=run.distributed_strategy.pad_heads,
+            context_parallel_method=run.distributed_strategy.context_parallel_method or profile.context_parallel_method,
+            sliced_tokens=_sliced_tokens(run, mesh),
+            all_to_all=profile.all_to_all,
+            token_shuffle=run.distributed_strategy.token_shuffle_group_size,
+            pipeline_cuts=run.model.pipeline_cuts,
+            seq_length=run.data.seq_length,
+            micro_batches=run.data.global_batch_size // (run.data.micro_batch_size * mesh.sizes.dp),
+            recompute_granularity=run.model.activations_checkpoint_granularity,
+            recompute_names=run.model.activations_checkpoint_recompute or (),
+            loss_chunk_tokens=run.model.loss_chunk_tokens,
+            compile_backend=backend,
+            static_shapes=static_shapes,
+            row_kernels=IN_CHUNKS if backend is None else compiled_rows(backend, static_shapes=static_shapes),
+            block_attention=block_attention(profile),
+            shared_heads=None if profile.shared_heads is None else _dtypes(profile.shared_heads),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """This rank's pipeline stages; without a pipeline, one stage that is the whole model."""
+
+    modules: tuple[nn.Module, ...]
+    numbers: tuple[int, ...]
+    """Number of each stage in the whole pipeline."""
+    plan: ParallelPlan
+    """Includes the changes of adapters."""
+    rules: tuple[InitRule, ...]
+    added: frozenset[str]
+    """Parameters of the whole model that adapters added."""
+    tensor_partial: frozenset[str]
+    """Parameters whose gradient is a partial sum on each tensor parallel rank."""
+    replica_partial: frozenset[str]
+    """Parameters of heads that several tensor parallel ranks hold; each rank has only the gradient from its queries."""
+    padded: Mapping[str, PaddedDim]
+    """Parameters with heads of zeros, which no checkpoint sees."""
+    sharded: bool
+    """Whether FSDP2 holds the parameters."""
+    sequence_parallel: bool
+    """Whether hidden states between layers are parts of the sequence."""
+    compiled: bool
+    """Whether layers are compiled."""
+    routers: Mapping[str, int]
+    """Number of experts by router of the whole model, those of other stages included."""
+    gathers: tuple[WeightGather, ...] = ()
+    """Gathers of FSDP2 that send weights in another form than FSDP2 passes to them."""
+
+
+def lay_out(
+    builder: ModelBuilder,
+    mesh: ParallelMesh,
+    options: LayoutOptions,
+    precision: PrecisionPolicy,
+    adapters: Sequence[Adapter] = (),
+) -> Stages:
+    """Build this rank's stages on the meta device, without communication.
+
+    Raises:
+        NxdtError: the model's plan does not allow the layout.
+    """
+    recompute, compiled = options.recompute_granularity is not None, options.compile_backend is not None
+    regather = options.sequence_parallel and options.gathers_again
+    check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
+    built = build_whole(builder, adapters)
+    whole, plan = built.module, built.plan
+    _check_refused(whole, plan, mesh)
+    if options.static_shapes:
+        _check_static(whole, plan)
+    if options.async_tensor_parallel and not options.symmetric_memory:
+        raise NoSymmetricMemory(device_type=options.device_type)
+    if mesh.sizes.ep > 1 and not options.all_to_all:
+        _check_exchange(whole, plan, options)
+    _set_dtypes(whole, precision)
+    numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
+    cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
+    modules = tuple(_cut(whole, plan, mesh, number, cuts) for number in numbers)
+    tensor_partial: set[str] = set()
+    padded: dict[str, PaddedDim] = {}
+    replica_partial: set[str] = set()
+    gathers: list[WeightGather] = []
+    for module in modules:
+        let_take_step(module)
+        if mesh.sizes.tp > 1:
+            apply_tensor_parallel(
+                module,
+                plan,
+                mesh,
+                sequence_parallel=options.sequence_parallel,
+                gathers_again=options.gathers_again,
+                pad_heads=options.pad_heads,
+            )
+        apply_expert_parallel(
+            module, plan, mesh, sequence_parallel=options.sequence_parallel, sliced=options.sliced_tokens
+        )
+        apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
+        if mesh.sizes.tp > 1:  # after experts are cut: what tensor parallelism shards has no partial sums
+            tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
+            replica_partial |= replicated_partials(module)
+            padded |= padded_parameters(module)
+        salt_dropouts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        gathers += _apply_rest(module, plan, mesh, options, precision)
+    return Stages(
+        modules=modules,
+        numbers=numbers,
+        plan=plan,
+        rules=built.rules,
+        added=built.added,
+        tensor_partial=frozenset(tensor_partial),
+        replica_partial=frozenset(replica_partial),
+        padded=padded,
+        sharded=needs_sharding(mesh, precision),
+        sequence_parallel=options.sequence_parallel,
+        compiled=compiled,
+        routers=routers_of(whole, plan),
+        gathers=tuple(gathers),
+    )
+
+
+def pipeline_cuts(
+    whole: nn.Module, plan: ParallelPlan, builder: ModelBuilder, sizes: MeshSizes, options: LayoutOptions
+) -> tuple[str, ...] | None:
+    """Return the cuts that the configuration names, or else those of the shortest step; the same on all ranks.
+
+    None cuts evenly: without a pipeline, and where layers share parameters, which have to stay on one stage.
+
+    Raises:
+        FewerLayersThanStages: a stage would have no layer.
+    """
+    if options.pipeline_cuts is not None or sizes.stages == 1 or plan.pipeline is None:
+        return options.pipeline_cuts
+    if not ties_ends(plan):
+        return None
+    costs, count = part_costs(whole, plan, builder, options), options.micro_batches or 0
+    if not micro_batches_fit(sizes.schedule, sizes.pp, count):  # who runs the schedule refuses them
+        count = 2 * sizes.stages
+    return choose_cuts(costs, sizes, micro_batches=count)
+
+
+def part_costs(whole: nn.Module, plan: ParallelPlan, builder: ModelBuilder, options: LayoutOptions) -> PartCosts:
+    """Return what layers, and the parts before and after them, cost in a step with ``options``."""
+    length = max(options.seq_length, 2)
+    attention = builder.flops_per_token(length) - builder.flops_per_token(1)
+    return counted_costs(
+        whole,
+        plan,
+        attention=attention * length / (length - 1),
+        seq_length=length,
+        recomputes_layers=options.recompute_granularity == "full",
+        recomputes_head=options.loss_chunk_tokens is not None,
+    )
+
+
+def _sliced_tokens(run: RunConfig, mesh: ParallelMesh) -> Sliced:
+    if mesh.sizes.tp * mesh.sizes.ep <= run.trainer.devices:  # neighbours in ep are tp ranks apart
+        return "none"
+    return "capacity" if run.model.compile else "all"
+
+
+def block_attention(profile: DeviceProfile) -> BlockAttention | None:
+    """Return how a device type attends to packed documents by blocks; None where it does so under a mask."""
+    dtypes = _dtypes(profile.block_attention)
+    return BlockAttention(dtypes, backend=profile.compile_backend) if dtypes else None
+
+
+def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
+    return frozenset(getattr(torch, name) for name in names)
+
+
+def _set_dtypes(whole: nn.Module, precision: PrecisionPolicy) -> None:
+    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with."""
+    compute = getattr(torch, precision.parameters)
+    whole.to(torch.float32 if precision.master_weights else compute)
+    for parameter in whole.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute)
+
+
+def _check_refused(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+    dimensions: tuple[Dimension, ...] = ("tp", "pp", "ep", "cp")
+    for dimension in dimensions:
+        if mesh.size(dimension) > 1 and dimension in plan.refused:
+            reason, model = plan.refused[dimension], type(whole).__name__
+            raise LayoutRefused(model=model, dimension=dimension, size=mesh.size(dimension), reason=reason)
+
+
+def _check_static(whole: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse routers that give their experts as many tokens as choose them."""
+    for path, experts in routers_of(whole, plan).items():
+        router: Any = whole.get_submodule(path)
+        if getattr(router, "capacity_factor", 0) is None:
+            raise ShapesDependOnData(path=path, experts=experts, top_k=int(router.top_k))
+
+
+def _check_exchange(whole: nn.Module, plan: ParallelPlan, options: LayoutOptions) -> None:
+    """Refuse chunks of tokens where ranks wait for each exchange."""
+    for path, chunks in exchange_chunks(whole, plan).items():
+        if chunks > 1:
+            raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
+
+
+def _cut(
+    whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, number: int, cuts: tuple[str, ...] | None
+) -> nn.Module:
+    if mesh.sizes.stages == 1:
+        return whole
+    return cut_stage(whole, plan, stage=number, stages=mesh.sizes.stages, cuts=cuts)
+
+
+def _apply_rest(
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions, precision: PrecisionPolicy
+) -> list[WeightGather]:
+    if mesh.sizes.cp > 1:
+        apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
+    for part in module.modules():
+        if isinstance(part, CausalAttention):
+            part.blocks, part.shared_heads = options.block_attention, options.shared_heads
+    if precision.linear_product is not None:
+        apply_product(module, plan, precision.linear_product(options.device_type))
+    if options.loss_chunk_tokens is not None:
+        chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
+    apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
+    if options.sequence_parallel and options.gathers_again:
+        gather_once(parts_of_recomputed(module))
+        drop_in_layers(module, plan)
+    if options.compile_backend is not None:
+        if options.async_tensor_parallel:
+            pipeline_collectives(mesh)
+        compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
+    if not needs_sharding(mesh, precision):
+        return []
+    experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
+    return apply_data_parallel(module, plan, mesh, precision, experts, compiled=options.compile_backend is not None)
+
+
+def materialise(stages: Stages, device: torch.device, *, seed: int, base: bool = True) -> None:
+    """Give the stages memory on ``device`` and draw their weights; without ``base`` only those that adapters added,
+    the others are left undefined for a load.
+
+    Every rank draws its own shards alone, bit-equal to those elements of the whole.
+    """
+    for module in stages.modules:
+        allocate(module, device, tied=stages.plan.tied)
+        _draw(module, stages, seed, base=base)
+
+
+@torch.no_grad()
+def _draw(module: nn.Module, stages: Stages, seed: int, *, base: bool) -> None:
+    owners = {user: owner for owner, user in stages.plan.tied}
+    for name, parameter in module.named_parameters():
+        if not base and name not in stages.added:
+            continue
+        name = owners.get(name, name)  # a stage that has the user of a tied pair alone draws the owner's elements
+        piece = piece_of(parameter)
+        if name in stages.padded:
+            piece.tensor.zero_()
+            piece = real_part(parameter, stages.padded[name])
+        draw_piece(piece, name, stages.rules, seed=seed)

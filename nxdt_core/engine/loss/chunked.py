@@ -1,0 +1,178 @@
+"""Heads that compute the losses of some tokens at a time: the logits of all of them are never held.
+
+Forward keeps one number a token, and backward computes the logits of each chunk again, which adds a third to the work
+of the head. (The chunks of ``F.linear_cross_entropy``, torch 2.13, take gradients in forward. They know no weights of
+tokens, and no ranks that share the vocabulary.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from nxdt_core.engine.tensor.layers import local_part
+from nxdt_core.engine.tensor.vocabulary_layers import VocabularyHead
+from nxdt_core.engine.vocabulary_loss import over_ranks, rows_here
+from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.loss.cross_entropy import row_weights
+from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.loss.token_losses import TokenLosses
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.step_border import step_of
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["chunk_loss", "linear_cross_entropies"]
+
+
+def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: RowKernels = IN_CHUNKS) -> None:
+    """Let the heads of ``module`` return :class:`TokenLosses` where a loss is what their output is for.
+
+    In place, without a change to the names of modules and parameters.
+
+    Args:
+        module: one pipeline stage, sharded already; without a head where it is not the last.
+        plan: names the heads (``vocab_head``).
+        tokens: whose logits are held at a time.
+        kernels: the passes over their rows.
+
+    Raises:
+        ModelWithoutHead: the plan names none.
+        HeadNotLinear: a head is something else than a linear layer.
+    """
+    heads = tuple(path for path, style in plan.tensor.items() if style == "vocab_head")
+    if not heads:
+        raise ModelWithoutHead()
+    for path, head in module.named_modules():
+        if not matches_any(heads, path) or isinstance(head, nn.Identity):
+            continue
+        if type(head) not in (nn.Linear, VocabularyHead) or getattr(head, "update", None) is not None:
+            raise HeadNotLinear(path=path, kind=type(head).__qualname__)
+        head.forward = _ChunkedForward(head, head.forward, tokens, kernels)
+        head.computes_losses = True
+
+
+class _ChunkedForward:
+    """The forward of a head."""
+
+    def __init__(
+        self, head: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor], tokens: int, kernels: RowKernels
+    ) -> None:
+        self._head, self._logits, self._tokens, self._kernels = head, logits, tokens, kernels
+
+    def __call__(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
+        """Losses, or logits where these are what is asked for, of ``hidden`` [batch, seq, hidden]."""
+        labels = step_of(step).labels
+        if labels is None:
+            return self._logits(hidden)
+        head, dtype = self._head, compute_dtype(hidden)
+        bias = None if head.bias is None else local_part(head.bias).to(dtype)  # type: ignore[arg-type]
+        weight = local_part(head.weight).to(dtype)  # type: ignore[arg-type]
+        group = head.mesh.get_group() if isinstance(head, VocabularyHead) else None
+        losses = linear_cross_entropies(
+            hidden.to(dtype), weight, bias, labels, tokens=self._tokens, kernels=self._kernels, group=group
+        )
+        return TokenLosses.wrap(losses, labels)
+
+
+def linear_cross_entropies(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    *,
+    tokens: int,
+    kernels: RowKernels = IN_CHUNKS,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the cross-entropies of a linear layer's outputs, in float32 (float64 for float64); differentiable once.
+
+    Args:
+        hidden: [..., hidden].
+        weight: [vocab, hidden]; of ``group``, this rank's rows.
+        bias: [vocab], likewise.
+        labels: int64 [...]; −100 gives a loss that means nothing.
+        tokens: whose logits are held at a time.
+        kernels: the passes over their rows.
+        group: ranks that share the vocabulary; gradients of ``hidden`` are then partial sums.
+
+    Returns:
+        [...], equal on all ranks.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    _, targets = row_weights(rows, labels, None)
+    losses: torch.Tensor = _CrossEntropies.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, targets, tokens, kernels, group
+    )
+    return losses.view(labels.shape)
+
+
+class _CrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        tokens: int,
+        kernels: RowKernels,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        columns, elsewhere = (targets, None) if group is None else rows_here(targets, len(weight), group)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        ctx.kernels = kernels
+        log_sums, at_target = hidden.new_empty((2, len(hidden)), dtype=dtype).unbind()
+        for chunk in _chunks(hidden, tokens):
+            sums = ctx.kernels.sums(functional.linear(hidden[chunk], weight, bias), columns[chunk], dtype)
+            log_sums[chunk], at_target[chunk] = sums
+        if group is not None and elsewhere is not None:
+            log_sums, at_target = over_ranks(log_sums, at_target, elsewhere, group)
+        ctx.save_for_backward(hidden, weight, bias, columns, elsewhere, log_sums)
+        ctx.tokens = tokens
+        return log_sums - at_target
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, columns, elsewhere, log_sums = ctx.saved_tensors
+        hits = -torch.ones_like(log_sums)
+        if elsewhere is not None:
+            hits = hits.masked_fill_(elsewhere, 0)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # In full precision: a sum over chunks in the weights' own would be rounded with each.
+        grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=log_sums.dtype) if ctx.needs_input_grad[2] else None
+        for chunk in _chunks(hidden, ctx.tokens):
+            logits = functional.linear(hidden[chunk], weight, bias)
+            rows = ctx.kernels.gradients(logits, columns[chunk], log_sums[chunk], hits[chunk], grad[chunk], logits)
+            if grad_hidden is not None:
+                torch.mm(rows, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, rows.t(), hidden[chunk])
+            if grad_bias is not None:
+                grad_bias += rows.sum(0, dtype=grad_bias.dtype)
+            del logits, rows  # before those of the next chunk are made
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None, None, None, None),
+        )
+
+
+def _chunks(rows: torch.Tensor, tokens: int) -> list[slice]:
+    return [slice(start, start + tokens) for start in range(0, len(rows), tokens)]
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

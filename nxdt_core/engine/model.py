@@ -1,0 +1,348 @@
+"""A model in its layout: forward and backward over the micro-batches of one global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.placement import local_of
+from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
+from nxdt_core.engine.data.copied_masters import CopiedMasters
+from nxdt_core.engine.data.fsdp import begin_micro_batch, copies_masters
+from nxdt_core.engine.data.scaled_weights import ScaledWeights
+from nxdt_core.engine.expert.figures import RouterFigures
+from nxdt_core.engine.global_batch import GlobalBatch, Numerics
+from nxdt_core.engine.gradients import GradientSums, global_norm
+from nxdt_core.engine.layout import Stages
+from nxdt_core.engine.loss.log_probs import LabelLogProbs
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.parameters import StageParameters
+from nxdt_core.engine.pipeline.runner import PipelineRunner
+from nxdt_core.engine.pipeline.stream import HiddenLike
+from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.replicas import Replicas, replica_group
+from nxdt_core.engine.rounding.masters import rounded_weights
+from nxdt_core.engine.shape_errors import name_shape_errors
+from nxdt_core.engine.shards import shard_of
+from nxdt_core.engine.tensor.padding import PaddedDim, real_part
+from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.parallel.model import StepLoss
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["TorchModel"]
+
+
+class TorchModel:
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+
+    def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: Numerics, *, micro_batches: int) -> None:
+        """``micro_batches``: of a rank in a training step; a pipeline's schedule must fit them.
+
+        Collective in a pipeline.
+        """
+        self._stages = stages
+        self._mesh = mesh
+        self._numerics = numerics
+        self._parameters = StageParameters(stages.modules, stages.plan.tied)
+        self._step = 0
+        self._spoken_for = self._parameters.spoken_for(mesh)
+        self._sums = GradientSums(
+            self._parameters.by_name,
+            mesh,
+            tensor_partial=stages.tensor_partial,
+            replica_partial=stages.replica_partial,
+            data_reduced=stages.sharded,
+            overlapped=mesh.sizes.pp == 1,
+        )
+        self._tied = tied_copies(
+            dict(zip(stages.numbers, stages.modules, strict=True)), stages.plan, stage_count=mesh.sizes.stages
+        )
+        self._tied_group = tied_group(mesh) if self._tied else None
+        group = replica_group(mesh, sharded=stages.sharded)
+        shares = profile_of(numerics.device).broadcast_loads
+        self._replicas = Replicas(group) if shares and group is not None else None
+        self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
+        self._metric_names: dict[type, tuple[str, ...]] = {}
+        self._routers = RouterFigures(stages.routers, stages.modules, device=numerics.device, dtype=numerics.figures)
+        self._scaled = ScaledWeights(stages.gathers, self._parameters.by_name, mesh.group("fsdp"))
+        self._copies: CopiedMasters | None = None
+        if copies_masters(mesh.sizes, numerics.precision):
+            self._copies = CopiedMasters(stages.modules, numerics.hidden)
+        self._has_run = False
+        self._pipeline: PipelineRunner | None = None
+        if mesh.sizes.pp > 1:
+            self._pipeline = PipelineRunner(
+                stages.modules,
+                stages.numbers,
+                mesh,
+                schedule=mesh.sizes.schedule,
+                micro_batches=micro_batches,
+                hidden_like=self._hidden_like,
+                device=numerics.device,
+                forward_context=numerics.autocast,
+                sent=numerics.sent,
+            )
+
+    @property
+    def module(self) -> nn.Module:
+        """The first of this rank's stages: the whole model without a pipeline."""
+        return self._stages.modules[0]
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The model's plan, with what adapters changed."""
+        return self._stages.plan
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Parameters of the whole model that adapters added."""
+        return self._stages.added
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different samples."""
+        return self._mesh.sizes.dp
+
+    @property
+    def precision(self) -> PrecisionPolicy:
+        """The dtypes that it trains in."""
+        return self._numerics.precision
+
+    def begin_step(self, step: int) -> None:
+        """Set the number of the coming step in the run."""
+        self._step = step
+
+    def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
+        batch = self._begin(micro_batches, objective, training=True)
+        rounded = rounded_weights(self._placed(), self._numerics.masters_rounded, self._step)
+        with self._name_shape_errors(), self._routers.counting(), rounded, self._computing():
+            if self._pipeline is not None:
+                self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
+            else:
+                last = len(batch.micro_batches) - 1
+                for index, moved in enumerate(batch.on_device()):
+                    if index in (0, last):  # between them nothing changes
+                        begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
+                    if index == last:
+                        self._sums.begin_last()
+                    step = batch.step_context(moved)
+                    # One expression: a name would hold the logits, or the graph, longer than needed.
+                    batch.loss(self._logits(moved, step), moved, step).backward()  # type: ignore[no-untyped-call]
+        return batch.result(self._routers)
+
+    def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Return the loss without gradients, in evaluation mode."""
+        batch = self._begin(micro_batches, objective, training=False)
+        with self._name_shape_errors(), self._forward_only(), self._routers.counting():
+            if self._pipeline is not None:
+                self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
+            else:
+                for moved in batch.on_device():
+                    step = batch.step_context(moved)
+                    batch.loss(self._logits(moved, step), moved, step)
+        return batch.result(self._routers)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [batch, seq, vocab] of ``input_ids`` [batch, seq], in the run's compute dtype, without
+        gradients.
+
+        Collective; equal on all ranks that read the same samples.
+        """
+        for module in self._stages.modules:
+            module.eval()
+        length = input_ids.shape[1]
+        padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
+        batch = shard_sequence(Batch(input_ids=padded, labels=padded), self._mesh)
+        with self._forward_only():
+            if self._pipeline is not None:
+                found = self._pipeline.forward(
+                    [batch], _inputs, lambda _: StepContext(), lambda logits, *_: _whole(logits)
+                )
+                logits = self._pipeline.broadcast_from_last(found[0] if found else None)
+            else:
+                logits = _whole(self._logits(batch.to(self._numerics.device), StepContext()))
+            logits = unshard_sequence(logits, self._mesh)
+        return logits[:, :length]
+
+    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+        passing = LabelLogProbs()
+        self.run_eval(micro_batches, passing)
+        kept = passing.kept
+        if self._pipeline is not None:
+            of_last = iter(kept)
+            kept = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
+        return [unshard_sequence(values, self._mesh) for values in kept]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters under their global names; a tied one under its owner's."""
+        return iter(self._parameters.by_name.items())
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Ranks that share one reading of a checkpoint, where the device makes that faster."""
+        return self._replicas
+
+    @property
+    def padded(self) -> Mapping[str, PaddedDim]:
+        """Parameters with heads of zeros."""
+        return self._stages.padded
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
+        padded = self._stages.padded
+        held = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
+        return {name: real_part(p, padded[name]) if name in padded else p for name, p in held.items()} | self._buffers
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+        """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
+
+        Raises:
+            WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
+        """
+        own = self.state_dict()
+        shapes = [
+            f"{name}: {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
+            for name in own
+            if name in state and state[name].shape != own[name].shape
+        ]
+        missing = [name for name in own if name not in state] if strict else []
+        extra = [name for name in state if name not in own] if strict else []
+        if shapes or missing or extra:
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+        with torch.no_grad():
+            for name, value in state.items():
+                if name in own:
+                    _elements(own[name]).copy_(_elements(value))
+        self.weights_changed()
+
+    def local_modules(self) -> Sequence[nn.Module]:
+        """Return the modules of this rank: one a pipeline stage.
+
+        Without a pipeline, a program may call the module and ``backward`` itself: the optimizer's ``clip_grad_norm``
+        completes the sums of the gradients.
+        """
+        return self._stages.modules
+
+    def finish_gradients(self) -> torch.Tensor:
+        """Complete the gradients' sums over ranks, and return their norm."""
+        self._sums.add_up()
+        sum_tied_gradients(self._tied, self._tied_group)
+        return self._norm([parameter.grad for parameter in self._spoken_for])
+
+    def parameter_norm(self) -> torch.Tensor:
+        """Return the 2-norm of all weights that the optimizer updates or leaves frozen; masters where there are
+        some."""
+        return self._norm(self._spoken_for)
+
+    def weights_changed(self) -> None:
+        """Let second copies of tied parameters follow; called after an update and after a load."""
+        with torch.no_grad():
+            for owner, user in self._parameters.twins:
+                local_of(user).copy_(local_of(owner))
+                user.grad = None
+
+    def _norm(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        numerics = self._numerics
+        return global_norm(tensors, self._mesh.group("world"), device=numerics.device, dtype=numerics.figures)
+
+    def _placed(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
+        """Every parameter with its place, a tied one's second copy under the owner's name."""
+        owners = {owner: name for name, owner in self._parameters.by_name.items()}
+        twins = [(owners[owner], user) for owner, user in self._parameters.twins]
+        for name, parameter in [*self._parameters.by_name.items(), *twins]:
+            yield parameter, name, shard_of(parameter, self.padded.get(name), matrix=False)
+
+    def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
+        for module in self._stages.modules:
+            module.train(training)
+        return GlobalBatch(micro_batches, objective, self._mesh, self._numerics, self._metric_names, self._step)
+
+    @contextmanager
+    def _name_shape_errors(self) -> Iterator[None]:
+        """Name the plan's entry where the first batch shows that a module cannot run on its shard."""
+        if self._has_run or self._stages.compiled:
+            yield
+            return
+        with name_shape_errors(self._stages.modules, self._stages.plan, self._mesh.sizes):
+            yield
+        self._has_run = True
+
+    def _logits(self, batch: Batch, step: StepContext) -> torch.Tensor:
+        with self._numerics.autocast():
+            logits: torch.Tensor = self.module(batch.input_ids, **batch.arguments(), step=step)
+        return logits
+
+    @property
+    def _sequence_multiple(self) -> int:
+        """What a sequence must be a multiple of."""
+        sizes = self._mesh.sizes
+        return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._stages.sequence_parallel else 1)
+
+    def _hidden_like(self, batch: Batch) -> HiddenLike:
+        assert self.plan.pipeline is not None
+        rows, tokens = batch.input_ids.shape
+        if self._stages.sequence_parallel:
+            tokens //= self._mesh.sizes.tp
+        return (rows, tokens, self.plan.pipeline.hidden_size), self._numerics.hidden
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return the block in which modules have the weights that they compute with; FSDP2 gathers them by itself, and
+        needs the scales of those that travel in one byte per element."""
+        return self._scaled.during() if self._copies is None else self._copies.in_place()
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """No gradients. Where FSDP2 gathers weights or masters have copies, a caller's inference mode is left, since no
+        backward can use what is made in it; and gathered weights are freed, since the optimizer's update would not
+        reach them.
+        """
+        gathered = self._stages.sharded or self._copies is not None
+        with torch.inference_mode(False) if gathered else nullcontext(), torch.no_grad(), self._computing():
+            yield
+        for module in self._stages.modules if self._stages.sharded else ():
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+
+def _elements(held: torch.Tensor | Piece) -> torch.Tensor:
+    return held.tensor if isinstance(held, Piece) else local_of(held)
+
+
+def _whole(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of the whole vocabulary; a collective over tensor parallel ranks where they are cut."""
+    if not isinstance(logits, DTensor):
+        return logits
+    whole: torch.Tensor = logits.full_tensor()
+    return whole
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    """Arguments of a pipeline stage in addition to ids or hidden states: stages behind the first see no ids to
+    count."""
+    arguments = batch.arguments()
+    if "position_ids" in arguments and arguments["position_ids"] is None:
+        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        arguments["position_ids"] = positions.expand_as(batch.input_ids)
+    return arguments
+
+
+def _saved_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return [(name, value) for name, value in module.state_dict().items() if name not in parameters]

@@ -1,0 +1,205 @@
+"""A rank's part of the pipeline: training under a stock schedule, and forward alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar, final
+
+import torch
+from torch import nn
+
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.pipeline.schedules import StockSchedule, make_schedule
+from nxdt_core.engine.pipeline.stage import StageSettings, StreamedStage
+from nxdt_core.engine.pipeline.stage_forward import StageLinks, broadcast_from, forward_stages
+from nxdt_core.engine.pipeline.stock_stage import run_schedule
+from nxdt_core.engine.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream, StepContexts
+from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.parallel.mesh import Schedule
+from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, rank_of_stage
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["PipelineRunner"]
+
+T = TypeVar("T")
+
+
+@final
+class PipelineRunner:
+    """Runs micro-batches through the stages of this rank, together with the runners of the other pipeline ranks.
+
+    All ranks of the ``pp`` group call the same methods with the same micro-batches: each reads ids, positions and
+    documents itself, and only hidden states travel.
+    """
+
+    def __init__(
+        self,
+        stage_modules: Sequence[nn.Module],
+        stage_indices: Sequence[int],
+        mesh: ParallelMesh,
+        *,
+        schedule: Schedule,
+        micro_batches: int,
+        hidden_like: Callable[[Batch], HiddenLike],
+        device: torch.device,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        sent: torch.dtype | None = None,
+    ) -> None:
+        """Check that the schedule can run; nothing is sent yet.
+
+        Args:
+            stage_modules: of this rank, in the order of ``stage_indices``; under FSDP2 the root of each is wrapped.
+            stage_indices: see :func:`nxdt_core.protocols.parallel.pipeline_schedules.stages_of_rank`.
+            mesh: its ``pp`` is above 1. FSDP2 gradients are reduced as its ``zero_stage`` says: up to 1 once after
+                the last micro-batch, from 2 after each one's backward.
+            schedule: order of micro-batches.
+            micro_batches: of a training step; a step may have another number that the schedule allows.
+            hidden_like: shape of the hidden states of a host micro-batch between stages, on this rank, and their dtype
+                within stages.
+            device: of the stages.
+            forward_context: entered around each stage's forward and around the loss (autocast).
+            sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_like``.
+
+        Raises:
+            MicroBatchesDoNotFit: the schedule cannot be filled.
+        """
+        group = mesh.group("pp")
+        assert group is not None, "one pipeline rank needs no runner"
+        check_micro_batches(schedule, pp=mesh.size("pp"), micro_batches=micro_batches)
+        self.stages = dict(zip(stage_indices, stage_modules, strict=True))
+        """This rank's modules by stage number."""
+        self._schedule = schedule
+        self._pp, self._group = mesh.size("pp"), group
+        self._stream = MicroBatchStream(device, hidden_like, sent)
+        self._settings = StageSettings(
+            stages=self._pp * len(self.stages),
+            group=group,
+            device=device,
+            stream=self._stream,
+            forward_context=forward_context,
+            zero_stage=mesh.sizes.zero_stage,
+            keeps_sends=schedule != "1f1b",
+        )
+        self._loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor] | None = None
+        self._prepared: tuple[tuple[int, HiddenLike], list[StreamedStage], StockSchedule] | None = None
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether the model's last stage, which gives logits and losses, is on this rank."""
+        return self._settings.stages - 1 in self.stages
+
+    def train(
+        self,
+        batches: Sequence[Batch],
+        forward_kwargs: ForwardArguments,
+        contexts: StepContexts,
+        loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Forward and backward of one step; gradients add up in the parameters as if one process had all stages.
+
+        Args:
+            batches: on the host; each moves to the device when the rank's first stage takes it.
+            forward_kwargs: keyword arguments of every stage's forward, from a micro-batch on the device.
+            contexts: the argument ``step`` of every stage's forward.
+            loss: on the last stage, of logits, the micro-batch on the device and its context: its share of the global
+                loss, divided by the global weight already.
+
+        Returns:
+            The losses in order, detached; empty on ranks without the last stage.
+
+        Raises:
+            MicroBatchesDoNotFit: the schedule cannot run so many.
+        """
+        check_micro_batches(self._schedule, pp=self._pp, micro_batches=len(batches))
+        self._loss = loss
+        losses: list[torch.Tensor] = []
+        try:
+            with self._stream.of(batches, forward_kwargs, contexts), _without_stock_log():
+                stages, stock = self._stock_schedule(len(batches))
+                run_schedule(stock, torch.arange(len(batches)), losses)
+                for stage in stages:
+                    stage.finish_sends()
+        except RuntimeError as error:
+            # Stock wraps what a stage raises; errors that a user can fix, and lack of memory, must stay recognisable.
+            if isinstance(error.__cause__, (NxdtError, torch.OutOfMemoryError)):
+                raise error.__cause__ from None
+            raise
+        finally:
+            self._loss = None
+        return [value.detach() for value in losses]
+
+    def forward(
+        self,
+        batches: Sequence[Batch],
+        forward_kwargs: ForwardArguments,
+        contexts: StepContexts,
+        consume: Callable[[torch.Tensor, Batch, StepContext], T],
+    ) -> list[T]:
+        """Forward without gradients through all stages: any number of micro-batches, each with its own shape.
+
+        Args:
+            batches: on the host.
+            forward_kwargs: as for :meth:`train`.
+            contexts: as there.
+            consume: called on the last stage with logits, the micro-batch on the device and its context; what it does
+                not keep is freed.
+
+        Returns:
+            What ``consume`` returned, in order; empty on ranks without the last stage.
+        """
+        with torch.no_grad(), self._stream.of(batches, forward_kwargs, contexts):
+            return forward_stages(
+                self.stages,
+                self._stream,
+                StageLinks(self._group, partial(rank_of_stage, pp=self._pp, schedule=self._schedule)),
+                stages=self._settings.stages,
+                window=self._pp if len(self.stages) > 1 else 1,
+                forward_context=self._settings.forward_context,
+                consume=consume,
+            )
+
+    def broadcast_from_last(self, value: torch.Tensor | None) -> torch.Tensor:
+        """Return the last stage's tensor, of any shape, on all pipeline ranks; the others pass None."""
+        source = rank_of_stage(self._settings.stages - 1, self._pp, self._schedule)
+        return broadcast_from(value, source, self._group, self._settings.device)
+
+    def _stock_schedule(self, micro_batches: int) -> tuple[list[StreamedStage], StockSchedule]:
+        """Built again where the number or shape of micro-batches changes, which costs milliseconds."""
+        key = micro_batches, self._stream.hidden_like(0)
+        if self._prepared is None or self._prepared[0] != key:
+            top = max(self.stages)
+            stages = [
+                StreamedStage(module, index, self._settings, drops=index == top and not self.holds_last)
+                for index, module in sorted(self.stages.items())
+            ]
+            gathers = self._settings.zero_stage < 3
+            stock = make_schedule(self._schedule, stages, micro_batches, self._loss_of_stage, gather_at_start=gathers)
+            self._prepared = key, stages, stock
+        return self._prepared[1:]
+
+    def _loss_of_stage(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert self._loss is not None
+        index = int(target)
+        with self._settings.forward_context():
+            result = self._loss(logits, *self._stream[index])
+        self._stream.drop(index)
+        return result.clone()  # never a view: the stage cuts it from its graph after backward
+
+
+@contextmanager
+def _without_stock_log() -> Iterator[None]:
+    """Where an operation fails, stock logs all operations of all ranks, on every rank, before it raises."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(keeps)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keeps)

@@ -1,0 +1,248 @@
+"""One stage under the stock schedules: stock ``PipelineStage`` with two changes.
+
+Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them permanently, and its
+looped schedules keep all tensors that they sent until the end of the step. Here, a received tensor lives until its
+backward, and a sent one until its send has ended. There are a few of them at a time, independent of the number of
+micro-batches per step.
+
+FSDP2: stock accumulates unsharded gradients and reduces them once, after the last micro-batch. That is ZeRO-1; for
+ZeRO-2 and ZeRO-3, gradients are reduced here after each backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from nxdt_core.engine.pipeline.stock_stage import StockStage
+from nxdt_core.engine.pipeline.stream import MicroBatchStream
+from nxdt_core.torch_versions import fsdp_parameter_groups
+
+__all__ = ["StageSettings", "StreamedStage"]
+
+
+_SENDS_IN_FLIGHT = 4
+"""Of a stage; for more it waits. Peers receive in the order of sending, so that the oldest is the next to go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """What all stages of a rank share."""
+
+    stages: int
+    group: dist.ProcessGroup
+    device: torch.device
+    stream: MicroBatchStream
+    forward_context: Callable[[], AbstractContextManager[Any]]
+    zero_stage: int
+    keeps_sends: bool
+    """Whether the schedule keeps what it sends to the end of the step, so that stages send themselves."""
+
+
+@final
+class StreamedStage(StockStage):
+    """A stage that takes its inputs from a :class:`MicroBatchStream`."""
+
+    def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, drops: bool) -> None:
+        """``drops``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
+        shape, dtype = settings.stream.sent_like(0)
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        # Shapes are given, so that no stage infers them by running; the ends' are never used.
+        super().__init__(
+            module,
+            index,
+            settings.stages,
+            settings.device,
+            input_args=torch.empty(shape[:2], dtype=torch.int64, device="meta") if index == 0 else hidden,
+            output_args=hidden,
+            group=settings.group,
+        )
+        self._settings = settings
+        self._drops = drops
+        self._running = 0
+        """Micro-batch whose forward runs."""
+        self._sends: deque[dist.Work] = deque()
+        self._reduces_each = isinstance(module, FSDPModule) and settings.zero_stage >= 2
+
+    # Inputs
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *inputs: Any, **options: Any) -> Any:
+        """Forward of one micro-batch, whose inputs come from the stream instead of ``inputs``."""
+        stream = self._settings.stream
+        args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
+        self._running = fwd_chunk_id
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
+        if self._drops:
+            stream.drop(fwd_chunk_id)
+        return output
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's forward, in the context that the run wants around it (autocast); hidden states from and
+        for other stages are in the dtype in which they travel."""
+        stream, index = self._settings.stream, self._running
+        shape, dtype = stream.hidden_like(index)
+        if not self.is_first:
+            args = (args[0].to(dtype), *args[1:])
+        with self._settings.forward_context():
+            # Given here, and not with the other arguments: stock looks for tensors among those.
+            kwargs["step"] = stream[index][1]
+            output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            return output
+        if output.shape != torch.Size(shape) or output.dtype != dtype:
+            found = f"{tuple(output.shape)} {output.dtype}"
+            raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
+        return output.to(stream.sent_like(index)[1])
+
+    # Buffers
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_forward_infra(1, *args, **kwargs)
+        template = self.args_recv_info[0]
+        _release(template)
+        self.args_recv_info = {chunk: tuple(map(copy.copy, template)) for chunk in range(num_microbatches)}
+        return prepared
+
+    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> Any:
+        infos = super()._create_grad_recv_info(act_send_info)
+        _release(infos)
+        return infos
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receive of a micro-batch's hidden states, into a buffer made now."""
+        if not self.is_first:
+            self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receive of the gradient of a micro-batch's output, into a buffer made now."""
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _allocate(self, infos: tuple[Any, ...], chunk: int) -> None:
+        for info in infos:
+            info.buffer = self._settings.stream.buffer(chunk)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the send of a micro-batch's output; none where it is under way already."""
+        return self._sent(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the send of the gradient of a micro-batch's input; none where it is under way already."""
+        return self._sent(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def finish_sends(self) -> None:
+        """Wait until all that was sent has gone."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def _sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if not self._settings.keeps_sends:
+            return ops
+        for op in ops:
+            work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
+            assert work is not None
+            self._sends.append(work)
+        while len(self._sends) > _SENDS_IN_FLIGHT:
+            self._sends.popleft().wait()
+        return []
+
+    # Backward
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Backward of one micro-batch; ``full_backward=False`` leaves the gradients of parameters for later."""
+        if not full_backward:
+            self._unshard()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and full_backward:
+            loss.detach_()  # stock keeps losses to the end of the step, and with one its graph and hidden states
+        _release(self.args_recv_info[bwd_chunk_id])
+        _release(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the gradients of parameters for a micro-batch whose inputs' gradients are done.
+
+        Stock adds them to ``.grad`` itself, past the hooks of FSDP2, so what those do is done here.
+        """
+        self._unshard()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self._reduces_each:
+            self._reduce_from_now(last_backward)
+        if isinstance(self.submod, FSDPModule):
+            _run_post_backward(self.submod)  # reduces, or moves gradients of low precision to their accumulators
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Run backward as torch's stage does, except whole passes under ZeRO-2 and -3, where FSDP2 reduces within the
+        pass."""
+        if not self._reduces_each or backward_type != "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self._reduce_from_now(last_backward)
+        torch.autograd.backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
+        return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce what is not reduced yet and free gathered parameters: the optimizer will change their shards."""
+        if not self._reduces_each:
+            super().perform_reduce_grad(grad_scale_factor)
+            return
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _reduce_from_now(self, last_backward: bool) -> None:
+        """Let FSDP2 reduce-scatter after backward; replicas (HSDP) sum up once a step."""
+        module = cast(FSDPModule, self.submod)
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(self._settings.zero_stage == 3)
+        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(last_backward)
+
+    def _unshard(self) -> None:
+        """Gather the parameters, before a split backward looks for them in the module: it would not find those that
+        ZeRO-3 has freed, and leave out their gradients silently. Backward of the embedding reads no weights: the first
+        stage's is always one pass, which finds them without their values."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule) and _read_in_backward(module):
+                module.unshard()
+
+
+def _release(infos: tuple[Any, ...]) -> None:
+    for info in infos:
+        info.buffer = torch.empty(0)  # not None: up to 2.11 stock sets its gradient to None after each step
+
+
+def _take_grad(value: Any) -> torch.Tensor | None:
+    grad = value.grad if isinstance(value, torch.Tensor) else None
+    if grad is not None:
+        value.grad = None
+    return grad
+
+
+def _read_in_backward(module: FSDPModule) -> bool:
+    """Return whether FSDP2 gathers parameters of the module for backward."""
+    groups = fsdp_parameter_groups(module._get_fsdp_state())
+    return any(group.unshard_in_backward for group in groups)
+
+
+def _run_post_backward(module: FSDPModule) -> None:
+    """Run what FSDP2 runs after backward, with the settings of the moment. It has no public call for that; stock
+    ``perform_reduce_grad`` goes the same way."""
+    root = module._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        for group in fsdp_parameter_groups(state):
+            group.post_backward()
+    root._root_post_backward_final_callback()

@@ -1,0 +1,182 @@
+"""Activation recomputation: what a module computes in forward is dropped and computed again when backward needs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nxdt_core.engine.dropped import cast_dropped, drop_in, dropped_result, dropping_in
+from nxdt_core.errors.models import UnknownRecomputeName
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.host_values import HostValues
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.step_border import at_border, step_of
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["apply_recompute", "defined_forward", "drop_in_layers", "forward_within", "parts_of_recomputed"]
+
+
+def apply_recompute(
+    module: nn.Module,
+    plan: ParallelPlan,
+    *,
+    granularity: Literal["full", "selective"] | None,
+    names: Sequence[str] = (),
+) -> None:
+    """Let parts of ``module`` keep only their inputs for backward.
+
+    Of cheap ones in a layer, such as norms and activation functions, the result is dropped, too: what reads it gets it
+    from a second computation.
+
+    In place, without a change to the names of modules and parameters. Recomputation may nest. Random numbers are drawn
+    as they were the first time, so that gradients are bit-equal.
+
+    Args:
+        module: one pipeline stage, sharded already; patterns that match nothing here belong to other stages.
+        plan: says what a layer is and which modules each name means.
+        granularity: ``full`` recomputes whole layers, ``selective`` what ``names`` say, None nothing.
+        names: keys of ``plan.recompute``; read under ``selective`` alone.
+
+    Raises:
+        UnknownRecomputeName: the plan has no such name.
+    """
+    if granularity is None:
+        return
+    unknown = [name for name in names if name not in plan.recompute]
+    if granularity == "selective" and unknown:
+        raise UnknownRecomputeName(names=unknown, known=sorted(plan.recompute))
+    layers = (plan.recompute_layer,)
+    named = [pattern for name in names for pattern in plan.recompute.get(name, ())]
+    patterns = layers if granularity == "full" else named
+    for part in _matching(module, patterns):
+        # Wrapped is the forward alone. Hooks then run once, outside: those of fully_shard, whose weights are gathered
+        # again by the time backward asks, and those that enter a tensor block. (The hooks of
+        # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
+        kind: Any = type(part)
+        part.__class__ = _recomputed(kind)
+    if granularity == "selective":
+        _drop_results(module, plan, patterns)
+
+
+def drop_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let the layers of ``module`` drop what their parts make again, unless the layers are recomputed."""
+    for layer in _matching(module, (plan.recompute_layer,)):
+        if not (_is_recomputed(layer) or hasattr(type(layer), "drops")):
+            drop_in(layer)
+
+
+def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what is inside a recomputed module, which is itself among them: all of it is computed again anyway."""
+    for part in module.modules():
+        if _is_recomputed(part):
+            yield from part.modules()
+
+
+def _drop_results(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]) -> None:
+    """Mark the cheap modules among those that are recomputed, but for those inside another one."""
+    made_cheaply = set(_matching(module, plan.cheap))
+    cheap = [part for part in _matching(module, patterns) if part in made_cheaply]
+    inside = {part for outer in module.modules() if _is_recomputed(outer) for part in outer.modules() if part != outer}
+    for part in cheap:
+        if part not in inside:
+            part.drops_result = True  # type: ignore[assignment]
+    if any(getattr(part, "drops_result", False) for part in cheap):
+        drop_in_layers(module, plan)
+        _cast_once(module, plan)
+
+
+def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let the matrices of a tensor block share one copy of a dropped result in autocast's dtype. Autocast itself makes
+    one for each, which nothing could drop. Routers of experts read the result uncast."""
+    routers = (*plan.experts.routers, *plan.experts.modules)
+    for path, block in module.named_modules():
+        if not matches_any(plan.tensor_blocks, path):
+            continue
+        if not any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name):
+            block.register_forward_pre_hook(_cast)
+
+
+def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dropped = dropping_in(block)
+    if dropped is None or not args or not isinstance(args[0], torch.Tensor) or dropped.recipe(args[0]) is None:
+        return args
+    return cast_dropped(block, args[0], compute_dtype(args[0])), *args[1:]
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    return hasattr(type(module), "computed")
+
+
+@functools.cache
+def _recomputed(kind: Any) -> Any:
+    """``kind`` with a forward that is recomputed.
+
+    A class, and not another ``forward`` of each module: ``torch.compile`` would tell layers apart by the identity of
+    those, and compile each for itself.
+    """
+
+    class Recomputed(kind):  # type: ignore[misc]
+        drops_result = False
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
+                return checkpoint(self.computed, *args, use_reentrant=False, **kwargs)
+            dropped = dropping_in(self) if self.drops_result and not kwargs else None
+            if dropped is not None:
+                return dropped_result(self, self.computed, args, dropped)
+            return checkpoint(self.computed, *args, use_reentrant=False, context_fn=_as_first, **kwargs)
+
+        def computed(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    Recomputed.__name__, Recomputed.__qualname__ = kind.__name__, kind.__qualname__
+    return Recomputed
+
+
+def forward_within(module: nn.Module) -> str:
+    """Return the name of the method that computes what ``module`` gives: the one that is run twice where it is
+    recomputed."""
+    return "computed" if hasattr(type(module), "computed") else "forward"
+
+
+def defined_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward that the author of ``module`` has written."""
+    kind: Any = type(module)
+    written = next(each for each in kind.__mro__ if not {"computed", "drops"} & vars(each).keys())
+    forward: Callable[..., Any] = written.forward
+    return forward
+
+
+def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the first computation and of the second, which may run while another micro-batch does."""
+    values = HostValues()
+    return values.recorded(), _Both(at_border(step_of(None)), values.repeated())
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts in one, which may be entered again."""
+
+    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
+        self._contexts, self._entered = contexts, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
+
+
+def _matching(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
+    """Each module that a pattern names, once; placeholders of other stages are left out."""
+    for path, part in module.named_modules():
+        if matches_any(patterns, path) and not isinstance(part, nn.Identity):
+            yield part

@@ -1,0 +1,98 @@
+"""What a plan overlooks: a module whose shard cannot be computed, found by sending shapes through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.layouts import LAYOUT_KEYS, ShardNotComputed
+from nxdt_core.models.patterns import matches
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["name_shape_errors"]
+
+_NOT_THE_PLAN = (NxdtError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, IndexError)
+"""What a forward may raise on any number of ranks: lack of memory, lost ranks, token ids beyond the vocabulary."""
+_TRANSPORT = (profile_of(HOST).process_group_backend, "Connection closed", "Connection reset")
+"""In texts of the plain RuntimeError that the host's backend raises where another rank has ended."""
+
+
+@contextmanager
+def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: MeshSizes) -> Iterator[None]:
+    """Name the module, its parameters and the plan's entry for it where a stage cannot run on its shards.
+
+    Args:
+        stages: of this rank, in their layout; not compiled, since that would take the hooks in.
+        plan: of the model.
+        sizes: of the mesh; where it does not shard the model, an error of the model stays as it is.
+
+    Raises:
+        ShardNotComputed: a stage raises something else than an error of ours.
+    """
+    entered: list[str] = []
+    sharded = {name: size for name, size in sizes.as_dict().items() if name in LAYOUT_KEYS and size > 1}
+    paths = {module: path for stage in stages for path, module in stage.named_modules()}
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        entered.append(paths[module])
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        entered.pop()
+
+    hooks = [hook for module in paths if sharded for hook in _hooks(module, enter, leave)]
+    try:
+        yield
+    except _NOT_THE_PLAN:
+        raise
+    except Exception as error:
+        cause = _first_cause(error)
+        outside = not entered  # in the objective or in backward: not what a module computes
+        if outside or not sharded or isinstance(cause, _NOT_THE_PLAN) or any(word in str(cause) for word in _TRANSPORT):
+            raise
+        path = entered[-1]
+        failed = next((module for module, known in paths.items() if known == path), stages[0])
+        raise ShardNotComputed(
+            model=type(stages[0]).__name__,
+            sizes=sharded,
+            module=path,
+            parameters=[f"{name} {list(_held(p).shape)}" for name, p in failed.named_parameters(recurse=False)],
+            entry=_entry(plan, path),
+            reason=str(cause).partition("\n")[0].rstrip("."),
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return what was raised first: torch's pipelines wrap what a stage raises."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _hooks(module: nn.Module, enter: Any, leave: Any) -> tuple[Any, Any]:
+    return module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)
+
+
+def _entry(plan: ParallelPlan, path: str) -> str:
+    """Return the entry of ``plan`` that says what becomes of the module at ``path``."""
+    style = next(
+        (f"tensor '{pattern}': {style}" for pattern, style in plan.tensor.items() if matches(pattern, path)), ""
+    )
+    parts = path.split(".")
+    outer = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    block = next((block for inside in outer for block in plan.tensor_blocks if matches(block, inside)), None)
+    return style or (f"tensor_blocks '{block}'" if block else "")

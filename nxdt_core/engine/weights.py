@@ -1,0 +1,139 @@
+"""A model built on the meta device, and memory and first values for a rank that holds a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
+from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.random.init import fill, fresh_rules, rule_for
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.plan import ParallelPlan
+
+__all__ = ["WholeModel", "allocate", "build_whole", "check_rules", "draw_piece", "tie"]
+
+_BIASES = ParallelPlan().no_weight_decay
+"""Patterns that need not match: not every model has biases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """What a builder and the adapters of a run make."""
+
+    module: nn.Module
+    """On the meta device."""
+    plan: ParallelPlan
+    """Includes the changes of adapters."""
+    rules: tuple[InitRule, ...]
+    """Those of adapters first."""
+    added: frozenset[str]
+    """Parameters that adapters added."""
+
+
+def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> WholeModel:
+    """Build a model on the meta device and adapt it.
+
+    Raises:
+        InitRulesWrong: a rule matches no parameter, or a norm is drawn.
+    """
+    with torch.device("meta"):
+        module, plan = builder.build(), builder.plan()
+        base = _names(module)
+        rules = fresh_rules(builder, base)
+        check_rules(rules, base, norms=plan.norms, of=type(builder).__name__)
+        for adapter in adapters:
+            plan, own = adapter.apply(module, plan), tuple(adapter.init_rules())
+            check_rules(own, _names(module), of=type(adapter).__name__)
+            rules = (*own, *rules)
+    return WholeModel(module=module, plan=plan, rules=rules, added=frozenset(_names(module)) - {*base})
+
+
+def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Sequence[str] = (), of: str) -> None:
+    """Check that each rule is for a parameter, and that norms start constant.
+
+    Args:
+        rules: of a builder or an adapter.
+        names: of the parameters of the whole model.
+        norms: patterns of the scales of norms; none where they are not the subject of ``rules``.
+        of: class that gives the rules, for the message.
+
+    Raises:
+        InitRulesWrong: a rule matches no parameter, or a norm is drawn.
+    """
+    idle = [rule.pattern for rule in rules if rule.pattern not in _BIASES and not _matched(rule.pattern, names)]
+    problems = [f"{pattern!r} matches no parameter" for pattern in idle]
+    for name in names:
+        first = (
+            next((rule for rule in rules if matches(rule.pattern, name)), None) if matches_any(norms, name) else None
+        )
+        if first is not None and first.distribution != "constant":
+            problems.append(f"the norm {name!r} is drawn from {first.distribution!r} by the rule {first.pattern!r}")
+    if problems:
+        raise InitRulesWrong(builder=of, problems=problems)
+
+
+def _matched(pattern: str, names: Sequence[str]) -> bool:
+    return any(matches(pattern, name) for name in names)
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[str, str]] = ()) -> None:
+    """Give ``module`` memory on ``device``, with the buffers that follow from its configuration.
+
+    Its parameters have undefined values afterwards: draw or load them.
+
+    Args:
+        module: on the meta device; a pipeline stage of a model is one.
+        device: of the run.
+        tied: of the plan.
+
+    Raises:
+        BuffersNotReset: what a buffer holds is left to chance.
+    """
+    module.to_empty(device=device)
+    tie(module, tied)
+    empty = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    for part in reversed([*module.modules()]):  # a module may replace what its parts compute
+        reset = getattr(part, "reset_buffers", None)
+        if callable(reset):
+            reset()
+    found = dict(module.named_buffers())
+    chance = [name for name, (buffer, at) in empty.items() if found.get(name) is buffer and buffer._version == at]
+    if chance:
+        raise BuffersNotReset(buffers=chance)
+
+
+def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
+    """Make the second parameter of each pair the first; moving off the meta device separates them."""
+    present = dict(module.named_parameters(remove_duplicate=False))
+    for owner, user in tied:
+        if owner in present and user in present:
+            path, _, leaf = user.rpartition(".")
+            setattr(module.get_submodule(path), leaf, present[owner])
+
+
+def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:
+    """Fill a rank's part of a parameter with its first values, bitwise equal to those elements of the whole.
+
+    They are drawn by name and position, so that no rank draws what another one holds.
+
+    Args:
+        piece: this rank's elements and their place in the whole parameter.
+        name: the global one; of a tied parameter that of its owner.
+        rules: of the builder, those of adapters before them.
+        seed: of the run.
+
+    Raises:
+        NoInitRule: no rule is for the parameter.
+    """
+    fill(piece.tensor, rule_for(name, rules), name=name, seed=seed, shape=piece.shape, offsets=piece.box.offsets)

@@ -1,0 +1,146 @@
+"""Options of the launchers that submit jobs: keys of a cluster file, and options of ``nxdt launch``. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range
+from nxdt_core.launch.launchers.instances import INSTANCES, Instance
+
+__all__ = ["ClusterOptions", "HyperPodOptions", "KubernetesOptions", "LocalOptions", "SlurmOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What every cluster has."""
+
+    nodes: PositiveInt | None = None
+    """Nodes of the run; `--nodes` and `trainer.num_nodes` say the same."""
+    devices_per_node: PositiveInt | None = None
+    """Devices of a node; compared with trainer.devices before anything is written."""
+    instance_type: str | None = None
+    """EC2 instance of the nodes, such as trn1.32xlarge or ml.p5.48xlarge: it says devices and EFA interfaces."""
+    image: str | None = None
+    """Container image in which the processes run."""
+    mounts: tuple[str, ...] = ()
+    """Paths of shared file systems that containers see: /fsx, or /host/path:/path."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for all processes."""
+    efa: bool | None = None
+    """Set libfabric's variables for EFA; by default where instance_type has EFA interfaces."""
+    compile: bool | None = None
+    """Compile the graphs first, with nxdt compile; by default where the engine is XLA's or model.compile is true."""
+    program: str | None = None
+    """Command that calls nxdt on the nodes; by default nxdt in a container, and this Python outside."""
+
+    def __post_init__(self) -> None:
+        if self.instance_type is not None and self.instance is None:
+            raise ValueError(
+                f"instance_type is {self.instance_type!r}, of which nothing is known. Write one of "
+                f"{', '.join(INSTANCES)}, or leave it out and set devices_per_node and efa"
+            )
+        for mount in self.mounts:
+            if not mount.startswith("/"):
+                raise ValueError(f"mounts has {mount!r}. Write an absolute path, or two with a colon between them")
+
+    @property
+    def instance(self) -> Instance | None:
+        """What is known of the instance."""
+        return INSTANCES.get((self.instance_type or "").removeprefix("ml."))
+
+    @property
+    def devices(self) -> int | None:
+        """Devices of a node, as far as they are known."""
+        if self.devices_per_node is not None:
+            return self.devices_per_node
+        return None if self.instance is None else self.instance.devices
+
+    @property
+    def efa_interfaces(self) -> int:
+        """EFA interfaces of a node; 0 where EFA is off."""
+        known = 0 if self.instance is None else self.instance.efa
+        if self.efa is None:
+            return known
+        return max(1, known) if self.efa else 0
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of all processes: EFA's, then what is given."""
+        efa = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+        return {**(efa if self.efa_interfaces else {}), **self.environment}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(ClusterOptions):
+    """Nodes that are processes of this machine, to try a run over several nodes."""
+
+    port: Annotated[int, Range(1024, 65535)] = 29500
+    """Where the nodes meet."""
+    max_restarts: NonNegativeInt = 3
+    """How often a node starts its ranks again after a loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(ClusterOptions):
+    """A batch job of Slurm."""
+
+    partition: str | None = None
+    """Partition of the job."""
+    account: str | None = None
+    """Account that is charged."""
+    time: str | None = None
+    """Limit of the job as Slurm writes it: days-hours:minutes:seconds, or minutes."""
+    signal_s: PositiveInt = 300
+    """Seconds before the limit at which the run is asked to save and stop; then the job is requeued."""
+    tasks: Literal["device", "node"] | None = None
+    """What srun starts: a task per device, or one per node that starts the others; by default per node for XLA's
+    engines, per device for others."""
+    exclusive: bool = True
+    """Have whole nodes."""
+    requeue: bool = True
+    """Requeue a job that was stopped or lost a node, and resume."""
+    max_requeues: NonNegativeInt = 3
+    """How often a job is requeued after a failure. Stops with a checkpoint, as at the limit of time, do not count."""
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch, such as --qos=high."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before the run, such as module load or source of an environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions(ClusterOptions):
+    """A job of Kubernetes with a pod per node."""
+
+    workload: Literal["job", "trainjob", "pytorchjob"] = "job"
+    """Kind of object: a plain indexed Job, TrainJob of Kubeflow Trainer 2, or PyTorchJob of the training operator."""
+    namespace: str | None = None
+    """Namespace of the objects; by default that of kubectl's context."""
+    device_resource: str | None = None
+    """Name of the devices, such as nvidia.com/gpu; by default that of instance_type."""
+    claims: Mapping[str, str] = field(default_factory=dict)
+    """Persistent volume claims and the paths at which pods see them: {fsx-claim: /fsx}."""
+    memory: str | None = None
+    """Memory of a pod, such as 480Gi."""
+    shared_memory: str = "64Gi"
+    """Size of /dev/shm."""
+    service_account: str | None = None
+    """Service account of the pods."""
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels that nodes must have."""
+    grace_s: PositiveInt = 300
+    """Seconds that a pod may take to save a checkpoint when it is ended."""
+    max_restarts: NonNegativeInt = 3
+    """How often the nodes start again, from the newest checkpoint, after a loss."""
+    port: Annotated[int, Range(1024, 65535)] = 29500
+    """Where the nodes meet."""
+    runtime: str = "torch-distributed"
+    """ClusterTrainingRuntime of a TrainJob."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperPodOptions(SlurmOptions, KubernetesOptions):
+    """A job on SageMaker HyperPod, which replaces nodes that fail and resumes the job."""
+
+    orchestrator: Literal["slurm", "eks"] = "slurm"
+    """What the cluster runs."""

@@ -1,0 +1,131 @@
+"""Slurm: joins the tasks of ``srun``, and writes a batch script that compiles, trains, and requeues itself."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+
+from nxdt_core.distributed.slurm import join_slurm
+from nxdt_core.launch.launchers.config import SlurmOptions
+from nxdt_core.launch.launchers.shell import exports, header, program
+from nxdt_core.protocols.launcher import Job, Place, Submission
+
+__all__ = ["SlurmLauncher"]
+
+SCRIPT = "job.sbatch"
+_BEGIN = """\
+# Slurm signals this shell if the job is cancelled or requeued, and the tasks alone before the limit of time.
+ended=0
+trap 'ended=1' TERM
+echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
+"""
+
+_NODE_VARIABLES = """\
+# Where the launchers of the nodes meet: each starts the processes of its devices.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((12000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+"""
+
+_REQUEUE = """\
+# 0: done. 2: a mistake, which a restart would repeat. 143: stopped with a checkpoint, as before the limit of time.
+if [ "$status" -eq 0 ] || [ "$status" -eq 2 ] || [ "$ended" -eq 1 ]; then
+    exit "$status"
+fi
+if [ "$status" -ne 143 ]; then
+    failures=$(($(cat "$logs/$SLURM_JOB_ID.failures" 2>/dev/null || echo 0) + 1))
+    echo "$failures" > "$logs/$SLURM_JOB_ID.failures"
+    if [ "$failures" -gt {limit} ]; then
+        echo "status $status: failed $failures times, not requeued"
+        exit "$status"
+    fi
+fi
+echo "status $status: requeued, resumes from the newest checkpoint"
+scontrol requeue "$SLURM_JOB_ID"
+exit "$status"
+"""
+
+
+class SlurmLauncher:
+    """``sbatch`` and ``srun``."""
+
+    def join(self, environment: Mapping[str, str]) -> Place | None:
+        """Return the place of a task of ``srun``."""
+        return join_slurm(environment, socket.gethostname())
+
+    def submission(self, job: Job, options: SlurmOptions) -> Submission:
+        """Return a batch script."""
+        return Submission(files={SCRIPT: batch_script(job, options)}, command=("sbatch", SCRIPT))
+
+
+def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = ()) -> str:
+    """Return the text of a batch script.
+
+    Args:
+        job: the run.
+        options: of the cluster.
+        srun_options: further options of the ``srun`` that trains.
+    """
+    tasks = options.tasks or ("node" if job.needs_agent else "device")
+    by_node = tasks == "node"
+    logs = job.directory / "logs"
+    call = [_srun(job.train, options, srun_options, by_node=by_node), "status=$?"]
+    lines = [
+        "#!/bin/bash",
+        *header(job),
+        *_directives(job, options, str(logs), by_node=by_node),
+        "set -uo pipefail",
+        f"logs={shlex.quote(str(logs))}",
+        f"cd {shlex.quote(str(job.working_directory))} || exit 1",
+        *exports(options.variables()),
+        *options.setup,
+        *_BEGIN.splitlines(),
+        *(_NODE_VARIABLES.splitlines() if by_node or job.compile else ()),
+        *(_compile(job, options) if job.compile else ()),
+        *call,
+        *(_REQUEUE.format(limit=options.max_requeues).splitlines() if options.requeue else ['exit "$status"']),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _compile(job: Job, options: SlurmOptions) -> list[str]:
+    return [
+        "# Compile the graphs, so that the first step finds them.",
+        _srun(job.compile, options, by_node=True),
+        "status=$?",
+        'if [ "$status" -ne 0 ]; then exit "$status"; fi',
+    ]
+
+
+def _directives(job: Job, options: SlurmOptions, logs: str, *, by_node: bool) -> list[str]:
+    given = {"partition": options.partition, "account": options.account, "time": options.time}
+    words = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={1 if by_node else job.devices}",
+        *(f"--{name}={value}" for name, value in given.items() if value is not None),
+        *(["--exclusive"] if options.exclusive else []),
+        f"--output={logs}/%x-%j.log",
+        "--open-mode=append",
+        f"--signal=TERM@{options.signal_s}",
+        "--requeue" if options.requeue else "--no-requeue",
+        *options.sbatch,
+    ]
+    return [f"#SBATCH {word}" for word in words]
+
+
+def _srun(arguments: Sequence[str], options: SlurmOptions, more: Sequence[str] = (), *, by_node: bool) -> str:
+    words = ["srun", "--label", "--kill-on-bad-exit=0", "--cpu-bind=none", *more]
+    if options.image is not None:
+        words += [f"--container-image={options.image}"]
+        words += [f"--container-mounts={','.join(map(_mount, options.mounts))}"] if options.mounts else []
+    command = [*program(options), *arguments]
+    if not by_node:
+        return shlex.join([*words, *command])
+    script = f"NODE_RANK=$SLURM_NODEID exec {shlex.join(command)}"
+    return f'{shlex.join(words)} --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c {shlex.quote(script)}'
+
+
+def _mount(mount: str) -> str:
+    return mount if ":" in mount else f"{mount}:{mount}"

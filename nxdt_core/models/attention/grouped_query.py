@@ -1,0 +1,151 @@
+"""Grouped-query self-attention (Ainslie et al. 2023, arXiv:2305.13245) and the replaceable core inside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nxdt_core.models.attention.blocks import BlockAttention
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.attention.window import block_rows, windowed_attention
+from nxdt_core.models.rotary import rotate
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["AttentionSemantics", "CausalAttention", "GroupedQueryAttention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSemantics:
+    """All that an attention core computes, for who puts another one in its place: softmax(scale q kᵀ) v over tokens of
+    the same document. A core that does more (a bias, dropout) has none."""
+
+    causal: bool
+    """Whether only earlier tokens, and the token itself, are seen."""
+    scale: float | None = None
+    """None for 1 / sqrt(head_dim)."""
+    window: int | None = None
+    """How many tokens one sees, itself included; None for all."""
+
+
+class CausalAttention(nn.Module):
+    """The attention core: softmax(q kᵀ / sqrt(head_dim)) v over earlier tokens of the same document, or the last few.
+
+    A slot: context parallelism puts a module with the same call in its place, and recomputation (``CoreAttention``)
+    wraps it. It has no parameters.
+    """
+
+    def __init__(self, masks: DocumentMasks | None = None, *, window: int | None = None) -> None:
+        """
+        Args:
+            masks: shared by the cores of a model, so that a batch's mask is built for the first layer only.
+            window: each token sees itself and the ``window - 1`` before it (``sliding_window`` of Hugging Face); None:
+                all before it.
+        """
+        super().__init__()
+        self.masks = masks if masks is not None else DocumentMasks()
+        self.window = window
+        self.blocks: BlockAttention | None = None
+        """A slot: how to attend to packed documents by blocks; None: under a mask."""
+        self.shared_heads: frozenset[torch.dtype] | None = None
+        """A slot: see :attr:`nxdt_core.distributed.devices.DeviceProfile.shared_heads`."""
+
+    def semantics(self) -> AttentionSemantics:
+        """Return what ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
+        return AttentionSemantics(causal=True, window=self.window)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of ``query`` over ``key`` and ``value``, in the shape of ``query``.
+
+        Args:
+            query: [batch, heads, seq, head_dim].
+            key: [batch, kv_heads, seq, head_dim]; ``heads`` is a multiple of ``kv_heads``.
+            value: as ``key``.
+            document_ids: int64 [batch, seq]; tokens see only tokens of the same document. None: one document per row,
+                which skips masked blocks entirely.
+            step: of the micro-batch; it may have the mask.
+
+        Returns:
+            [batch, heads, seq, head_dim]
+        """
+        if document_ids is not None and self.blocks is not None and self.blocks.takes(query, value):
+            return self.blocks(query, key, value, self.masks.blocks(document_ids, self.window, step))
+        window = None if self.window is None or self.window >= query.shape[2] else self.window
+        key, value = self.heads_for(query, key, value, masked=window is not None or document_ids is not None)
+        if window is not None:
+            masks = self.masks.windowed(window, block_rows(window), query.dtype, query.device, document_ids, step)
+            return windowed_attention(query, key, value, window, masks)
+        mask = None if document_ids is None else self.masks(document_ids, query.dtype, step)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+    def heads_for(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``key`` and ``value``, repeated for each head of ``query`` where the device's kernels want that.
+
+        Elsewhere ``enable_gqa`` reads each key head once; repeating them first measured 1-10 % slower on the CPU.
+        """
+        groups = query.shape[1] // key.shape[1]
+        if groups == 1 or self.shared_heads is None or (query.dtype in self.shared_heads and not masked):
+            return key, value
+        return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
+        """Return what :meth:`forward` will ask of :attr:`masks` for ``document_ids`` and queries of ``dtype``, and its
+        name there. A compiled layer gets it in ``step.masks``: a graph that computes it would do so in each layer, and
+        keep it for backward."""
+        masks, window = self.masks, self.window
+        if self.blocks is not None and dtype in self.blocks.dtypes:
+            return masks.blocks_name(window), masks.blocks(document_ids, window)
+        if window is not None and window < document_ids.shape[1]:
+            masked = masks.windowed(window, block_rows(window), dtype, document_ids.device, document_ids)
+            return masks.windowed_name(window), masked
+        return masks.MASK, masks(document_ids, dtype)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Projections, rotary embedding and core. ``kv_heads`` equal to ``heads`` is multi-head attention.
+
+    Three matrices, as in Hugging Face checkpoints: one fused one would save 1-3 % of their time at hidden sizes above
+    300, and a shard would then no longer be a block of rows.
+    The number of heads is read off the projections' outputs, so that a shard with fewer heads works unchanged.
+    """
+
+    def __init__(self, hidden_size: int, *, heads: int, kv_heads: int, head_dim: int, core: nn.Module) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.core = core
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
+    ) -> torch.Tensor:
+        """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as :class:`RotaryEmbedding` gives it."""
+        cos, sin = rotary
+        query, key, value = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim))  # [batch, seq, heads, head_dim]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids, step)
+        output: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
+        return output

@@ -1,0 +1,110 @@
+"""Experts: one feed-forward block each, their matrices stacked on a leading dimension and multiplied together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nxdt_core.distributed.devices import groups_on_device
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.mlp import GatedSiLU
+from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.updates import unchanged
+from nxdt_core.torch_versions import grouped_mm
+
+__all__ = ["SwiGLUExperts", "grouped_linear"]
+
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRACED_GROUPED_DTYPES = (torch.bfloat16,)
+"""Those for which ``torch.compile`` can trace it; the loop in its place breaks the graph."""
+_GROUPED_ALIGNMENT_BYTES = 16
+"""``F.grouped_mm`` refuses rows of any other multiple, and float64 (torch 2.13)."""
+
+
+class SwiGLUExperts(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` for each expert, as :class:`nxdt_core.models.mlp.SwiGLU`, of matrices
+    [experts, out, in].
+
+    Column- and row-parallel like that block: with rows of gate and up and columns of down left out, the outputs are
+    parts of a sum.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int, *, dropout: float = 0.0) -> None:
+        """``dropout``: probability with which the activations between the matrices are zeroed while training (expert
+        dropout, Fedus et al. 2021, arXiv:2101.03961, section 2.4)."""
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, ffn_hidden_size))
+        self.activation = GatedSiLU()
+        self.dropout = Dropout(dropout, dispatched=True)
+        self.updates = nn.ModuleDict()
+        """A slot: what adapters add, an :class:`~nxdt_core.models.updates.Update` by name of the matrix."""
+        self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        """A slot: this process's part of a parameter. Engines that shard the parameters put its counterpart here."""
+
+    def forward(self, rows: torch.Tensor, groups: RowGroups | None = None) -> torch.Tensor:
+        """Return each expert over its rows.
+
+        Args:
+            rows: [rows, hidden], those of expert 0 first; or [experts, rows per expert, hidden].
+            groups: of the rows, one for each expert; None for the second form.
+
+        Returns:
+            The shape of ``rows``.
+        """
+        gate, up = self._product("gate_proj", rows, groups), self._product("up_proj", rows, groups)
+        return self._product("down_proj", self.dropout(self.activation(gate, up)), groups)
+
+    def _product(self, name: str, rows: torch.Tensor, groups: RowGroups | None) -> torch.Tensor:
+        matrix = self.local(getattr(self, name))
+        product = grouped_linear(rows, matrix, groups)
+        return self.updates[name](rows, product, matrix, groups) if name in self.updates else product
+
+    def extra_repr(self) -> str:
+        """Return the number and widths, for ``print(model)``."""
+        experts, ffn_hidden_size, hidden_size = self.gate_proj.shape
+        return f"{experts} experts, {hidden_size} -> {ffn_hidden_size} -> {hidden_size}"
+
+
+def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups | None) -> torch.Tensor:
+    """Return each row multiplied by the transposed matrix of its group.
+
+    Args:
+        rows: [rows, in], group after group; or [groups, rows per group, in].
+        weights: [groups, out, in].
+        groups: of the rows, some of which may be empty; None for the second form.
+
+    Returns:
+        [rows, out] or [groups, rows per group, out]. Its gradient may not be an expanded scalar, such as that of a
+        plain ``sum()``: the kernel rejects those.
+    """
+    if groups is None:
+        return torch.bmm(rows, weights.transpose(1, 2))
+    if rows.is_meta:  # the groups of the rows are unknown; sizes, kept tensors and arithmetic equal those of any matrix
+        return functional.linear(rows, weights.to(compute_dtype(rows))[0])
+    dtype = compute_dtype(rows)  # autocast does not know grouped_mm
+    rows, weights = rows.to(dtype), weights.to(dtype)
+    if _grouped_mm_takes(weights):
+        product: torch.Tensor = grouped_mm(rows, weights.transpose(1, 2), offs=groups.offsets)
+        return product
+    parts = zip(torch.split(rows, groups.sizes), weights.unbind(0), strict=True)
+    return torch.cat([functional.linear(part, weight) for part, weight in parts])
+
+
+def _grouped_mm_takes(weights: torch.Tensor) -> bool:
+    if grouped_mm is None:
+        return False
+    dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
+    sides_bytes = [side * weights.element_size() for side in weights.shape[1:]]
+    aligned = not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)
+    return weights.dtype in dtypes and aligned and _on_device(weights.device, weights.dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    return groups_on_device(device, dtype)

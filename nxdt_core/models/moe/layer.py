@@ -1,0 +1,45 @@
+"""Mixture of experts: a router, experts of which each token uses a few, and perhaps some that all tokens use."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nxdt_core.models.mlp import SwiGLU
+from nxdt_core.models.moe.aux_loss import add_aux_loss
+from nxdt_core.models.moe.dispatch import LocalDispatcher
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.router import TopKRouter
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["MixtureOfExperts"]
+
+
+class MixtureOfExperts(nn.Module):
+    """In the place of a feed-forward block (Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021,
+    arXiv:2101.03961), with the router's auxiliary losses in the gradient.
+
+    In a :class:`~nxdt_core.protocols.plan.ParallelPlan` the whole module is a tensor block, ``experts`` are experts,
+    ``dispatcher`` is an expert dispatcher, ``router`` an expert router, and the matrices of ``shared`` are column and
+    row as in any feed-forward block.
+    """
+
+    def __init__(
+        self, *, router: TopKRouter, experts: SwiGLUExperts, shared: SwiGLU | None = None, chunks: int = 1
+    ) -> None:
+        """``shared``: one block that all tokens pass in addition to their experts (Dai et al. 2024, arXiv:2401.06066);
+        several shared experts are one of their summed width. ``chunks``: of
+        :class:`~nxdt_core.models.moe.dispatch.LocalDispatcher`."""
+        super().__init__()
+        self.router = router
+        self.dispatcher = LocalDispatcher(chunks)
+        self.experts = experts
+        self.shared = shared
+
+    def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
+        """``hidden`` [batch, seq, hidden] to the same shape."""
+        routing = self.router(hidden)
+        output: torch.Tensor = self.dispatcher.run(hidden, routing, self.experts, step=step)
+        if self.shared is not None:
+            output = output + self.shared(hidden)
+        return output if routing.aux_loss is None else add_aux_loss(output, routing.aux_loss, step)

@@ -1,0 +1,101 @@
+"""The step context where a signature has no room for it: the border to modules and functions of other authors.
+
+Models and objectives of this project pass :class:`~nxdt_core.protocols.step_context.StepContext` on as the argument
+``step``. Some calls between them and our building blocks have another author's signature: those of transformers'
+modules, of ``torch.nn.Linear`` with an adapter's update, and of experts behind a dispatcher. For these, the context is
+set here around the call, and :func:`step_of` reads it where no argument arrives.
+
+An attribute and not a ``ContextVar``, whose ``get`` breaks the graphs of ``torch.compile``. It is of the process and
+not of a thread: autograd recomputes in its own threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from nxdt_core.models.updates import Update
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["at_border", "called_with_step", "let_take_step", "step_of", "takes_step"]
+
+
+class _Border:
+    def __init__(self) -> None:
+        self.step = StepContext()
+
+
+_BORDER = _Border()
+
+
+def at_border(step: StepContext) -> AbstractContextManager[None]:
+    """Set the context within the block for callees that have no argument ``step``. The returned block may be entered
+    again: a backward that is split recomputes twice."""
+    return _Block(step)
+
+
+class _Block(AbstractContextManager[None]):
+    def __init__(self, step: StepContext) -> None:
+        self._step = step
+        self._before: list[StepContext] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_BORDER.step)
+        _BORDER.step = self._step
+
+    def __exit__(self, *_: object) -> None:
+        _BORDER.step = self._before.pop()
+
+
+def step_of(step: StepContext | None) -> StepContext:
+    """Return the argument, or where it is None the context of the border; the default one outside of both."""
+    return _BORDER.step if step is None else step
+
+
+def takes_step(called: Any) -> bool:
+    """Return whether a module's forward, or a function, has the parameter ``step``, without another annotation."""
+    forward = getattr(called, "forward", called)
+    function = forward if inspect.isroutine(forward) else type(forward).__call__
+    return _has_step(getattr(function, "__func__", function))
+
+
+@functools.cache
+def _has_step(function: Any) -> bool:
+    found = inspect.signature(function).parameters.get("step")
+    return found is not None and (found.annotation is found.empty or StepContext.__name__ in str(found.annotation))
+
+
+def called_with_step(called: Any, step: StepContext, *args: Any) -> Any:
+    """Return ``called(*args)`` of an objective or a model, with ``step`` as an argument or else at the border."""
+    if takes_step(called):
+        return called(*args, step=step)
+    with at_border(step):
+        return called(*args)
+
+
+def let_take_step(module: nn.Module) -> None:
+    """Give the forward of a model or a pipeline stage the parameter ``step`` where it has none, in place.
+
+    Where adapters have added updates, the border is set, too: the linear layers around these have torch's signature.
+    """
+    takes = takes_step(module)
+    if not takes or any(isinstance(part, Update) for part in module.modules()):
+        kind: Any = type(module)
+        module.__class__ = _with_border(kind, takes)
+
+
+@functools.cache
+def _with_border(kind: Any, takes: bool) -> Any:
+    class WithBorder(kind):  # type: ignore[misc]
+        def forward(self, *args: Any, step: StepContext | None = None, **kwargs: Any) -> Any:
+            if takes:
+                kwargs["step"] = step
+            with at_border(step_of(step)):
+                return super().forward(*args, **kwargs)
+
+    WithBorder.__name__, WithBorder.__qualname__ = kind.__name__, kind.__qualname__
+    return WithBorder

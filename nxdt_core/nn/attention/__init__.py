@@ -1,5 +1,0 @@
-"""Attention and its masks, for plain and for packed batches."""
-
-from nxdt_core.nn.attention.grouped_query import AttentionSemantics, CausalAttention, GroupedQueryAttention
-
-__all__ = ["AttentionSemantics", "CausalAttention", "GroupedQueryAttention"]

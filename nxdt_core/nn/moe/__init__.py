@@ -1,5 +1,0 @@
-"""Mixtures of experts: routing, dispatch, experts and the losses that balance them."""
-
-from nxdt_core.nn.moe.layer import MixtureOfExperts
-
-__all__ = ["MixtureOfExperts"]

@@ -1,0 +1,252 @@
+"""From a resolved configuration to the objects of a run, one function an object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Signer, TrustedKeys
+from nxdt_core.checkpoint.format.file_names import step_name
+from nxdt_core.checkpoint.storage import scheme_of
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.validate.capabilities import check_capabilities, check_objective, check_policy
+from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors.launch import TensorPlanUnusable
+from nxdt_core.errors.layouts import ShardNotComputed
+from nxdt_core.errors.models import SequenceTooLongForModel, VocabularyTooSmall
+from nxdt_core.errors.optimizers import NoMasterWeights
+from nxdt_core.kernel.plugin import LOCAL
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.objective import Objective, traits_of
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.train.hidden_state import check_schedule
+
+__all__ = [
+    "adapters",
+    "batches",
+    "chat_keys",
+    "dataset",
+    "engine",
+    "locate",
+    "model_builder",
+    "objective",
+    "plan_errors_named",
+    "precision",
+    "schedule",
+    "schedule_horizon",
+    "step_uri",
+    "storage",
+    "tokenizer",
+]
+
+
+def engine(config: ResolvedConfig) -> ParallelEngine:
+    """Return the parallel engine, not started; checked against the number of processes that were started.
+
+    Raises:
+        ConfigError: the engine, the model or the optimizer does not declare what the run asks of them.
+        UnknownAccelerator, BadDeviceProfile: see :func:`register_profile_of`.
+    """
+    check_capabilities(config, world_size=Ranks.from_environment().world_size)
+    register_profile_of(config)
+    target = config.selected("engine").component.load_target()
+    return cast(ParallelEngine, target(config))
+
+
+def model_builder(config: ResolvedConfig) -> ModelBuilder:
+    """Return the model's builder, checked against the run's sequence length.
+
+    Raises:
+        SequenceTooLongForModel: positions end before the sequence does.
+    """
+    builder = cast(ModelBuilder, _construct(config, "model"))
+    longest = builder.max_sequence_length
+    if longest is not None and config.run.data.seq_length > longest:
+        raise SequenceTooLongForModel(sequence=config.run.data.seq_length, longest=longest)
+    return builder
+
+
+@contextmanager
+def plan_errors_named(config: ResolvedConfig) -> Iterator[None]:
+    """Say in errors of the model's plan which plugin brought the model."""
+    try:
+        yield
+    except (TensorPlanUnusable, ShardNotComputed) as error:
+        component = config.selected("model").component
+        origin = component.dist if component.dist == LOCAL else f"{component.dist} {component.version}"
+        error.plugin = f"{component.qualified_name!r} ({origin})"
+        raise
+
+
+def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenizer | None:
+    """Return the tokenizer, or None where the configuration names none.
+
+    Raises:
+        VocabularyTooSmall: the tokenizer has ids that a model of ``vocab_size`` has no row for.
+    """
+    if config.components["tokenizer"] is None:
+        return None
+    made = cast(Tokenizer, _construct(config, "tokenizer"))
+    if vocab_size is not None and made.vocab_size > vocab_size:
+        raise VocabularyTooSmall(tokenizer=made.vocab_size, model=vocab_size)
+    return made
+
+
+def dataset(
+    config: ResolvedConfig, tokenizer: Tokenizer | None, vocab_size: int | None = None, *, cache_dir: Path | None = None
+) -> DatasetSplits:
+    """Return the source of samples, for a model of ``vocab_size`` rows; what it derives from its files may be in
+    ``cache_dir``, for the other processes of the machine."""
+    data = config.run.data
+    context = DataContext(
+        seq_length=data.seq_length,
+        seed=config.run.seed,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir,
+        vocab_size=vocab_size,
+        shuffle=data.shuffle,
+    )
+    return cast(DatasetSplits, _construct(config, "dataset", context))
+
+
+def batches(
+    config: ResolvedConfig, engine: ParallelEngine, dataset: MapDataset | IterableDataset, *, repeat: bool = True
+) -> GlobalBatchLoader:
+    """Return the loader of this rank's micro-batches: its data-parallel share of each of the run's global batches.
+
+    Args:
+        config: the run; its ``data`` section has the sizes.
+        engine: says which share is this rank's; need not be started.
+        dataset: one split of the data.
+        repeat: True for training: shuffled where the configuration says so, without an end. False is one pass in the
+            data's own order, for validation.
+    """
+    data, place = config.run.data, engine.rank_info
+    return GlobalBatchLoader(
+        dataset,
+        global_batch_size=data.global_batch_size,
+        micro_batch_size=data.micro_batch_size,
+        seed=config.run.seed,
+        shuffle=data.shuffle and repeat and not config.run.trainer.overfit_batches,
+        dp_rank=place.dp_rank,
+        dp_size=place.dp_size,
+        drop_last=repeat,
+        repeat=repeat,
+        num_workers=data.num_workers,
+        constant_micro_batches=profile_of(engine.device).static_shapes,
+    )
+
+
+def chat_keys(config: ResolvedConfig) -> ChatKeys:
+    """Return how the run's data make text of messages; the defaults where they hold none."""
+    found = config.selected("dataset").config
+    return found if isinstance(found, ChatKeys) else ChatKeys()
+
+
+def objective(config: ResolvedConfig) -> Objective:
+    """Return the configured loss.
+
+    Raises:
+        ConfigError: it compares with a reference, which the engine does not declare.
+    """
+    made = cast(Objective, _construct(config, "objective"))
+    check_objective(config, () if traits_of(made).reference is None else ("reference",))
+    return made
+
+
+def precision(config: ResolvedConfig) -> PrecisionPolicy:
+    """Return the configured dtypes.
+
+    Raises:
+        ConfigError: the engine does not declare what it asks for.
+        NoMasterWeights: float32 weights are to be saved, and it keeps none.
+    """
+    policy = cast(PrecisionPolicy, _construct(config, "precision"))
+    check_policy(config, policy)
+    wanted = config.run.checkpoint.use_master_weights_in_ckpt
+    if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
+        raise NoMasterWeights(precision=policy.name, dtype=policy.parameters)
+    return policy
+
+
+def adapters(config: ResolvedConfig) -> Sequence[Adapter]:
+    """Return the adapter as a sequence of none or one."""
+    return () if config.components["adapter"] is None else (cast(Adapter, _construct(config, "adapter")),)
+
+
+def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
+    """Return what the learning-rate schedule depends on in addition to its own section."""
+    optim = config.run.model.optim
+    return ScheduleHorizon(max_steps=optim.sched.max_steps, lr=optim.lr)
+
+
+def schedule(config: ResolvedConfig) -> LRSchedule:
+    """Return the learning-rate schedule; warn if it depends on more than the step."""
+    horizon, component = schedule_horizon(config), config.selected("schedule").component
+    check_schedule(_construct(config, "schedule", horizon), component, max_steps=horizon.max_steps)
+    return cast(LRSchedule, _construct(config, "schedule", horizon))
+
+
+def storage(config: ResolvedConfig) -> CheckpointStore:
+    """Return the store that holds the run's checkpoints."""
+    return locate(config, config.checkpoint_uri)[0]
+
+
+def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStore, int | None]:
+    """Return the store behind ``uri`` and the step that it names, None where it names the root of a run's checkpoints.
+
+    The options of ``checkpoint.storage`` apply to URIs with the same scheme as the run's URI.
+    """
+    own = scheme_of(uri) == scheme_of(config.checkpoint_uri)
+    return checkpoint.locate(uri, config.kernel, config.selected("store").config if own else None)
+
+
+def signer(config: ResolvedConfig) -> Signer | None:
+    """Return what signs the run's checkpoints; None where ``checkpoint.sign.key`` is not set."""
+    key = config.run.checkpoint.sign.key
+    return None if key is None else Signer(key)
+
+
+def trusted_keys(config: ResolvedConfig) -> TrustedKeys | None:
+    """Return the keys, one of which must have signed what the run loads; None where ``checkpoint.sign.trusted`` is
+    empty."""
+    paths = config.run.checkpoint.sign.trusted
+    return TrustedKeys(paths) if paths else None
+
+
+def check_signing(config: ResolvedConfig) -> None:
+    """Check that the keys of the run can be read, before it computes anything.
+
+    Raises:
+        SigningLibraryMissing: the library is not installed.
+        SigningKeyUnusable: a file does not hold such a key.
+        SigningKeyNotTrusted: the run would refuse its own checkpoints.
+    """
+    own, trusted = signer(config), trusted_keys(config)
+    if trusted is not None:
+        _ = trusted.fingerprints
+    if own is not None and config.run.checkpoint.enabled:
+        own.check(trusted)
+
+
+def step_uri(storage: CheckpointStore, step: int) -> str:
+    """Address of one checkpoint of a store."""
+    return f"{storage.uri}/{step_name(step)}"
+
+
+def _construct(config: ResolvedConfig, slot: str, *more: Any) -> Any:
+    selected = config.selected(slot)
+    return selected.component.load_target()(selected.config, *more)

@@ -1,0 +1,138 @@
+"""What a person sees of a running training: a line per logged step, and a bar below them on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from nxdt_core.train.monitoring.log_lines import VALUES
+from nxdt_core.visible_text import visible
+
+__all__ = ["Console", "human"]
+
+_log = logging.getLogger(__name__)
+_BAR = "step {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}"
+"""At 80 columns the bar has 20 of them."""
+_NO_END = "step {n_fmt}, {elapsed}{postfix}"
+
+
+class Console:
+    """Prints to standard error; silent on all ranks but one.
+
+    Args:
+        max_steps: end of the run, −1 for none.
+        speaks: whether this rank prints at all.
+        bar: whether to draw a bar; None: on a terminal.
+        stream: standard error where None.
+        prints: whether it prints; without it, lines go to the log alone, which may print them.
+    """
+
+    def __init__(
+        self,
+        max_steps: int,
+        *,
+        speaks: bool = True,
+        bar: bool | None = None,
+        stream: TextIO | None = None,
+        prints: bool = True,
+    ) -> None:
+        self._total = max_steps if max_steps > 0 else None
+        self._stream = stream or sys.stderr
+        self._draws = prints and (self._stream.isatty() if bar is None else bar)
+        self._prints = prints
+        self._speaks = speaks
+        self._bar: Any = None
+
+    def expect(self, max_steps: int) -> None:
+        """Set another last step of the run."""
+        self._total = max_steps
+
+    def say(self, line: str, row: Mapping[str, Any] | None = None) -> None:
+        """Print a line above the bar; ``row`` has its values for logs that keep them."""
+        if not self._speaks:
+            return
+        self._print(line, row)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def _print(self, line: str, row: Mapping[str, Any] | None = None) -> None:
+        _log.info(line, extra={VALUES: row})
+        if not self._prints:
+            return
+        if self._bar is not None:
+            self._bar.clear()
+        print(visible(line), file=self._stream, flush=True)
+
+    def begin(self, step: int) -> None:
+        """Draw the bar of a run that trains from ``step``, where one is drawn."""
+        if self._speaks and self._draws and self._bar is None:
+            self._bar = tqdm(
+                total=self._total,
+                initial=step,
+                file=self._stream,
+                mininterval=0.5,  # a redraw takes 2 ms
+                miniters=1,
+                dynamic_ncols=True,
+                bar_format=_BAR if self._total else _NO_END,
+            )
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics: a line, which stays, and the bar below it."""
+        if not self._speaks:
+            return
+        self._print(self._line(row), row)
+        if not self._draws:
+            return
+        self.begin(row["step"])
+        self._bar.set_postfix_str(f"loss {row['loss']:.4f}, {human(row['tokens_per_s'])} tokens/s", refresh=False)
+        self.advance(row["step"])
+        self._bar.refresh()
+
+    def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:
+        """Show the loss of a validation, and that of each set where there are several."""
+        self.say(f"step {row['step']}: validation {_validation_text(row, unit)}", row)
+        for name, figures in row.get("sets", {}).items():
+            self.say(f"  {name}: {_validation_text(figures, unit)}")
+
+    def close(self) -> None:
+        """Close the bar and leave its last state on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        done = f"step {row['step']}"
+        if self._total is not None:  # as wide as the last one, so that the values are columns
+            done = f"{done}/{self._total}".ljust(len(f"step {self._total}/{self._total}"))
+        return f"{done}  {_values(row)}"
+
+
+def _validation_text(figures: Mapping[str, Any], unit: str) -> str:
+    loss = "none" if figures["loss"] is None else f"{figures['loss']:.4f}"
+    perplexity = f", perplexity {figures['perplexity']:.4g}" if figures.get("perplexity") else ""
+    return f"loss {loss}{perplexity} over {figures[unit]:,} {unit}"
+
+
+def _values(row: Mapping[str, Any]) -> str:
+    mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
+    return (
+        f"loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+        f"{human(row['tokens_per_s'])} tokens/s{mfu}"
+    )
+
+
+def human(number: float) -> str:
+    """Return a count in three digits: ``12.3k``."""
+    for bound, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= bound:
+            return f"{number / bound:.3g}{suffix}"
+    return f"{number:.3g}"

@@ -1,0 +1,100 @@
+"""The callback ``generations``: what the model writes behind some prompts, at each validation."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import final
+
+from nxdt_core.callback import Callback, Run
+from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.rendering import prompt_ids, stop_ids
+from nxdt_core.data.tokens import text_ids
+from nxdt_core.errors.training import GenerationsNeedTokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.regular_files import regular_opener
+from nxdt_core.train import build
+from nxdt_core.train.callbacks.config import GenerationsConfig
+from nxdt_core.train.inference.sampling import Sampling, continue_ids
+from nxdt_core.visible_text import visible
+
+__all__ = ["Generations"]
+
+_log = logging.getLogger(__name__)
+
+_FILE = "generations.jsonl"
+
+
+@final
+class Generations(Callback):
+    """Texts to every logger that takes some, such as TensorBoard, and to ``generations.jsonl`` of the run."""
+
+    def __init__(self, config: GenerationsConfig, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._failed = False
+        """Whether a text could not be written."""
+
+    def on_fit_start(self, run: Run) -> None:
+        """Say what would fail at the first validation.
+
+        Raises:
+            GenerationsNeedTokenizer: the run has no tokenizer.
+        """
+        _tokenizer_of(run)
+
+    def on_validation_end(self, run: Run) -> None:
+        """Write behind each prompt; on all ranks, which share the work of each token.
+
+        Raises:
+            ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of prompts that are to be a user's turn.
+        """
+        tokenizer, config = _tokenizer_of(run), self._config
+        sampling = Sampling(
+            max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
+        )
+        keys = build.chat_keys(run.config)
+        source = HFSource.of_facts(run.session.hf_facts)
+        stops = {*stop_ids(keys, tokenizer), *(() if source is None else source.stops_of(tokenizer))}
+        for number, prompt in enumerate(config.prompts):
+            written = continue_ids(
+                run.session.model,
+                self._ids(prompt, tokenizer, keys),
+                sampling,
+                window=run.config.run.data.seq_length,
+                vocab_size=tokenizer.vocab_size,
+                stop_ids=stops,
+            )
+            text = tokenizer.decode(written)
+            if run.rank == 0:
+                self._log(run, number, prompt, text)
+
+    def _ids(self, prompt: str, tokenizer: Tokenizer, keys: ChatKeys) -> list[int]:
+        if self._config.chat:
+            messages = [{"role": "user", "content": prompt}]
+            return prompt_ids(messages, tokenizer, keys, place="trainer.callbacks: generations")
+        return text_ids(prompt, tokenizer)
+
+    def _log(self, run: Run, number: int, prompt: str, text: str) -> None:
+        try:
+            with open(self._run_dir / _FILE, "a", encoding="utf-8", opener=regular_opener) as file:
+                file.write(json.dumps({"step": run.step, "prompt": prompt, "text": text}) + "\n")
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s/%s is incomplete: %s", self._run_dir, _FILE, error.strerror or error)
+            self._failed = True
+        run.log_text(f"generations/{number}", _as_code(prompt + text))
+
+
+def _as_code(text: str) -> str:
+    """Return Markdown that shows ``text`` as it is: TensorBoard would load a picture that it names."""
+    return "\n".join(f"    {line}" for line in visible(text).splitlines())
+
+
+def _tokenizer_of(run: Run) -> Tokenizer:
+    tokenizer: Tokenizer | None = run.session.data.tokenizer
+    if tokenizer is None:
+        raise GenerationsNeedTokenizer()
+    return tokenizer

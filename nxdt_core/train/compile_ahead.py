@@ -1,0 +1,137 @@
+"""A trial of a run that builds all of its graphs and leaves nothing of itself: what ``nxdt compile`` calls."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.limits import first_batches
+from nxdt_core.errors.launch import EngineCannotCompileAhead
+from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.objective import traits_of
+from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhead, GraphOrigins
+from nxdt_core.train.data import Dataset, StepInput
+from nxdt_core.train.session import TrainSession, start_engine, without_gradients
+from nxdt_core.train.step import mean_loss
+
+__all__ = ["ahead_of", "run_trial"]
+
+_STEPS = 3
+"""The first one compiles; the second has an optimizer's state, and the third begins with what the second changed."""
+
+
+def ahead_of(config: ResolvedConfig) -> CompileAhead:
+    """Return how the run's engine compiles ahead.
+
+    Raises:
+        EngineCannotCompileAhead: it does not.
+        NxdtError: the run compiles nothing, or the cache cannot be written.
+    """
+    selected = config.selected("engine").component
+    engine = selected.load_target()
+    if not isinstance(engine, CompilesAhead):
+        raise EngineCannotCompileAhead(engine=selected.record.name, dist=selected.dist)
+    return engine.compile_ahead(config)
+
+
+def run_trial(config: ResolvedConfig, ahead: CompileAhead, say: Callable[[str], None]) -> GraphOrigins | None:
+    """Train for a few steps and validate, with fresh weights, on each rank of a run. Collective.
+
+    It reads the run's data, and neither its checkpoints nor its directory.
+
+    Args:
+        config: of the run.
+        ahead: of its engine.
+        say: prints a line; called on rank 0.
+
+    Returns:
+        Where the graphs of all ranks came from; None where a tool compiles them after the trial.
+    """
+    with _session(config) as session:
+        ranks, parts = session.engine.ranks, {}
+        for name, work in (("training", _train), ("validation", _validate)):
+            before = _count(ahead)
+            work(session)
+            parts[name] = sum(ranks.all_gather_object(_count(ahead) - before), GraphOrigins())
+            if ranks.rank == 0:
+                say(f"{name}: {parts[name]}" if ahead.origins is not None else f"{name}: traced")
+    return None if ahead.origins is None else sum(parts.values(), GraphOrigins())
+
+
+@contextmanager
+def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
+    """The session of the trial, with a model and an optimizer, and a directory that is gone after it."""
+    engine = TrainSession(config).engine
+    start_engine(config, engine)
+    directory = Path(tempfile.gettempdir(), engine.broadcast_object(f"nxdt-compile-{uuid.uuid4().hex}"))
+    session = TrainSession(_as_trial(config, directory), engine=engine)
+    try:
+        session.build_model()
+        session.build_optimizer()
+        yield session
+        engine.ranks.barrier()  # other processes of the machine may still read what is in the directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    session.close()  # not after an error: other ranks may be stuck in a collective
+
+
+def _as_trial(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
+    run = config.run
+    return replace(
+        config,
+        run=replace(
+            run,
+            trainer=replace(run.trainer, max_steps=_STEPS),
+            checkpoint=replace(run.checkpoint, enabled=False, resume_if_exists=False, resume_from=None),
+        ),
+        loggers=(),
+        run_dir=directory,
+    )
+
+
+def _train(session: TrainSession) -> None:
+    if traits_of(session.objective).reference == "before":  # log-probabilities of a whole dataset take hours
+        session.data.replace_datasets(lambda dataset, split: _first(session.config, dataset))
+    for batch in session.batches():
+        float(session.step(batch).loss.loss)  # as a run's log does; devices that record operations then run them
+
+
+def _validate(session: TrainSession) -> None:
+    trainer = session.config.run.trainer
+    if trainer.val_check_interval is None:
+        return
+    limit = trainer.limit_val_batches if isinstance(trainer.limit_val_batches, int) else None
+    with without_gradients(inference=trainer.inference_mode), session.validated_weights():
+        for loader in session.validation_loaders():
+            mean_loss(session.evaluate_batch(batch) for batch in _first_and_last(islice(loader, limit)))
+
+
+def _first_and_last(batches: Iterable[StepInput]) -> Iterator[StepInput]:
+    """Yield the first batch and the last one, which may be smaller."""
+    last = None
+    for number, batch in enumerate(batches):
+        if number == 0:
+            yield batch
+        else:
+            last = batch
+    if last is not None:
+        yield last
+
+
+def _first(config: ResolvedConfig, dataset: Dataset) -> Dataset:
+    return (
+        first_batches(dataset, _STEPS, config.run.data.global_batch_size)
+        if isinstance(dataset, MapDataset)
+        else dataset
+    )
+
+
+def _count(ahead: CompileAhead) -> GraphOrigins:
+    return GraphOrigins() if ahead.origins is None else ahead.origins()

@@ -1,0 +1,153 @@
+"""The data of a run: its splits, cut as ``trainer.limit_…`` says, and this rank's loaders over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.limits import first_batches, limit_sets
+from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.train import build
+
+__all__ = ["UNNAMED", "Dataset", "RunData", "StepInput", "TrainLoader"]
+
+Dataset = MapDataset | IterableDataset
+
+UNNAMED = ""
+"""Name of the validation set of a run that has one."""
+_CACHE = "data"
+"""Directory of the run for what is derived from its data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """What one training step consumes."""
+
+    micro_batches: Sequence[Batch]
+    """This rank's part of the global batch."""
+    position: dict[str, Any]
+    """State of the loader after these, for the checkpoint of this step."""
+
+
+class TrainLoader:
+    """Yields a ``StepInput`` a step and adds up how long the loop waited for them."""
+
+    def __init__(self, loader: GlobalBatchLoader) -> None:
+        self._loader = loader
+        self.waited_s = 0.0
+        """Seconds that the loop has spent in here so far."""
+
+    def __iter__(self) -> Iterator[StepInput]:
+        batches = iter(self._loader)
+        while True:
+            before = time.perf_counter()
+            micro_batches = next(batches, None)
+            self.waited_s += time.perf_counter() - before
+            if micro_batches is None:
+                return
+            yield StepInput(micro_batches=micro_batches, position=self._loader.state_dict())
+
+
+class RunData:
+    """The configured data; read when :meth:`prepare` is called or a loader is asked for."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self._train: Dataset | None = None
+        self._validation: dict[str, Dataset] = {}
+
+    def prepare(self) -> None:
+        """Read tokenizer and data, so that errors in them are reported before a model is built.
+
+        Raises:
+            NoTrainingData: the loader has no training split.
+            LengthUnknown: a limit of the training data, and they are a stream.
+        """
+        if self._train is not None:
+            return
+        vocab_size = build.model_builder(self.config).vocab_size
+        self.tokenizer = build.tokenizer(self.config, vocab_size)
+        cache_dir = self.config.run_dir / _CACHE
+        source = build.dataset(self.config, self.tokenizer, vocab_size, cache_dir=cache_dir)
+        train, validation = source.split("train"), source.split("validation")
+        if train is None or isinstance(train, Mapping):
+            raise NoTrainingData(loader=type(source).__name__)
+        trainer = self.config.run.trainer
+        if trainer.overfit_batches:
+            train = validation = self._first(train, "trainer.overfit_batches", trainer.overfit_batches)
+        elif trainer.limit_train_batches is not None:
+            train = self._first(train, "trainer.limit_train_batches", trainer.limit_train_batches)
+        self._train = train
+        if validation is not None:
+            self._validation = dict(validation) if isinstance(validation, Mapping) else {UNNAMED: validation}
+        limit = trainer.limit_val_batches
+        if isinstance(limit, float) and limit < 1:
+            self._validation = {name: self._share(dataset, limit) for name, dataset in self._validation.items()}
+        elif isinstance(limit, int) and len(self._validation) > 1:
+            self._validation = limit_sets(self._validation, limit, self.config.run.data.global_batch_size)
+
+    @property
+    def train_samples(self) -> int | None:
+        """Number of samples of one epoch of the training data; None for a stream."""
+        return len(self._train) if isinstance(self._train, MapDataset) else None
+
+    @property
+    def validation_sets(self) -> tuple[str, ...]:
+        """Names of the validation sets in the order of their loaders; :data:`UNNAMED` where there is one."""
+        return tuple(self._validation)
+
+    def replace_datasets(self, replacement: Callable[[Dataset, str], Dataset]) -> None:
+        """Replace each split by ``replacement(dataset, name of the split)``."""
+        self.prepare()
+        assert self._train is not None
+        self._train = replacement(self._train, "train")
+        self._validation = {
+            name: replacement(dataset, name or "validation") for name, dataset in self._validation.items()
+        }
+
+    def train_loader(self, engine: ParallelEngine, position: Mapping[str, Any]) -> TrainLoader:
+        """Return this rank's share of endless global batches.
+
+        Args:
+            engine: says which share is this rank's.
+            position: of the batch before the first one, from ``StepInput.position``; empty for the beginning.
+        """
+        self.prepare()
+        assert self._train is not None
+        loader = build.batches(self.config, engine, self._train)
+        if position:
+            loader.load_state_dict(dict(position))
+        return TrainLoader(loader)
+
+    def validation_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
+        """Return one loader per validation set, each a single pass; none where the configuration names no such data."""
+        self.prepare()
+        sets = self._validation.values()
+        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
+
+    def _first(self, dataset: Dataset, key: str, limit: int | float) -> Dataset:
+        """The first global batches of the training data: a count, or a share."""
+        if isinstance(limit, float) and limit == 1.0:
+            return dataset
+        if not isinstance(dataset, MapDataset):
+            raise LengthUnknown(key=key)
+        return first_batches(dataset, limit, self.config.run.data.global_batch_size)
+
+    def _share(self, dataset: Dataset, share: float) -> Dataset:
+        """The first global batches of a validation set, at least one of a share above 0.
+
+        Raises:
+            ShareOfUnknownLength: the set does not know how many samples it has.
+        """
+        if not isinstance(dataset, MapDataset):
+            raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
+        return first_batches(dataset, share, self.config.run.data.global_batch_size)

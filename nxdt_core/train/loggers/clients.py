@@ -1,0 +1,196 @@
+"""Built-in loggers: callbacks that write figures by the clients of TensorBoard, Weights & Biases and MLflow."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from nxdt_core.callback import Callback, Run
+from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
+from nxdt_core.regular_files import read_text
+from nxdt_core.train.loggers.config import MLFlowConfig, WandbConfig
+
+__all__ = ["MLflow", "TensorBoard", "Wandb"]
+
+_log = logging.getLogger(__name__)
+
+_TRACKING = "MLFLOW_TRACKING_URI"
+_STEP = "trainer/global_step"
+"""W&B's axis of steps: a name that its users know from PyTorch Lightning, since runs are compared in one project."""
+
+
+@final
+class TensorBoard(Callback):
+    """Event files directly in the run's directory, made with the first figure."""
+
+    def __init__(self, config: object, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._writer: Any = None
+        _quieten_writer()
+
+    def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Write the figures through to the file."""
+        writer = self._opened()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, run.step)
+        with suppress(OSError):  # reported at the end
+            writer.flush()
+
+    def on_text(self, run: Run, name: str, text: str) -> None:
+        """Write a text."""
+        self._opened().add_text(name, text, run.step)
+
+    def close(self, run: Run) -> None:
+        """Close the file; what cannot be written is lost with a warning, and the run is not."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            _log.warning("TensorBoard's event files in %s are incomplete: %s", self._run_dir, error.strerror or error)
+
+    def _opened(self) -> Any:
+        if self._writer is None:
+            with _not_imported("botocore"):  # which TensorBoard would try, for event files in S3
+                from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(log_dir=str(self._run_dir))
+        return self._writer
+
+
+@final
+class Wandb(Callback):
+    """A run at Weights & Biases with the run's configuration; its files are in ``wandb`` of the run's directory.
+
+    Raises:
+        LoggerLibraryMissing: wandb is not installed.
+        LoggerCannotStart: no account, no network, or a key that it does not take.
+    """
+
+    def __init__(self, config: WandbConfig, run_dir: Path) -> None:
+        self._prefix = config.prefix
+        offline = config.offline or os.environ.get("WANDB_MODE") == "offline"
+        with _starting("wandb", advice="Log in with `wandb login`, or write files only: WANDB_MODE=offline"):
+            import wandb
+
+            self._run = wandb.init(
+                name=config.name or run_dir.name,
+                project=config.project or os.environ.get("WANDB_PROJECT", "lightning_logs"),
+                dir=str(run_dir),
+                id=config.id,
+                resume=config.resume,
+                config=yaml.safe_load(read_text(run_dir / "config.yaml")),
+                **_given(entity=config.entity, group=config.group, job_type=config.job_type, notes=config.notes),
+                **_given(tags=config.tags, mode="offline" if offline else None),
+            )
+            self._run.define_metric(_STEP)
+            self._run.define_metric("*", step_metric=_STEP, step_sync=True)
+
+    def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Send the figures."""
+        self._run.log({**_prefixed(self._prefix, metrics), _STEP: run.step})
+
+    def close(self, run: Run) -> None:
+        """End the run with the status of the training, so that a second training of the process has its own."""
+        self._run.finish(exit_code=int(run.status == "failed"))
+
+
+@final
+class MLflow(Callback):
+    """A run at MLflow, with ``config.yaml`` as a file of it.
+
+    Raises:
+        LoggerLibraryMissing: mlflow is not installed.
+        LoggerCannotStart: its server or store does not answer, or does not take a key.
+    """
+
+    def __init__(self, config: MLFlowConfig, run_dir: Path) -> None:
+        self._prefix = config.prefix
+        shared, own = config.tracking_uri or os.environ.get(_TRACKING), run_dir.absolute()
+        with _starting("mlflow", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"):
+            from mlflow.tracking import MlflowClient
+            from mlflow.tracking.context.registry import resolve_tags
+
+            self._client: Any = MlflowClient(shared or f"sqlite:///{own}/mlflow.db")
+            found = self._client.get_experiment_by_name(config.experiment_name)
+            self._id: str = config.run_id or ""
+            if not self._id:
+                place = config.artifact_location or (None if shared else (own / "mlartifacts").as_uri())
+                usable = found is not None and found.lifecycle_stage != "deleted"
+                experiment = (
+                    found.experiment_id if usable else self._client.create_experiment(config.experiment_name, place)
+                )
+                tags, name = resolve_tags(dict(config.tags or {})), config.run_name or run_dir.name
+                self._id = self._client.create_run(experiment, tags=tags, run_name=name).info.run_id
+            self._client.log_artifact(self._id, str(run_dir / "config.yaml"))
+
+    def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Send the figures in one request, under names without the characters that MLflow does not take."""
+        from mlflow.entities import Metric
+
+        now, named = int(time.time() * 1000), _prefixed(self._prefix, metrics)
+        rows = [Metric(re.sub(r"[^\w/. -]+", "", name), value, now, run.step) for name, value in named.items()]
+        self._client.log_batch(self._id, metrics=rows)
+
+    def close(self, run: Run) -> None:
+        """End the run with the status of the training."""
+        self._client.set_terminated(self._id, "FAILED" if run.status == "failed" else "FINISHED")
+
+
+@contextmanager
+def _not_imported(package: str) -> Iterator[None]:
+    """Let a block find that a package is not installed, unless it is imported already."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}-{name}" if prefix else name: value for name, value in metrics.items()}
+
+
+@cache
+def _quieten_writer() -> None:
+    """Let Python print no traceback where TensorBoard's thread cannot write: the thread hands the error to the next
+    call that logs or flushes."""
+    before = threading.excepthook
+
+    def hook(ended: threading.ExceptHookArgs) -> None:
+        of_writer = type(ended.thread).__module__.startswith("tensorboard.")
+        if not (of_writer and isinstance(ended.exc_value, OSError)):
+            before(ended)
+
+    threading.excepthook = hook
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def _starting(package: str, *, advice: str) -> Iterator[None]:
+    """Raise an error for users in place of what a library raises as its logger starts: users can fix most of these."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise LoggerLibraryMissing(logger=package, package=package, reason=str(error)) from error
+    try:
+        yield
+    except Exception as error:
+        raise LoggerCannotStart(logger=package, reason=str(error).rstrip("."), advice=advice) from error

@@ -1,0 +1,181 @@
+"""What a configuration would need, without the devices that it is for: what ``nxdt plan`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.devices import PROFILES, Links, available_type
+from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
+from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.parallel.products import ChecksProducts
+from nxdt_core.train import build
+from nxdt_core.train.step_time import EFFICIENCY, StepTime, step_time
+from nxdt_core.train.weights.average import AVERAGE_BYTES
+
+__all__ = ["Product", "RunPlan", "accelerator_memory_bytes", "plan", "product_of", "run_parts"]
+
+_TIGHT = 0.9
+"""Share of a device's memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A run and what it needs."""
+
+    config: ResolvedConfig
+    estimate: Estimate
+    memory_bytes: int | None
+    """Of one device; None where it is not known."""
+    product: str | None = None
+    """Name of the product that the run is planned for."""
+    step_time: StepTime | None = None
+    """None where the product, its peak or its links are not known."""
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """Return the sizes of the run's parallel dimensions."""
+        run = self.config.run
+        return run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the fullest rank's memory suffices; None where it is not known."""
+        return None if self.memory_bytes is None else self.estimate.fullest.memory.total <= self.memory_bytes
+
+    @property
+    def tight(self) -> bool | None:
+        """Whether so little memory is left that fragments, kernels and libraries may exceed it; None where it is not
+        known."""
+        return None if self.memory_bytes is None else self.estimate.fullest.memory.total > _TIGHT * self.memory_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain JSON-able tree; sizes in bytes."""
+        found, sizes = self.estimate, self.sizes
+        return {
+            "world_size": sizes.world_size,
+            "mesh": sizes.as_dict(),
+            "schedule": sizes.schedule,
+            "zero_stage": sizes.zero_stage,
+            "parameters": found.parameters,
+            "trained_parameters": found.trained,
+            "micro_batches": found.micro_batches,
+            "tokens_per_step": found.tokens_per_step,
+            "pipeline_bubble": found.bubble,
+            "pipeline_cuts": list(found.pipeline_cuts),
+            "pipeline_longest_rank": found.longest_rank,
+            "checkpoint_bytes": found.checkpoint_bytes,
+            "flops_per_token": found.flops_per_token,
+            "flops_per_step": found.flops_per_step,
+            "ranks": [_rank(rank) for rank in found.ranks],
+            "fullest_pp_rank": found.fullest.pp_rank,
+            "memory_bytes": self.memory_bytes,
+            "product": self.product,
+            "fits": self.fits,
+            "step_seconds": None
+            if self.step_time is None
+            else {**asdict(self.step_time), "total": self.step_time.total},
+        }
+
+
+def plan(
+    config: ResolvedConfig,
+    *,
+    memory_bytes: int | None = None,
+    product: str | None = None,
+    efficiency: float = EFFICIENCY,
+) -> RunPlan:
+    """Ask the run's engine for an estimate over ``trainer.devices`` x ``trainer.num_nodes`` processes.
+
+    Args:
+        config: checked.
+        memory_bytes: of one device; None takes that of ``product``, or of this machine's accelerator, if it has one.
+        product: name of a product that a device profile knows, such as ``H100``: for its memory and the time of a step.
+        efficiency: share of the product's peak that kernels reach.
+
+    Raises:
+        EngineWithoutEstimate: the engine gives none.
+        UnknownDevice: no profile knows ``product``.
+        NxdtError: the run would not start, or machines of the product cannot run it.
+    """
+    known = None if product is None else product_of(config, product)
+    selected = config.selected("engine").component
+    engine = selected.load_target()
+    if known is not None and isinstance(engine, ChecksProducts):
+        engine.check_product(config, known.name)
+    if not isinstance(engine, EstimatesRuns):
+        raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
+    with build.plan_errors_named(config):
+        estimate = engine.estimate(config, run_parts(config))
+    if memory_bytes is None:
+        memory_bytes = accelerator_memory_bytes() if known is None else round(known.memory_gib * 2**30)
+    name = None if known is None else known.name
+    made = RunPlan(config=config, estimate=estimate, memory_bytes=memory_bytes, product=name)
+    peak = None if known is None else known.peak_flops.get(estimate.compute_dtype)
+    if known is None or peak is None or known.links is None:
+        return made
+    found = step_time(estimate, made.sizes, peak_flops=peak, links=known.links, efficiency=efficiency)
+    return replace(made, step_time=found)
+
+
+def run_parts(config: ResolvedConfig) -> RunParts:
+    """Return what an engine needs of a run's components for its estimate."""
+    return RunParts(
+        builder=build.model_builder(config),
+        adapters=build.adapters(config),
+        objective=build.objective(config),
+        precision=build.precision(config),
+        extra_state_bytes=AVERAGE_BYTES if config.run.exp_manager.ema.enable else 0,
+    )
+
+
+def accelerator_memory_bytes() -> int | None:
+    """Return the memory of this machine's accelerator; None where it has none."""
+    return PROFILES[available_type()].operations.total_memory_bytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """What one process has of a product."""
+
+    name: str
+    memory_gib: float
+    peak_flops: Mapping[str, float]
+    """By dtype."""
+    links: Links | None
+
+
+def product_of(config: ResolvedConfig, device: str) -> Product:
+    """Return the product of that name, in any case of letters, that a device profile knows, such as ``trn2``.
+
+    Raises:
+        UnknownDevice: none does.
+    """
+    register_profile_of(config)
+    known = {name: profile for profile in PROFILES.values() for name in profile.memory_gib}
+    name = next((name for name in known if name.lower() == device.lower()), None)
+    if name is None:
+        raise UnknownDevice(device=device, known=tuple(known))
+    profile = known[name]
+    return Product(
+        name=name,
+        memory_gib=profile.memory_gib[name],
+        peak_flops=profile.peak_flops.get(name, {}),
+        links=profile.links.get(name),
+    )
+
+
+def _rank(rank: RankEstimate) -> dict[str, Any]:
+    return {
+        "pp_rank": rank.pp_rank,
+        "stages": list(rank.stages),
+        "layers": rank.layers,
+        "parameters": rank.parameters,
+        "stored_parameters": rank.stored,
+        "memory_bytes": {**asdict(rank.memory), "total": rank.memory.total},
+        "sent_bytes_per_step": dict(rank.sent),
+    }

@@ -1,0 +1,185 @@
+"""Log files of a run, one per rank: what Python's ``logging`` gets, what the console says, and what ended it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from io import TextIOWrapper
+from typing import cast
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.secrets.messages import Redaction, hide_secrets
+from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.parallel.engine import RankInfo
+from nxdt_core.regular_files import make_directory, regular_opener
+from nxdt_core.train.monitoring.log_lines import JsonFormatter
+from nxdt_core.train.run.files import run_dir_explained
+from nxdt_core.visible_text import VisibleFormatter, visible
+
+__all__ = ["printed", "run_log"]
+
+_OURS = logging.getLogger("nxdt_core")
+_FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
+
+
+class _File(logging.FileHandler):
+    """A log that cannot be written does not disturb what it reports: one line on standard error says so, and the file
+    gets no more."""
+
+    quiet = False
+    """Whether what is written is on standard error, too, so that a line that is lost need not be reported."""
+    _failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; the first one opens the file."""
+        if self._failed:
+            return
+        try:
+            super().emit(record)
+        except OSError as error:  # of opening it
+            self._fail(error)
+
+    def _open(self) -> TextIOWrapper:
+        """Open the file as a regular one: a link or a pipe may be in its place."""
+        file = open(self.baseFilename, self.mode, encoding=self.encoding, opener=regular_opener)  # noqa: SIM115
+        return cast(TextIOWrapper, file)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Note what kept a line from being written."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._fail(error)
+
+    def close(self) -> None:
+        """Close the file, even if a line that is still in memory cannot be written."""
+        with suppress(OSError):
+            super().close()
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        reason = error.strerror or str(error)
+        if not self.quiet:
+            print(visible(f"The log {self.baseFilename} is incomplete: {reason}"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
+    """Print warnings and errors of a block on standard error; with JSON lines, also what the console says, and what
+    ended the block.
+
+    Values from the environment and secrets are replaced in the error that ends the block.
+    """
+    as_json, redact = config.run.exp_manager.log_format == "json", Redaction(config.tree)
+    printing = [_printing_json(info, JsonFormatter(rank=info.rank, redact=redact))] if as_json else _printing(info)
+    try:
+        with _attached(printing), _warnings_logged() if as_json else nullcontext():
+            yield
+    except Exception as error:
+        redact.redact_error(error)
+        for handler in printing if as_json else ():
+            handler.handle(_failure(error))
+        raise
+
+
+@contextmanager
+def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
+    """Keep this rank's log during a block, below ``logs`` of the run's directory, which the run owns.
+
+    Values from the environment and secrets are replaced in it, and in the error that ends the block.
+
+    Every rank's errors also go to ``errors.txt`` (or ``errors.jsonl``) there, which a run without any does not have.
+
+    Raises:
+        CannotWriteRunDirectory: the logs' directory cannot be made.
+    """
+    directory, as_json = config.run_dir / "logs", config.run.exp_manager.log_format == "json"
+    suffix = "jsonl" if as_json else "txt"
+    with run_dir_explained(config):
+        make_directory(directory)
+    errors = _File(directory / f"errors.{suffix}", delay=True, encoding="utf-8")
+    errors.setLevel(logging.ERROR)
+    files = [errors]
+    if _keeps_log(config, info):
+        name = f"globalrank-{info.rank}_localrank-{info.local_rank}.{suffix}"
+        files.append(_File(directory / name, delay=True, encoding="utf-8"))
+    redact = Redaction(config.tree)
+    text = VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact)
+    for file in files:
+        file.setFormatter(JsonFormatter(rank=info.rank, redact=redact) if as_json else text)
+    try:
+        with _attached(files):
+            yield
+    except Exception as error:
+        redact.redact_error(error)
+        for file in files:
+            file.quiet = True
+            file.handle(_failure(error))
+        raise
+    finally:
+        for file in files:
+            file.close()
+
+
+def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
+    manager = config.run.exp_manager
+    if manager.log_global_rank_0_only:
+        return info.rank == 0
+    return info.local_rank == 0 or not manager.log_local_rank_0_only
+
+
+def _printing(info: RankInfo) -> list[logging.Handler]:
+    """What Python prints by itself where no handler is set: warnings, which most often all ranks find, of one of
+    them; errors of each."""
+    if logging.lastResort is None or logging.getLogger().handlers:
+        return []
+    if info.rank == 0:
+        return [logging.lastResort]
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    errors.setFormatter(VisibleFormatter(redact=hide_secrets))
+    return [errors]
+
+
+def _printing_json(info: RankInfo, lines: JsonFormatter) -> logging.Handler:
+    """What takes the console's place where lines are JSON: everything of the first rank, errors of each."""
+    printed = logging.StreamHandler()
+    printed.setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
+    printed.setFormatter(lines)
+    return printed
+
+
+@contextmanager
+def _attached(handlers: Sequence[logging.Handler]) -> Iterator[None]:
+    root, level = logging.getLogger(), _OURS.level
+    for handler in handlers:
+        root.addHandler(handler)
+    _OURS.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _OURS.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+
+
+@contextmanager
+def _warnings_logged() -> Iterator[None]:
+    """Log what Python's ``warnings`` would print as text."""
+
+    def log(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+    ) -> None:
+        logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = log
+        yield
+
+
+def _failure(error: Exception) -> logging.LogRecord:
+    """Return the record of what ended a run; the command line prints its text."""
+    trace = None if isinstance(error, NxdtError) else (type(error), error, error.__traceback__)
+    return _OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, str(error), (), trace)

@@ -1,0 +1,155 @@
+"""The files of figures in a run's directory (``metrics.jsonl`` and its like): one row per step that counts.
+
+A run that resumes repeats the steps that a crash lost, and one that starts from step 0 in a used directory repeats
+all of them. Rows of steps that are about to be repeated move to a separate file: none is lost, and a reader of
+the metrics sees each step once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO, final
+
+from nxdt_core.errors.base import NxdtError
+from nxdt_core.regular_files import regular_opener
+from nxdt_core.train.monitoring.log_lines import strict_json
+from nxdt_core.train.run.files import cannot_write
+from nxdt_core.train.run.metric_rows import json_object
+
+__all__ = ["FigureFiles", "set_later_rows_aside"]
+
+_ASIDE = ".replaced.jsonl"
+
+
+@final
+class FigureFiles:
+    """Appends rows to the files of figures of a run; a run that cannot write one of them is not worth continuing.
+
+    Args:
+        run_dir: directory of the files; None writes nothing.
+        fail: called with the error when a row cannot be written. That file gets no more rows.
+    """
+
+    def __init__(self, run_dir: Path | None, fail: Callable[[NxdtError], None]) -> None:
+        self._run_dir = run_dir
+        self._fail = fail
+        self._failed: set[str] = set()
+        self._files: dict[str, TextIO] = {}
+
+    def begin(self, step: int, name: str) -> None:
+        """Set the rows of steps after ``step`` aside, and open the file ``name``.
+
+        Raises:
+            CannotWriteRunDirectory: the directory cannot be written.
+        """
+        if self._run_dir is None:
+            return
+        try:
+            set_later_rows_aside(self._run_dir, step)
+            self._open(self._run_dir, name)
+        except OSError as error:
+            raise cannot_write(self._run_dir, error) from error
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Write a row to the file ``name``, through to the operating system."""
+        if self._run_dir is None or name in self._failed:
+            return
+        try:
+            file = self._open(self._run_dir, name)
+            file.write(strict_json(row) + "\n")
+            file.flush()
+        except OSError as error:
+            self._failed.add(name)
+            self._fail(cannot_write(self._run_dir, error))
+
+    def close(self) -> None:
+        """Close all metric files."""
+        for file in self._files.values():
+            with suppress(OSError):  # what could not be written was reported already
+                file.close()
+        self._files.clear()
+
+    def _open(self, run_dir: Path, name: str) -> TextIO:
+        if name not in self._files:
+            self._files[name] = open(run_dir / name, "a", encoding="utf-8", opener=regular_opener)  # noqa: SIM115
+        return self._files[name]
+
+
+def set_later_rows_aside(run_dir: Path, step: int) -> None:
+    """Move rows of steps after ``step``, and a last row that a crash cut short, to ``<name>.replaced.jsonl``.
+
+    Files whose rows have no ``step`` are left as they are.
+
+    Args:
+        run_dir: directory of the ``.jsonl`` files.
+        step: the last one that is not repeated; 0 for a run without a checkpoint.
+    """
+    for path in sorted(run_dir.glob("*.jsonl")):
+        if not path.name.endswith(_ASIDE) and _has_steps(path):
+            _split(path, step)
+
+
+def _has_steps(path: Path) -> bool:
+    with open(path, encoding="utf-8", errors="replace", opener=regular_opener) as file:
+        return _step(file.readline()) is not None
+
+
+def _split(path: Path, step: int) -> None:
+    kept_path = path.with_name(f".{path.name}.kept")
+    try:
+        _split_into(kept_path, path, step)
+    finally:
+        kept_path.unlink(missing_ok=True)
+
+
+def _split_into(kept_path: Path, path: Path, step: int) -> None:
+    moved = 0
+    with (
+        open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows,
+        open(kept_path, "w", encoding="utf-8", newline="\n", opener=regular_opener) as kept,
+        _Aside(path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)) as aside,
+    ):
+        for row in rows:
+            found = _step(row)
+            if found is not None and found <= step:
+                kept.write(row)
+            else:
+                aside.write(row.rstrip("\n") + "\n")
+                moved += 1
+        kept.flush()
+        os.fsync(kept.fileno())
+    if moved:
+        kept_path.replace(path)
+
+
+class _Aside:
+    """A file that is made with its first row."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> _Aside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def write(self, row: str) -> None:
+        if self._file is None:
+            self._file = open(self._path, "a", encoding="utf-8", newline="\n", opener=regular_opener)  # noqa: SIM115
+        self._file.write(row)
+
+
+def _step(row: str) -> int | None:
+    """The step of a whole row; None where there is none."""
+    if not row.endswith("\n"):
+        return None
+    step = json_object(row).get("step")
+    return step if type(step) is int else None

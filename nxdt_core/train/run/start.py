@@ -1,0 +1,158 @@
+"""Where a run begins: at step 0, from the newest good checkpoint, or from one that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest
+from nxdt_core.checkpoint.collective import on_first_rank
+from nxdt_core.checkpoint.format.file_names import step_name
+from nxdt_core.checkpoint.formats import format_of, open_checkpoint
+from nxdt_core.checkpoint.read.status import newest_first
+from nxdt_core.checkpoint.signing import refuse_foreign
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.sources.node import Node
+from nxdt_core.errors.exchange import ForeignHasWeightsOnly
+from nxdt_core.errors.training import NoCheckpointToResume, PluginVersionChanged, RunAlreadyHasCheckpoints
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.train import build
+from nxdt_core.train.weights.saved_config import base_step, saved_adapter
+
+__all__ = ["ForeignStart", "Start", "check_adapter", "check_versions", "decide_base", "decide_start", "with_start_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The checkpoint that a run begins with."""
+
+    storage: CheckpointStore
+    manifest: Manifest
+    weights_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignStart:
+    """Weights of another program that a run begins with."""
+
+    path: Path
+
+
+def decide_start(
+    config: ResolvedConfig, own: CheckpointStore, say: Callable[[str], None], ranks: RankAgreement | None = None
+) -> Start | ForeignStart | None:
+    """Decide what to load; None starts at step 0.
+
+    Collective, with one answer: no rank may start from what another rank finds damaged or missing.
+
+    Args:
+        config: its section ``checkpoint`` says what is wanted.
+        own: the run's store.
+        say: prints a line about what is skipped.
+        ranks: of the run; None for a single process.
+
+    Raises:
+        RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
+        NoCheckpointToResume: a resume was requested, and there is nothing good to resume from.
+        ForeignHasWeightsOnly: a resume from a checkpoint of another program was requested.
+        CheckpointNotTrusted: it lacks a valid signature of one of ``checkpoint.sign.trusted``.
+    """
+    wanted = config.run.checkpoint
+    if wanted.resume_if_exists:
+        newest = checkpoint.latest(own, warn=say, ranks=ranks, trusted=build.trusted_keys(config))
+        if newest is not None:
+            return Start(storage=own, manifest=newest, weights_only=False)
+    else:
+        committed = (status.step for status in newest_first(own) if status.state == "committed")
+        newest_step = on_first_rank(ranks, lambda: next(committed, None), where=own.uri)
+        if newest_step is not None and wanted.enabled:
+            raise RunAlreadyHasCheckpoints(uri=own.uri, step=newest_step)
+    if wanted.resume_from is not None:
+        return _named(config, wanted.resume_from, say, ranks)
+    if wanted.resume_if_exists and not wanted.resume_ignore_no_checkpoint:
+        raise NoCheckpointToResume(uri=own.uri)
+    return None
+
+
+def check_adapter(config: ResolvedConfig, start: Start) -> None:
+    """Check that the weights of ``start`` compute the same under this run's adapter as under that of the run that saved
+    them.
+
+    Raises:
+        NxdtError: they do not.
+    """
+    where = build.step_uri(start.storage, start.manifest.step)
+    saved = saved_adapter(start.manifest, config)
+    for adapter in build.adapters(config):
+        adapter.check_resume(saved, where)
+
+
+def check_versions(config: ResolvedConfig, start: Start, say: Callable[[str], None]) -> None:
+    """Compare the plugins of the model and the optimizer with those that wrote the checkpoint of ``start``.
+
+    Raises:
+        PluginVersionChanged: one has another version, and ``plugins.on_resume`` is ``refuse``.
+    """
+    before, seen = start.manifest.facts.versions, set[str]()
+    for slot in ("model", "optimizer"):
+        component = config.selected(slot).component
+        saved = before.get(component.dist)
+        if saved is None or saved == component.version or component.dist in seen:
+            continue
+        seen.add(component.dist)
+        if config.run.plugins.on_resume == "refuse":
+            where = build.step_uri(start.storage, start.manifest.step)
+            raise PluginVersionChanged(where=where, dist=component.dist, saved=saved, found=component.version)
+        say(f"{component.dist} has version {component.version}, and {saved} wrote the checkpoint")
+
+
+def decide_base(
+    config: ResolvedConfig, start: Start, say: Callable[[str], None], ranks: RankAgreement | None = None
+) -> Start | ForeignStart | None:
+    """Return where the weights are that the checkpoint of ``start`` leaves out; None where it has all, or they were
+    drawn. Of a store, the step that the run began with. Collective."""
+    wanted = config.run.checkpoint
+    if not start.manifest.facts.without_base or wanted.resume_from is None or not wanted.weight_init_only:
+        return None
+    return _named(config, wanted.resume_from, say, ranks, base_step(start.manifest))
+
+
+def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) -> ResolvedConfig:
+    """Return the configuration that the run's checkpoints keep: with the step of ``began`` in
+    ``checkpoint.resume_from``, where that names the root of a store, whose newest step is another one later."""
+    wanted = config.run.checkpoint
+    if not isinstance(began, Start) or not began.weights_only or wanted.resume_from is None:
+        return config
+    if build.locate(config, wanted.resume_from)[1] is not None:
+        return config
+    uri, key = f"{wanted.resume_from.rstrip('/')}/{step_name(began.manifest.step)}", "checkpoint.resume_from"
+    node = config.tree.find(key)
+    kept = f"{node.shown.rstrip('/')}/{step_name(began.manifest.step)}" if node is not None and node.shown else None
+    tree = config.tree.set(key, Node(uri, config.origins[key], kept))
+    return replace(config, run=replace(config.run, checkpoint=replace(wanted, resume_from=uri)), tree=tree)
+
+
+def _named(
+    config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None, began: int | None = None
+) -> Start | ForeignStart:
+    weights_only, trusted = config.run.checkpoint.weight_init_only, build.trusted_keys(config)
+    format = on_first_rank(ranks, lambda: format_of(Path(uri), config.kernel), where=uri)
+    if format is not None:
+        if not weights_only:
+            raise ForeignHasWeightsOnly(path=uri, format=format)
+        refuse_foreign(trusted, uri)
+        on_first_rank(ranks, lambda: _check_fits(config, Path(uri)), where=uri)
+        return ForeignStart(path=Path(uri))
+    storage, step = build.locate(config, uri)
+    wanted = began if step is None else step
+    manifest = checkpoint.find_checkpoint(storage, wanted, warn=say, ranks=ranks, trusted=trusted)
+    return Start(storage=storage, manifest=manifest, weights_only=weights_only)
+
+
+def _check_fits(config: ResolvedConfig, path: Path) -> None:
+    """Compare names and shapes before the run takes memory for the model that its configuration describes."""
+    _, found = open_checkpoint(path, config.kernel)
+    found.listing(build.model_builder(config), weights_only=True)

@@ -1,0 +1,360 @@
+"""The run that a configuration describes: what ``nxdt train`` calls on each rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+
+from nxdt_core import checkpoint
+from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
+from nxdt_core.checkpoint import Ownership
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.config.resolved import Selected
+from nxdt_core.distributed.device_settings import ignored_settings
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
+from nxdt_core.garbage_collection import collect_as_usual
+from nxdt_core.launch.agreement import check_world_size
+from nxdt_core.models.token_flops import token_flops
+from nxdt_core.progress import PROGRESS
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.regular_files import make_directory, require_plain_files
+from nxdt_core.train import build
+from nxdt_core.train.callbacks.checkpoints import CheckpointSaver
+from nxdt_core.train.callbacks.console import Console
+from nxdt_core.train.callbacks.early_stop import EarlyStop
+from nxdt_core.train.callbacks.metrics import MetricsWriter
+from nxdt_core.train.callbacks.nonfinite import NonFiniteGuard
+from nxdt_core.train.callbacks.profiler import Profiler
+from nxdt_core.train.callbacks.save_figures import SaveFigures
+from nxdt_core.train.callbacks.signals import StopSignals, Supervisor
+from nxdt_core.train.callbacks.time_limit import TimeLimit
+from nxdt_core.train.data import RunData
+from nxdt_core.train.loop import fit
+from nxdt_core.train.monitoring.callback import MonitorReports
+from nxdt_core.train.monitoring.monitor import Monitor, monitored
+from nxdt_core.train.run.banner import banner
+from nxdt_core.train.run.epochs import counts_passes, in_steps
+from nxdt_core.train.run.fast_dev_run import as_trial
+from nxdt_core.train.run.files import dated, keep_inputs, other_source, run_dir_explained
+from nxdt_core.train.run.log import printed, run_log
+from nxdt_core.train.run.metric_files import FigureFiles
+from nxdt_core.train.run.out_of_memory import memory_errors_explained
+from nxdt_core.train.run.ownership import owned_on_rank_zero
+from nxdt_core.train.run.resume_command import resume_command
+from nxdt_core.train.run.resumed import resume_notes
+from nxdt_core.train.run.start import (
+    ForeignStart,
+    Start,
+    check_adapter,
+    check_versions,
+    decide_base,
+    decide_start,
+    with_start_step,
+)
+from nxdt_core.train.run.summary import RunSummary
+from nxdt_core.train.session import TrainSession, start_engine
+from nxdt_core.train.weights.saved_optimizer import continues_optimizer
+
+__all__ = ["train"]
+
+_log = logging.getLogger(__name__)
+
+
+def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSummary:
+    """Train, save, and report; on each rank of a run.
+
+    Args:
+        config: equal on all ranks.
+        supervisor: watches this rank and asks it to stop; None in a run of one process.
+
+    Raises:
+        NxdtError: something that the user can fix; what was committed before stays.
+    """
+    PROGRESS.spent("import")
+    if supervisor is not None:
+        supervisor.watch(config.run.distributed_strategy.timeout_s)
+    with _started(config) as engine:
+        PROGRESS.spent("devices")
+        ranks = engine.ranks
+        config = as_trial(dated(config, ranks))
+        console = Console(
+            config.run.trainer.max_steps,
+            speaks=ranks.rank == 0,
+            bar=config.run.trainer.enable_progress_bar,
+            prints=config.run.exp_manager.log_format == "text",
+        )
+        own = build.storage(config)
+        ranks.on_rank_zero(lambda: build.check_signing(config))
+        # Nothing below the run's directory changes before it is owned: another run may use it.
+        with printed(config, engine.rank_info), owned_on_rank_zero(config, own, console.say, ranks) as ownership:
+            if supervisor is not None:
+                supervisor.keep_stacks_in(config.run_dir)
+            with run_log(config, engine.rank_info), monitored(config, ranks) as monitor:
+                if monitor.url is not None:
+                    console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
+                if config.run.checkpoint.enabled:
+                    ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
+                signals = StopSignals(console, ranks, supervisor)
+                return _Training(engine, console, own, ownership, signals, monitor).train(config)
+
+
+@contextmanager
+def _started(config: ResolvedConfig) -> Iterator[ParallelEngine]:
+    """Start the engine for a block, and stop it. After an error the groups of several ranks stay: leaving them waits
+    for ranks that are stuck in them, or fails those, too."""
+    check_world_size(config, place_from_environment())
+    engine = build.engine(config)
+    start_engine(config, engine)
+    try:
+        yield engine
+    except BaseException:
+        if engine.ranks.world_size == 1:
+            engine.shutdown()
+        raise
+    engine.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """A run whose directory and store are owned: from the decision where it begins to its summary."""
+
+    engine: ParallelEngine
+    console: Console
+    own: CheckpointStore
+    ownership: Ownership | None
+    signals: StopSignals
+    monitor: Monitor
+
+    def train(self, config: ResolvedConfig) -> RunSummary:
+        """Train from where the run begins, unless it has nothing left to do."""
+        data, start = RunData(config), self._start(config)
+        if counts_passes(config):
+            data.prepare()
+            config = in_steps(config, data.train_samples)
+            self.console.expect(config.run.trainer.max_steps)
+        self.monitor.expect(config.run.trainer.max_steps)
+        if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
+            return self._nothing_to_do(config, start)
+        base = decide_base(config, start, self.console.say, self.engine.ranks) if _resumes(start) else None
+        config = with_start_step(config, base or start)
+        self._introduce(config)
+        PROGRESS.spent("setup")
+        data.prepare()
+        PROGRESS.spent("data")
+        session = TrainSession(config, engine=self.engine, data=data)
+        files = FigureFiles(config.run_dir if self.engine.ranks.rank == 0 else None, self.signals.fail)
+        metrics, run = self._composed(session, files)
+        try:
+            collect_as_usual()
+            with memory_errors_explained(session):
+                self._prepare(session, run, start, base)
+                with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):
+                    fit(run)
+            self._finish(run, start)
+        except BaseException as error:
+            run.status, run.error = "failed", error
+            raise
+        finally:
+            run.call("close")
+            session.collections.close()
+            self.console.close()
+        if self.signals.failure is not None:
+            raise self.signals.failure
+        self.monitor.enter(run.status)
+        return self._summary(run, start, metrics)
+
+    def _start(self, config: ResolvedConfig) -> Start | ForeignStart | None:
+        """Decide where the run begins, and check that it can begin there."""
+        other, ranks, say = other_source(config), self.engine.ranks, self.console.say
+        ranks.on_rank_zero(lambda: keep_inputs(config))
+        start = decide_start(config, self.own, say, ranks)
+        if other is not None and _resumes(start) and start.storage.uri == self.own.uri:
+            say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
+        if isinstance(start, Start):
+            check_adapter(config, start)
+            if _resumes(start):
+                check_versions(config, start, say)
+                continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
+        return start
+
+    def _introduce(self, config: ResolvedConfig) -> None:
+        """Say what is about to run."""
+        if self.engine.ranks.rank == 0:
+            for line in banner(config, self.engine):
+                self.console.say(line)
+        for note in ignored_settings(config.run, profile_of(self.engine.device)):
+            self.console.say(f"note: {note}")
+        _log.info("plugins %s", config.kernel.fingerprint())
+
+    def _composed(self, session: TrainSession, files: FigureFiles) -> tuple[MetricsWriter, Run]:
+        """Return the run with its callbacks: the figures first, then what acts on them, then saving; what stops the run
+        on request comes after all of them."""
+        config, trainer, manager = session.config, session.config.run.trainer, session.config.run.exp_manager
+        figures = SaveFigures(files)
+        policy = build.precision(config)
+        metrics = MetricsWriter(
+            files,
+            self.console,
+            every=trainer.log_every_n_steps,
+            flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
+            compute_dtype=policy.autocast or policy.parameters,
+            parameter_norm=manager.log_parameter_norm,
+            more=lambda: figures.row,
+        )
+        observers = self._observers(config)
+        stopping, ends = manager.early_stopping_callback_params, trainer.max_time
+        callbacks: dict[str, Callback | None] = {
+            "profiler": _profiler(config, self.engine.ranks.rank),
+            "compile time": _compile_time() if config.run.model.compile or policy.stochastic_rounding else None,
+            "metrics": metrics,
+            "nonfinite": NonFiniteGuard(trainer.log_every_n_steps) if trainer.nonfinite == "stop" else None,
+            **observers,
+            "early stopping": EarlyStop(stopping, min_steps=trainer.min_steps or 0)
+            if manager.create_early_stopping_callback
+            else None,
+            "checkpoints": CheckpointSaver(self.own, config, figures, self.ownership)
+            if config.run.checkpoint.enabled
+            else None,
+            "time limit": TimeLimit(seconds_of(ends), self.signals) if ends is not None else None,
+            "monitor": MonitorReports(self.monitor, metrics) if self.monitor.wanted else None,
+            "signals": self.signals,
+        }
+        used = {name: callback for name, callback in callbacks.items() if callback is not None}
+        return metrics, Run(session, self.console.say, used, frozenset(observers))
+
+    def _observers(self, config: ResolvedConfig) -> dict[str, Callback]:
+        """Build the callbacks that the configuration names, and its loggers on the first rank."""
+        found = _built(config.callbacks, config.run_dir)
+        self.engine.ranks.on_rank_zero(lambda: found.update(_built(config.loggers, config.run_dir)))
+        return found
+
+    def _prepare(
+        self, session: TrainSession, run: Run, start: Start | ForeignStart | None, base: Start | ForeignStart | None
+    ) -> None:
+        """Build model and optimizer, and load what the run begins with."""
+        self._take_weights(session, base or start)
+        if _resumes(start):
+            self.console.say(f"resuming from {build.step_uri(start.storage, start.manifest.step)}")
+        self.console.say("building the model")
+        PROGRESS.spent("setup")
+        session.build_model(resumes=start.manifest if _resumes(start) else None)
+        PROGRESS.spent("weights")
+        session.build_optimizer()
+        PROGRESS.spent("build")
+        if not _resumes(start):
+            return
+        self.console.say(f"loading step {start.manifest.step}")
+        extra = session.load_checkpoint(start.storage, start.manifest)
+        run.load_state_dict(extra.get("callbacks", {}))
+        for line in resume_notes(session, extra.get("horizon", session.horizon.max_steps)):
+            self.console.say(line)
+        PROGRESS.spent("weights")
+
+    def _take_weights(self, session: TrainSession, source: Start | ForeignStart | None) -> None:
+        """Let the session take the weights of another run, or of another program."""
+        if isinstance(source, ForeignStart):
+            self.console.say(f"starting from the weights of {source.path}")
+            session.take_foreign_weights(source.path)
+        elif source is not None and source.weights_only:
+            self.console.say(f"starting from the weights of {build.step_uri(source.storage, source.manifest.step)}")
+            session.take_weights(source.storage, source.manifest)
+
+    def _finish(self, run: Run, start: Start | ForeignStart | None) -> None:
+        """Let adapters write their files next to the last checkpoint, where it is in the run's own store."""
+        last = self._last_checkpoint(run, start)
+        for adapter in build.adapters(run.config):
+            within = last if last is not None and last.startswith(f"{self.own.uri}/") else None
+            adapter.finish(within, run.config, self.engine.ranks)
+
+    def _nothing_to_do(self, config: ResolvedConfig, start: Start) -> RunSummary:
+        """The checkpoint that the run would resume from is its last one."""
+        step, end = start.manifest.step, config.run.trainer.max_steps
+        uri = build.step_uri(start.storage, step)
+        self.console.say(f"step {step}: nothing to do, trainer.max_steps is {end}")
+        if start.storage.uri == self.own.uri:
+            for adapter in build.adapters(config):
+                adapter.finish(uri, config, self.engine.ranks)
+        self.monitor.row({"step": step, "consumed_tokens": start.manifest.facts.consumed_tokens})
+        self.monitor.checkpoint(step, start.manifest.created)
+        self.monitor.enter("finished")
+        return RunSummary(
+            step=step,
+            max_steps=end,
+            loss=None,
+            consumed_tokens=start.manifest.facts.consumed_tokens,
+            tokens_per_s=None,
+            run_dir=config.run_dir,
+            checkpoint=uri,
+            resume_command=resume_command(config, step),
+        )
+
+    def _summary(self, run: Run, start: Start | ForeignStart | None, metrics: MetricsWriter) -> RunSummary:
+        last, received = self._last_checkpoint(run, start), self.signals.received
+        resumable = last is not None or bool(run.config.run.trainer.fast_dev_run)
+        return RunSummary(
+            step=run.step,
+            max_steps=run.max_steps,
+            loss=None if run.last is None else float(run.last.loss.loss),
+            consumed_tokens=run.session.state.consumed_tokens,
+            tokens_per_s=metrics.typical_tokens_per_s,
+            run_dir=run.config.run_dir,
+            checkpoint=last,
+            resume_command=resume_command(run.config, run.step) if resumable else None,
+            exit_status=0 if received is None else 128 + received,
+        )
+
+    def _last_checkpoint(self, run: Run, start: Start | ForeignStart | None) -> str | None:
+        """The checkpoint that holds what was trained: the newest of this process, else the one that it resumed from."""
+        if run.saved is not None:
+            return build.step_uri(self.own, run.saved.step)
+        return build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
+
+
+def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
+    """Return whether the run resumes with everything, and not with weights alone."""
+    return isinstance(start, Start) and not start.weights_only
+
+
+def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
+    """Build callbacks and loggers, by the names under which checkpoints keep their state.
+
+    Raises:
+        NotOurCallback: one is a callback of PyTorch Lightning, or something else.
+        CallbackMethodUnknown: one has a method that nothing would call.
+    """
+    found: dict[str, Callback] = {}
+    for selected in selection:
+        name, built = selected.component.qualified_name, selected.component.load_target()(selected.config, run_dir)
+        if not isinstance(built, Callback):
+            raise NotOurCallback(name=name, found=built)
+        for method in uncalled_methods(built):
+            raise CallbackMethodUnknown(name=name, method=method, known=MOMENTS)
+        number = 1 + sum(other.partition(" #")[0] == name for other in found)
+        found[name if number == 1 else f"{name} #{number}"] = built
+    return found
+
+
+def _compile_time() -> Callback:
+    from nxdt_core.train.callbacks.compile_time import CompileTime  # 0.4 s, most of it torch's compiler
+
+    return CompileTime()
+
+
+def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:
+    kind = config.run.trainer.profiler
+    if kind is None:
+        return None
+    directory = config.run_dir / "profile" / f"rank-{rank:05d}"
+    with run_dir_explained(config):
+        require_plain_files(make_directory(directory.parent) / directory.name)
+    return Profiler(kind, directory)

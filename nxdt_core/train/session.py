@@ -1,0 +1,600 @@
+"""One object for a run: what a training loop of any kind needs, and what it does at each step.
+
+A whole training loop, right on any number of ranks::
+
+    from nxdt_core.train import TrainSession
+
+    with TrainSession.load("recipe:llama-tiny", ["trainer.max_steps=4"]) as session:
+        session.resume()
+        for batch in session.batches():
+            result = session.step(batch)
+            print(session.state.step, float(result.loss.loss))
+        session.save()
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
+from nxdt_core.checkpoint.format.manifest import Keep
+from nxdt_core.checkpoint.formats import format_of, load_format_into
+from nxdt_core.checkpoint.hf.source import read_hf_source
+from nxdt_core.checkpoint.signing import refuse_foreign
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config import load as load_config
+from nxdt_core.data.digest import digest
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.errors.training import ReferenceNeedsLength
+from nxdt_core.launch.agreement import check_agreement, check_world_size
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.objective import ObjectiveTraits, traits_of
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.train import build
+from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
+from nxdt_core.train.garbage_collection import GarbageCollection
+from nxdt_core.train.hidden_state import watch_objective
+from nxdt_core.train.run.versions import versions_of
+from nxdt_core.train.state import TrainState, capture_rng, restore_rng, seed_all, state_explained
+from nxdt_core.train.step import (
+    StepResult,
+    initialize_parallel_model,
+    initialize_parallel_optimizer,
+    mean_loss,
+    train_step,
+)
+from nxdt_core.train.weights.average import WeightAverage, take_average
+from nxdt_core.train.weights.frozen import base_digest, without_base
+from nxdt_core.train.weights.loading import load_weights
+from nxdt_core.train.weights.reference import check_base_frozen, with_base, with_reference
+from nxdt_core.train.weights.saved_config import config_to_save
+from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer
+from nxdt_core.train.weights.saved_precision import round_to_bfloat16, take_masters
+from nxdt_core.train.weights.shape_mismatch import misfit_explained
+
+__all__ = ["SaveFacts", "TrainSession", "start_engine", "without_gradients"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFacts:
+    """What a loop says of a checkpoint in addition to its state."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures by which retention may rank it."""
+    keep: Keep = "regular"
+    """How retention treats it."""
+    fencing: int = 0
+    """Number of the ownership under which it is saved; 0 where the store has no owner."""
+
+
+class _Parts(TypedDict):
+    """Keywords that every way of saving takes."""
+
+    step: int
+    model: dict[str, torch.Tensor | Piece]
+    optimizer: dict[str, torch.Tensor | Piece]
+    state: dict[str, Any]
+    facts: CheckpointFacts
+    ties: dict[str, str]
+
+
+def start_engine(config: ResolvedConfig, engine: ParallelEngine) -> None:
+    """Start ``engine`` and compare what all ranks are about to run. Collective.
+
+    Raises:
+        RanksDisagree: versions, plugins or configurations differ between ranks.
+    """
+    engine.start()
+    check_agreement(config, engine.ranks)
+
+
+def without_gradients(*, inference: bool) -> AbstractContextManager[None]:
+    """Return the mode of a validation: that of inference where it is asked for, but not over the host's process groups,
+    whose collectives take no tensor that was made in it."""
+    hosts = profile_of(HOST).process_group_backend
+    over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
+    return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
+
+
+class TrainSession:
+    """The components of a run, its state, and the operations of a training loop over them.
+
+    Parts that are not given are built from ``config``: objective, schedule, state and average at once; the engine when
+    it is first used; model and optimizer by :meth:`start`, or by :meth:`build_model` and :meth:`build_optimizer`.
+
+    Args:
+        config: of the run.
+        engine: one that other code has built.
+        model: in its layout, built by ``engine``.
+        optimizer: over ``model``.
+        state: counters to continue from.
+        data: of the run, which other code may have read before.
+    """
+
+    model: ParallelModel
+    """In its layout; an attribute once it is built."""
+    optimizer: ParallelOptimizer
+    """Over ``model``; an attribute once it is built."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        *,
+        engine: ParallelEngine | None = None,
+        model: ParallelModel | None = None,
+        optimizer: ParallelOptimizer | None = None,
+        state: TrainState | None = None,
+        data: RunData | None = None,
+    ) -> None:
+        self.config = config
+        self._saved_config = config_to_save(config)
+        self.state = TrainState() if state is None else state
+        self.data = RunData(config) if data is None else data
+        self.objective = build.objective(config)
+        self.horizon = build.schedule_horizon(config)
+        self.schedule = build.schedule(config)
+        ema = config.run.exp_manager.ema
+        self.average = WeightAverage(ema) if ema.enable else None
+        """Exponential moving average of the weights; None where the configuration asks for none."""
+        self.collections = GarbageCollection(config.run.trainer.gc_interval)
+        """Of garbage, between steps."""
+        self.resumed: Manifest | None = None
+        """The checkpoint whose run this one resumes."""
+        if engine is not None:
+            self.engine = engine
+        if model is not None:
+            self.model = model
+        if optimizer is not None:
+            self.optimizer = optimizer
+        self._referenced = False
+        self._elements: int | None = None
+        self._weights: tuple[CheckpointStore, Manifest] | None = None
+        self._foreign: Path | None = None
+
+    @property
+    def _traits(self) -> ObjectiveTraits:
+        return traits_of(self.objective)
+
+    @classmethod
+    def load(cls, source: str, overrides: Sequence[str] = ()) -> Self:
+        """Make a session of a configuration file, ``recipe:NAME`` and overrides as ``nxdt train`` takes them.
+
+        Under ``torchrun`` and other launchers, the processes that were started take the place of ``trainer.devices``
+        and ``trainer.num_nodes``, unless an override sets one of them.
+
+        Raises:
+            ConfigError: the configuration is wrong; all its problems in one report.
+        """
+        keys = ("trainer.devices", "trainer.num_nodes")
+        started = place_from_environment().world_size
+        given = any(override.partition("=")[0] in keys for override in overrides)
+        world = () if started == 1 or given else (f"{keys[0]}={started}", f"{keys[1]}=1")
+        return cls(load_config(source, (*overrides, *world)))
+
+    @cached_property
+    def engine(self) -> ParallelEngine:
+        """The configured one, not started.
+
+        Raises:
+            WorldSizeMismatch: the number of processes is not the configured one.
+        """
+        check_world_size(self.config, place_from_environment())
+        return build.engine(self.config)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.collections.close()
+        if kind is None or self.engine.ranks.world_size == 1:  # else other ranks may be stuck in a collective
+            self.close()
+
+    def start(self) -> Self:
+        """Start the engine, draw fresh weights, and build the optimizer. Collective.
+
+        Raises:
+            RanksDisagree: versions, plugins or configurations differ between ranks.
+        """
+        start_engine(self.config, self.engine)
+        self.build_model()
+        self.build_optimizer()
+        return self
+
+    def close(self) -> None:
+        """Leave the process group, and let garbage be collected as before; may be called twice."""
+        self.collections.close()
+        self.engine.shutdown()
+
+    # The model and where its weights come from.
+
+    def take_weights(self, storage: CheckpointStore, manifest: Manifest) -> None:
+        """Let :meth:`build_model` take the weights of a checkpoint, for a new run (``weight_init_only``)."""
+        self._weights = (storage, manifest)
+
+    def take_foreign_weights(self, path: Path) -> None:
+        """Let :meth:`build_model` take the weights of another program's checkpoint, for a new run."""
+        self._foreign = path
+
+    def build_model(self, *, resumes: Manifest | None = None) -> None:
+        """Build the model in its layout, with its first weights. Collective.
+
+        Args:
+            resumes: the checkpoint that :meth:`load_checkpoint` will load, so that what it holds is not drawn.
+        """
+        self.collections.of_earlier_runs(self.engine.device)
+        seed_all(self.config.run.seed, self.engine.device)
+        loads = any(source is not None for source in (resumes, self._weights, self._foreign))
+        strict = self.config.run.checkpoint.strict
+        fresh = not (loads and strict)  # what a checkpoint lacks keeps its first values
+        if resumes is not None and resumes.facts.without_base:
+            fresh = self._weights is None and self._foreign is None
+        self.model = initialize_parallel_model(self.config, self.engine, materialise=fresh)
+        if self._weights is not None:
+            self.load_checkpoint(*self._weights, weights_only=True)
+        if self._foreign is not None:
+            self.load_foreign(self._foreign)
+        if resumes is None:
+            for adapter in build.adapters(self.config):
+                adapter.begin(self.model, self.config, self.engine.ranks)
+        if self._traits.reference == "step":
+            check_base_frozen(self.model, self.config.run.objective.name)
+
+    def build_optimizer(self) -> None:
+        """Build the optimizer over the model. Collective."""
+        self.optimizer = initialize_parallel_optimizer(self.config, self.engine, self.model)
+        watch_objective(self.objective, self.optimizer.inner, self.config.selected("objective").component)
+
+    def load_foreign(self, path: Path) -> None:
+        """Load the weights of another program's checkpoint, such as a Hugging Face directory, into the model.
+
+        Collective: every rank reads the parameters of which it holds a part.
+
+        Args:
+            path: of an installed checkpoint format.
+
+        Raises:
+            CheckpointNotSigned: ``checkpoint.sign.trusted`` requires a signature.
+        """
+        refuse_foreign(build.trusted_keys(self.config), path)
+        weights = {name: weight for name, weight in self.model.state_dict().items() if name not in self.model.added}
+        builder = build.model_builder(self.config)
+        load_format_into(path, builder, self.config.kernel, weights, ranks=self.engine.ranks)
+        self.model.load_state_dict(weights, strict=False)
+
+    # Data.
+
+    def train_loader(self) -> TrainLoader:
+        """Return this rank's share of endless global batches, from the position of ``state`` on."""
+        self._add_references()
+        return self.data.train_loader(self.engine, self.state.data)
+
+    def validation_loaders(self) -> list[TrainLoader]:
+        """Return one loader per validation set, each a single pass over this rank's share."""
+        self._add_references()
+        return self.data.validation_loaders(self.engine)
+
+    def batches(self) -> Iterator[StepInput]:
+        """Yield this rank's share of each global batch until ``trainer.max_steps`` steps are done.
+
+        The position is that of ``state``, which :meth:`step` advances: a session that loaded a checkpoint continues
+        with the batch after its last one.
+        """
+        batches = iter(self.train_loader())
+        while self.state.step < self.config.run.trainer.max_steps:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _add_references(self) -> None:
+        """Add log-probabilities under the run's first weights to each sample, for an objective that compares them.
+
+        Raises:
+            ReferenceNeedsLength: of a stream.
+            ReferenceLost: the run was resumed, and their file is missing.
+        """
+        if self._referenced or self._traits.reference != "before":
+            return
+        self._referenced = True
+        self.data.replace_datasets(self._with_reference)
+
+    def _with_reference(self, dataset: Dataset, split: str) -> Dataset:
+        if not isinstance(dataset, MapDataset):
+            raise ReferenceNeedsLength(objective=self.config.run.objective.name, split=split)
+        return with_reference(
+            dataset, config=self.config, engine=self.engine, model=self.model, weights=self._first_weights
+        )
+
+    @property
+    def _first_weights(self) -> str | None:
+        """Digest of the source of the run's first weights; None in a resumed run, whose weights have changed since."""
+        if self.resumed is not None:
+            return None
+        sections = self.config.to_values()
+        changed = (self.config.run.seed, sections["adapter"])
+        if self._weights is not None:
+            return digest("checkpoint", changed, self._weights[1].attempt)
+        if self._foreign is not None:
+            files = sorted(path for path in self._foreign.rglob("*") if path.is_file())
+            stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+            return digest("foreign", changed, str(self._foreign.resolve()), *stats)
+        return digest("fresh", changed, sections["model"])
+
+    # Steps.
+
+    def step(
+        self,
+        batch: StepInput | Sequence[Batch],
+        *,
+        apply: Callable[[], object] | None = None,
+        collect: bool = True,
+    ) -> StepResult:
+        """Take one optimizer step on one global batch: :func:`train_step`, then the average of the weights.
+
+        Args:
+            batch: of :meth:`batches`, or this rank's micro-batches from elsewhere, which leave no position in
+                ``state``.
+            apply: called in place of ``optimizer.step``, by a loop that counts updates itself and ends in it.
+            collect: whether garbage is collected after the step, where ``trainer.gc_interval`` says so; a loop that
+                still has work to do passes False, and calls ``collections.after_step`` itself.
+        """
+        self.collections.begin(self.engine.device)
+        micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
+        with build.plan_errors_named(self.config):
+            result = train_step(
+                self.model,
+                self.optimizer,
+                self._with_base(micro_batches),
+                self.objective,
+                self.schedule,
+                self.state,
+                max_norm=self.config.run.trainer.gradient_clip_val,
+                apply=apply,
+            )
+        if isinstance(batch, StepInput):
+            self.state.data = batch.position
+        if self.average is not None:
+            self.average.after_step(self.model, self.state.step)
+        if collect:
+            self.collections.after_step(self.state.step)
+        return result
+
+    def evaluate_batch(self, batch: StepInput | Sequence[Batch]) -> StepLoss:
+        """Return the loss of one global batch, forward only. Collective."""
+        micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
+        return self.model.run_eval(self._with_base(micro_batches), self.objective)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss of each validation set by its name, which is empty where there is one. Collective."""
+        loaders = self.validation_loaders()
+        with self.validated_weights():
+            return {
+                name: mean_loss(self.evaluate_batch(batch) for batch in loader)
+                for name, loader in zip(self.data.validation_sets, loaders, strict=True)
+            }
+
+    @contextmanager
+    def validated_weights(self) -> Iterator[None]:
+        """Let the model hold the averaged weights where ``exp_manager.ema.evaluate_ema_weights_instead`` is set."""
+        if not self.average or not self.config.run.exp_manager.ema.evaluate_ema_weights_instead:
+            yield
+            return
+        weights = self.average.put_into(self.model)
+        try:
+            yield
+        finally:
+            self.average.put_back(self.model, weights)
+
+    def _with_base(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """With log-probabilities under the frozen base, where the objective compares with them at each step."""
+        return with_base(micro_batches, self.model) if self._traits.reference == "step" else micro_batches
+
+    # Checkpoints.
+
+    def resume(self) -> Manifest | None:
+        """Load the newest sound checkpoint of ``checkpoint.uri``, saved in any layout. Collective.
+
+        Returns:
+            Its manifest; None where there is none, and the session is left as it was.
+        """
+        storage, trusted = build.storage(self.config), build.trusted_keys(self.config)
+        manifest = checkpoint.latest(storage, warn=_log.warning, ranks=self.engine.ranks, trusted=trusted)
+        if manifest is not None:
+            self.load_checkpoint(storage, manifest)
+        return manifest
+
+    def save(
+        self,
+        storage: CheckpointStore | None = None,
+        *,
+        extra: dict[str, Any] | None = None,
+        about: SaveFacts = SaveFacts(),
+        before_commit: Callable[[], None] | None = None,
+    ) -> Manifest:
+        """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
+
+        Collective: every rank calls it and writes a share; it succeeds on all or fails on all. It returns once the
+        checkpoint is committed; :meth:`begin_save` returns before that. A session without an optimizer saves weights
+        and counters. ``checkpoint.sign.key`` signs the manifest.
+
+        Args:
+            storage: where to; None is ``checkpoint.uri``.
+            extra: further JSON-able state of the caller's loop; tensors are allowed as leaves.
+            about: metrics of the checkpoint, and how retention treats it.
+            before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
+        """
+        storage, ranks = build.storage(self.config) if storage is None else storage, self.engine.ranks
+        return checkpoint.save(
+            storage,
+            checkpoint.plan_save(storage, **self._parts(extra, about), ranks=ranks),
+            ranks=ranks,
+            before_commit=None if before_commit is None else lambda manifest: before_commit(),
+            signer=build.signer(self.config),
+        )
+
+    def begin_save(
+        self, manager: CheckpointManager, *, extra: dict[str, Any] | None = None, about: SaveFacts = SaveFacts()
+    ) -> bool:
+        """Begin the save of :meth:`save`, returning as soon as the next step may change what is saved.
+
+        Call ``manager.poll()`` after every step: it raises the errors of a save. ``manager.wait()`` ends the last save.
+
+        Args:
+            manager: made with ``engine.ranks``.
+            extra: as of :meth:`save`.
+            about: as of :meth:`save`.
+
+        Returns:
+            False where the manager skips saves while one is in flight, and one is.
+        """
+        return manager.save(**self._parts(extra, about))
+
+    def load_checkpoint(
+        self,
+        storage: CheckpointStore,
+        manifest: Manifest,
+        *,
+        weights_only: bool = False,
+        strict: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint and return the ``extra`` of its save.
+
+        Collective: every rank reads what it holds, independent of the layout in which the checkpoint was saved; it
+            succeeds on all or
+        fails on all. Random-number generators continue where they stopped if the layout is the same; a checkpoint of
+        another layout has none for these ranks, and they are left as they are.
+
+        Args:
+            storage: where from.
+            manifest: of the step to load; see :func:`nxdt_core.checkpoint.latest`.
+            weights_only: leave optimizer state, average, counters and generators as they are. A session that has no
+                optimizer loads weights and counters.
+            strict: refuse a checkpoint that lacks parameters of the model or has others; otherwise what it lacks stays
+                as it is, what else it has is left out, and a warning names both. None is ``checkpoint.strict``.
+
+        Raises:
+            AdapterOfAnotherBase: it leaves out what is frozen, and that is something else here.
+            WeightsDoNotFit: names or shapes differ.
+            OptimizerChanged: the optimizer is another one, and ``checkpoint.optimizer_on_change`` is ``error``.
+            CheckpointDamaged: a file is not what was written, or the state is not that of a run.
+        """
+        if strict is None:
+            strict = self.config.run.checkpoint.strict
+        optimizer = None if weights_only else getattr(self, "optimizer", None)
+        ranks, where = self.engine.ranks, build.step_uri(storage, manifest.step)
+        continues = optimizer is None or continues_optimizer(self.config, manifest, where)
+        with misfit_explained(self.config, manifest):
+            weights = load_weights(
+                storage,
+                manifest,
+                engine=self.engine,
+                model=self.model,
+                strict=strict,
+                with_optimizer=optimizer is not None,
+            )
+            same_layout = dict(manifest.facts.mesh) == dict(self.engine.rank_info.mesh)
+            same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size
+            saved = checkpoint.load_state(storage, manifest, rank=ranks.rank if same_layout else 0, ranks=ranks)
+            if optimizer is not None:
+                found = checkpoint.load_optimizer_like(
+                    storage, manifest, weights, ranks=ranks, replicas=self.model.replicas, strict=strict
+                )
+                self.model.load_state_dict(take_masters(found), strict=False)
+                averaged = take_average(found)
+                if self.average is not None:
+                    self.average.load_state_dict(averaged)
+                if continues:
+                    optimizer.load_state_dict(found)
+        with state_explained(where):
+            if optimizer is not None and same_layout:
+                restore_rng(saved["rng"], self.engine.device)
+            if not weights_only:
+                self.state.update(saved["train"])
+                self.resumed = manifest
+            extra: dict[str, Any] = saved["extra"]
+            return extra
+
+    @cached_property
+    def hf_facts(self) -> Mapping[str, Any]:
+        """What the Hugging Face directory that the weights came from says of using the model; empty without one."""
+        for manifest in (self.resumed, None if self._weights is None else self._weights[1]):
+            if manifest is not None and manifest.facts.hf:
+                return manifest.facts.hf
+        if self._foreign is None or format_of(self._foreign, self.config.kernel) != "hf":
+            return {}
+        return read_hf_source(self._foreign).facts()
+
+    def _parts(self, extra: dict[str, Any] | None, about: SaveFacts) -> _Parts:
+        config, engine, model, state = self.config, self.engine, self.model, self.state
+        optimizer = getattr(self, "optimizer", None)
+        skipped = 0 if optimizer is None else int(optimizer.skipped_steps)
+        # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
+        updates = max(0, state.updates - skipped)
+        weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
+        if optimizer is not None and self._elements is None:
+            check_shared_state(held, weights, engine.ranks)
+        alone = not all(adapter.saves_base for adapter in build.adapters(config))
+        if alone:
+            weights = without_base(model, weights)
+        if config.run.checkpoint.save_bf16:
+            masters = round_to_bfloat16(weights, dict(model.named_parameters()))
+            held |= {} if optimizer is None else masters
+        if optimizer is not None and self.average is not None:
+            held |= self.average.state_dict()
+        return {
+            "step": state.step,
+            "model": weights,
+            "optimizer": held,
+            "state": {
+                "train": {**state.to_dict(), "updates": updates},
+                "rng": capture_rng(engine.device),
+                "extra": extra or {},
+            },
+            "facts": CheckpointFacts(
+                consumed_samples=state.consumed_samples,
+                consumed_tokens=state.consumed_tokens,
+                updates=updates,
+                config=self._saved_config,
+                plugin_fingerprint=config.kernel.fingerprint(),
+                plugins=config.kernel.identities(),
+                mesh=dict(engine.rank_info.mesh),
+                metrics=dict(about.metrics),
+                versions=versions_of(config.kernel),
+                keep=about.keep,
+                fencing=about.fencing,
+                elements=self._count_elements(weights),
+                base=base_digest(model, engine.ranks) if model.added else "",
+                without_base=alone,
+                hf=self.hf_facts,
+            ),
+            "ties": {},
+        }
+
+    def _count_elements(self, weights: Mapping[str, torch.Tensor | Piece]) -> int:
+        """Return the number of elements that all ranks together save. Collective at the first call."""
+        if self._elements is None:
+            own = {name: math.prod(weight.shape) for name, weight in weights.items()}
+            by_name = {name: size for held in self.engine.ranks.all_gather_object(own) for name, size in held.items()}
+            self._elements = sum(by_name.values())
+        return self._elements

@@ -1,0 +1,99 @@
+"""Progress of a run: counters, data position and random-number generators, as a checkpoint stores them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.errors.checkpoints import CheckpointDamaged
+
+__all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all", "state_explained"]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """Counters of a run; JSON-able."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    updates: int = 0
+    """Optimizer steps at a learning rate above zero."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Position of the training data after the last step, as the loader's ``state_dict`` gave it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain values for a checkpoint."""
+        return asdict(self)
+
+    def update(self, saved: dict[str, Any]) -> None:
+        """Take over the values of :meth:`to_dict`; older checkpoints lack some.
+
+        Raises:
+            TypeError: a value has another type.
+        """
+        for name in self.__slots__:
+            value = saved.get(name, getattr(self, name))
+            if type(value) is not type(getattr(self, name)):
+                raise TypeError(f"'{name}' is {value!r}")
+            setattr(self, name, value)
+
+
+def seed_all(seed: int, device: torch.device = HOST) -> None:
+    """Seed Python's, NumPy's and torch's generators, on every device that torch knows and on ``device``."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # the legacy global generator: third-party datasets draw from it
+    torch.manual_seed(seed)
+    profile_of(device).operations.seed(seed)
+
+
+@contextmanager
+def state_explained(where: str) -> Iterator[None]:
+    """Say of a state that a block takes over, and that no run has written, that the checkpoint at ``where`` is damaged.
+
+    Raises:
+        CheckpointDamaged: a value is missing, or has another type or shape.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = f"its state is not that of a run ({type(error).__name__}: {error})"
+        raise CheckpointDamaged(where=where, reason=reason) from error
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """Return the state of every generator that ``seed_all`` seeds, as JSON-able values and tensors."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
+    on_device = profile_of(device).operations.rng_state(device)
+    return state if on_device is None else {**state, "device": on_device}
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Undo what happened to the generators since ``capture_rng``."""
+    torch.set_rng_state(state["torch"])
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    if "device" in state:
+        profile_of(device).operations.set_rng_state(state["device"], device)

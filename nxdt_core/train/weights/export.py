@@ -1,0 +1,166 @@
+"""From a checkpoint of ours to a Hugging Face directory, in pieces: what ``nxdt checkpoint export`` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest, TrustedKeys
+from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry
+from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.checkpoint.hf.write import read_from, write_hf
+from nxdt_core.checkpoint.os_errors import explained_os_errors
+from nxdt_core.checkpoint.read.status import newest_first
+from nxdt_core.data.chat.rendering import stop_ids
+from nxdt_core.data.chat.templates import named_template
+from nxdt_core.errors.checkpoints import CheckpointNotFound
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tokenizer import HFTokenizer
+from nxdt_core.train import build
+from nxdt_core.train.weights.average import AVERAGE, average_index
+from nxdt_core.train.weights.saved_config import SavedRun, locate, named_config, saved_run
+
+__all__ = ["ExportDtype", "Exported", "export_hf", "plan_export"]
+
+ExportDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export has written."""
+
+    source: str
+    """Address of the checkpoint."""
+    target: str
+    step: int
+    files: tuple[str, ...]
+    size_bytes: int
+    """Of all weights."""
+    notes: tuple[str, ...]
+    """What the directory lacks, a sentence each."""
+
+
+def export_hf(
+    source: str,
+    target: str,
+    *,
+    dtype: ExportDtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    workers: int = 1,
+    average: bool = False,
+    config: str | None = None,
+    trusted: Sequence[str] = (),
+    ranks: RankAgreement | None = None,
+) -> Exported:
+    """Write the model of a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    Each rank holds about ``max_shard_bytes`` for each worker, never the model. What is read is verified. The same call
+    resumes where an interrupted one stopped. Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        source: a checkpoint, or the root of a run's checkpoints (the newest committed one is taken).
+        target: a directory or the address of another store, empty.
+        dtype: of floating-point tensors; None keeps those of the checkpoint.
+        max_shard_bytes: of one file of weights.
+        workers: files that each rank writes at the same time.
+        average: write the average of the weights (``exp_manager.ema``) instead of the weights.
+        config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that the checkpoint keeps.
+        trusted: files of public keys, one of which must have signed the checkpoint; empty: those of
+            ``checkpoint.sign.trusted`` of ``config``.
+        ranks: that divide the files; None for a process that is alone.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointHasNoAverage: its run kept none.
+        CheckpointDamaged: a file of it is not what was written.
+        CheckpointNotTrusted: it lacks a valid signature of one of the keys.
+        SavedConfigUnusable: its model cannot be built here, or needs what a checkpoint may not decide.
+        HFExchangeUnsupported: its model has no counterpart at Hugging Face.
+        HFNotWritable: ``target`` is not empty.
+    """
+    own, keys = named_config(config, trusted)
+    storage, step = locate(source, own)
+    place = checkpoint.open_storage(target, None if own is None else own.kernel)
+    manifest = on_all_ranks(ranks, lambda: _find(storage, step, keys) if rank_of(ranks) == 0 else None, where=source)[0]
+    assert manifest is not None
+    address = build.step_uri(storage, manifest.step)
+    index = average_index(manifest, where=address) if average else manifest.tensors.get("model", {})
+    planned: list[tuple[HFPlan, tuple[str, ...]]] = []
+
+    def plan_all() -> None:
+        saved = saved_run(manifest, where=address, config=own)
+        planned.append(plan_export(saved, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
+
+    on_all_ranks(ranks, plan_all, where=source)
+    plan, notes = planned[0]
+    origin = f"{storage.uri}/{manifest.prefix}{AVERAGE if average else ''}"
+    write_hf(place, plan, read_from(storage, manifest, index), origin=origin, workers=workers, ranks=ranks)
+    return Exported(
+        source=address,
+        target=place.uri,
+        step=manifest.step,
+        files=(*(shard.file for shard in plan.shards), *plan.texts),
+        size_bytes=plan.size_bytes,
+        notes=notes,
+    )
+
+
+def plan_export(
+    saved: SavedRun,
+    manifest: Manifest,
+    index: Mapping[str, TensorEntry] | None = None,
+    *,
+    dtype: ExportDtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> tuple[HFPlan, tuple[str, ...]]:
+    """Return the files of an export, and what they will lack.
+
+    Args:
+        saved: the run that wrote the checkpoint.
+        manifest: of the checkpoint.
+        index: its tensors by name; None takes those of the model.
+        dtype: as of :func:`export_hf`.
+        max_shard_bytes: as of :func:`export_hf`.
+    """
+    config, keys = saved.config, saved.chat_keys
+    tokenizer = build.tokenizer(config)
+    files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
+    template = named_template(keys)
+    if files and template is not None:
+        files = {**files, "chat_template.jinja": template.text.encode()}
+    notes: tuple[str, ...] = ()
+    if not files:
+        named = config.components["tokenizer"]
+        whose = "the run names none" if named is None else f"transformers has none like {named.component.record.name!r}"
+        notes = (f"no tokenizer is included: {whose}",)
+    places = manifest.tensors.get("model", {}) if index is None else index
+    held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
+    builder = build.model_builder(config)
+    stops = () if tokenizer is None else stop_ids(keys, tokenizer)
+    plan = plan_hf(
+        builder,
+        held,
+        tokenizer,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        more=files,
+        stop_ids=stops,
+        source=HFSource.of_facts(manifest.facts.hf),
+    )
+    return plan, (*notes, *plan.notes)
+
+
+def _find(storage: CheckpointStore, step: int | None, trusted: TrustedKeys | None) -> Manifest:
+    """Return the manifest of ``step``, or of the newest committed one; damage in its files shows when they are read."""
+    if step is None:
+        step = next((status.step for status in newest_first(storage) if status.state == "committed"), None)
+        if step is None:
+            raise CheckpointNotFound(where=storage.uri, reason="no step there is committed")
+    with explained_os_errors(storage.uri):
+        return checkpoint.read_manifest(storage, step, trusted=trusted)

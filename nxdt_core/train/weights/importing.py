@@ -1,0 +1,194 @@
+"""From a checkpoint of another program to a committed one of ours, tensor by tensor: ``nxdt checkpoint import``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import CheckpointFacts
+from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
+from nxdt_core.checkpoint.format.shards import write_listed
+from nxdt_core.checkpoint.format.tensor_index import TensorPart
+from nxdt_core.checkpoint.formats import open_checkpoint
+from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
+from nxdt_core.checkpoint.write.plan import SavePlan, agree_on_assignment, encode_state
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.errors.base import listing as enumeration
+from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.format import CheckpointReader
+from nxdt_core.protocols.parallel.piece import Listing, Place
+from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.train import build
+from nxdt_core.train.run.versions import versions_of
+from nxdt_core.train.state import TrainState
+from nxdt_core.train.weights.saved_config import config_to_save
+
+__all__ = ["Imported", "check_empty", "import_checkpoint"]
+
+_LONGEST = 4096
+"""Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What an import has committed."""
+
+    source: str
+    format: str
+    target: str
+    """Address of the checkpoint."""
+    step: int
+    model: str
+    """Name of the model's component."""
+    tensors: int
+    size_bytes: int
+    notes: tuple[str, ...] = ()
+    """What the checkpoint does not keep, a sentence each."""
+
+
+def import_checkpoint(
+    source: str,
+    target: str,
+    *,
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    format: str | None = None,
+    weights_only: bool = False,
+    ranks: RankAgreement | None = None,
+) -> Imported:
+    """Commit a checkpoint of another program as one of ours, from which runs start and ``nxdt generate`` speaks.
+
+    Each rank holds one tensor at a time. Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        source: a path that an installed checkpoint format recognises.
+        target: address of a store without checkpoints.
+        config: YAML file or ``recipe:NAME`` of the model; None takes what the source says of itself.
+        overrides: ``key.path=value`` each, over ``config`` or what the source says.
+        format: name of the format; None recognises it.
+        weights_only: leave out the optimizer's state; without it, state that is not whole is an error. A checkpoint of
+            weights alone has the step 0.
+        ranks: that divide the tensors; None for a process that is alone.
+
+    Raises:
+        ForeignFormatUnknown: nothing there is recognised.
+        ForeignConfigMissing: the source does not say which model it is, and ``config`` is None.
+        ArchitectureUnread, ConfigError: no plugin builds its model.
+        WeightsDoNotFit: its weights are not those of the model.
+        ImportPlaceTaken: ``target`` holds a checkpoint.
+        ForeignSourceIsAddress: ``source`` is not a path.
+    """
+    if "://" in source:
+        raise ForeignSourceIsAddress(path=source)
+    storage = checkpoint.open_storage(target)
+    opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
+
+    def prepare() -> None:
+        run = load(config, overrides) if config else None
+        name, found = open_checkpoint(Path(source), Kernel.start() if run is None else run.kernel, format)
+        run = _described(source, name, found, overrides) if run is None else run
+        if rank_of(ranks) == 0:
+            check_empty(storage)
+        listing = found.listing(build.model_builder(run), weights_only=weights_only)
+        opened.append((name, found, run, listing, read_hf_source(Path(source)) if name == "hf" else None))
+
+    on_all_ranks(ranks, prepare, where=source)
+    name, found, run, listing, said = opened[0]
+    # Without the optimizer's state no run can resume at a later step as if it had never stopped.
+    whole = any(section == "optim" for section, _ in listing)
+    train = TrainState(step=found.step, consumed_samples=found.consumed_samples) if whole else TrainState()
+
+    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+        return _write(writer, found, listing, mine, train, rank=rank_of(ranks))
+
+    facts = CheckpointFacts(
+        consumed_samples=train.consumed_samples,
+        config=config_to_save(run),
+        plugin_fingerprint=run.kernel.fingerprint(),
+        versions=versions_of(run.kernel),
+        hf={} if said is None else said.facts(),
+    )
+    assignment = agree_on_assignment(ranks, lambda: listing, where=build.step_uri(storage, train.step))
+    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=write)
+    manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(run))
+    return Imported(
+        source=source,
+        format=name,
+        target=build.step_uri(storage, train.step),
+        step=train.step,
+        model=run.selected("model").component.record.name,
+        tensors=sum(len(index) for index in manifest.tensors.values()),
+        size_bytes=manifest.size_bytes,
+        notes=(f"not in the checkpoint: {enumeration(said.left_out)}",) if said is not None and said.left_out else (),
+    )
+
+
+def _described(source: str, format: str, found: CheckpointReader, overrides: Sequence[str]) -> ResolvedConfig:
+    """A run without data, of the model that the checkpoint describes."""
+    keys = found.model_config()
+    if keys is None:
+        raise ForeignConfigMissing(path=source, format=format)
+    given: dict[str, Any] = {
+        "name": Path(source).absolute().name,
+        "trainer": {"max_steps": 1},
+        "exp_manager": {},
+        "data": {"name": "none", "global_batch_size": 1, "seq_length": 1},
+        "model": {"optim": {"lr": 0.0}},
+    }
+    for path, value in keys.items():
+        *parents, key = path.split(".")
+        section = given
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    described = load(given, overrides, label=source)
+    longest = build.model_builder(described).max_sequence_length
+    length = _LONGEST if longest is None else min(longest, _LONGEST)
+    written = described.to_dict()
+    written["model"]["model_config"] = None  # its values are in the configuration now; the file may be deleted
+    return load(written, [f"data.seq_length={length}", *overrides], label=source)
+
+
+def check_empty(storage: CheckpointStore) -> None:
+    """Refuse a store that holds a committed or damaged checkpoint.
+
+    Raises:
+        ImportPlaceTaken: it holds one.
+    """
+    for status in checkpoint.list_checkpoints(storage):
+        if status.state != "unfinished":
+            raise ImportPlaceTaken(uri=storage.uri, step=status.step)
+
+
+def _write(
+    writer: AttemptWriter,
+    found: CheckpointReader,
+    listing: Listing,
+    mine: AbstractSet[Place],
+    train: TrainState,
+    *,
+    rank: int,
+) -> dict[Place, TensorPart]:
+    """Write the tensors that were given to this rank; rank 0 the state, too."""
+    parts: dict[Place, TensorPart] = {}
+    for section in SECTIONS:
+        held = {place[1]: each for place, each in listing.items() if place[0] == section and place in mine}
+
+        def read(names: Sequence[str], section: str = section) -> Any:
+            return found.read([(section, name) for name in names])
+
+        written = write_listed(writer, section, held, read, rank=rank)
+        parts |= {(section, name): part for name, part in written.items()}
+    if rank == 0:
+        state = {"train": train.to_dict(), "rng": {}, "extra": {}}
+        with writer.file(state_name(0)) as stream:
+            stream.write(encode_state(state, {}, 0))
+    return parts

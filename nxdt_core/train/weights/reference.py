@@ -1,0 +1,160 @@
+"""Log-probabilities under the weights that a run begins with: computed before its first step, kept in its directory.
+
+They are stored by the sample's number, so that no shuffling, packing or layout can assign them to another sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.references import LogProbs, Referenced, weighted_labels
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
+from nxdt_core.models.updates import updates_off
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.regular_files import make_directory, regular_opener, replacing
+from nxdt_core.train import build
+from nxdt_core.train.run.files import run_dir_explained
+
+__all__ = ["check_base_frozen", "compute_log_probs", "with_base", "with_reference"]
+
+_log = logging.getLogger(__name__)
+_DIRECTORY = "reference"
+_DAMAGED = (BadZipFile, EOFError, KeyError, RuntimeError, ValueError)
+"""What numpy raises of bytes that it did not write."""
+
+
+def with_reference(
+    dataset: MapDataset,
+    *,
+    config: ResolvedConfig,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    weights: str | None,
+) -> Referenced:
+    """Return ``dataset`` with the log-probabilities of its labels under ``model``, from the run's directory if stored.
+
+    Collective; call it before the first step.
+
+    Args:
+        dataset: the samples of a split.
+        config: of the run.
+        engine: of ``model``.
+        model: with the weights that the run begins with.
+        weights: digest of where those come from; None in a resumed run, whose weights have changed since.
+
+    Raises:
+        ReferenceLost: the run is resumed, and the file is missing or damaged.
+        CannotWriteRunDirectory: the file cannot be written.
+    """
+    weights = engine.ranks.broadcast_object(weights)  # it may differ between machines, as file times do
+    path = config.run_dir / _DIRECTORY / f"{dataset.fingerprint()}.npz"
+
+    def read() -> tuple[str, LogProbs] | None:
+        with run_dir_explained(config):
+            return _read(path)
+
+    kept = engine.ranks.on_rank_zero(read)
+    if kept is not None and weights in (None, kept[0]):
+        return Referenced(dataset, kept[1], model=kept[0])
+    if weights is None:
+        raise ReferenceLost(path=str(path))
+    _log.info("computing reference log-probabilities of %d samples", len(dataset))
+    found = compute_log_probs(dataset, config=config, engine=engine, model=model)
+
+    def write() -> None:
+        with run_dir_explained(config):
+            _write(path, weights, found)
+
+    engine.ranks.on_rank_zero(write)
+    return Referenced(dataset, found, model=weights)
+
+
+def compute_log_probs(
+    dataset: MapDataset, *, config: ResolvedConfig, engine: ParallelEngine, model: ParallelModel
+) -> LogProbs:
+    """Return the log-probabilities of the labels that count, of every sample; equal on all ranks. Collective."""
+    place, data = engine.rank_info, config.run.data
+    loader = build.batches(config, engine, dataset, repeat=False)
+    own = data.global_batch_size // place.dp_size
+    found: dict[int, NDArray[np.float32]] = {}
+    steps = range(-(-len(dataset) // data.global_batch_size))
+    shown = tqdm(loader, total=len(steps), desc="reference", unit="batch", disable=None if place.rank == 0 else True)
+    for step, micro_batches in zip(steps, shown, strict=True):
+        first = step * data.global_batch_size + place.dp_rank * own
+        for index, values in enumerate(_by_sample(micro_batches, model), start=first):
+            if index < min(len(dataset), first + own):  # blank samples fill the last batch up
+                found[index] = values[weighted_labels(dataset[index])]
+    of_ranks = engine.ranks.all_gather_object(found if _speaks_for_its_samples(engine) else {})
+    return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
+
+
+def check_base_frozen(model: ParallelModel, objective: str) -> None:
+    """Let a model pass whose own weights do not change: what trains was added by adapters.
+
+    Raises:
+        ReferenceNeedsAdapter: others train, too, or nothing was added.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not model.added or trained - model.added:
+        raise ReferenceNeedsAdapter(objective=objective, trained=sorted(trained - model.added))
+
+
+def with_base(micro_batches: Sequence[Batch], model: ParallelModel) -> list[Batch]:
+    """Return the batches with the log-probabilities of their labels under the model without its adapters.
+    Collective."""
+    with updates_off(model.local_modules()):
+        found = model.log_probs(micro_batches)
+    return [
+        replace(batch, reference_log_probs=values.to(batch.labels.device))
+        for batch, values in zip(micro_batches, found, strict=True)
+    ]
+
+
+def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDArray[np.float32]]:
+    """Log-probabilities of each sample's labels, in the samples' own shape."""
+    found: list[NDArray[np.float32]] = []
+    for batch, rows in zip(micro_batches, model.log_probs(micro_batches), strict=True):
+        values = rows.float().to(HOST).numpy()
+        parts = np.split(values, batch.samples)
+        found += [part if batch.rows_per_sample > 1 else part[0] for part in parts]
+    return found
+
+
+def _speaks_for_its_samples(engine: ParallelEngine) -> bool:
+    """Whether this is the first of the ranks that read the same samples."""
+    readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
+    return readers.index(engine.rank_info.dp_rank) == engine.ranks.rank
+
+
+def _read(path: Path) -> tuple[str, LogProbs] | None:
+    """The digest and the figures in a file; None where it is not there, or damaged."""
+    with (
+        suppress(FileNotFoundError, *_DAMAGED),
+        open(path, "rb", opener=regular_opener) as file,
+        np.load(file, allow_pickle=False) as kept,
+    ):
+        return str(kept["weights"]), LogProbs(kept["values"], kept["counts"])
+    return None
+
+
+def _write(path: Path, weights: str, found: LogProbs) -> None:
+    make_directory(path.parent)
+    with replacing(path) as file:
+        np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,267 @@
+"""The run that wrote a checkpoint, configured again on one process: for inference, exports and merges.
+
+A checkpoint may come from anyone, so the configuration in it decides a closed list of keys (``_KEPT``) and nothing
+else. It loads no plugin file, reads no variable of the environment, and names no address outside its own store. A
+configuration that the user names decides in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest, TrustedKeys
+from nxdt_core.checkpoint.format.file_names import step_name, step_of
+from nxdt_core.config import Origin, ResolvedConfig, load
+from nxdt_core.config.huggingface.bounds import oversized
+from nxdt_core.config.resolve.bind import read_part
+from nxdt_core.config.resolve.interpolation import interpolations
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.secrets.fields import dotted
+from nxdt_core.config.sources.node import Node, from_plain, merge, to_plain
+from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.templates import is_template, named_template
+from nxdt_core.data.files.keys import RecordFiles
+from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem
+from nxdt_core.errors.exchange import SavedConfigUnusable
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.train import build
+
+__all__ = [
+    "SavedRun",
+    "base_step",
+    "config_to_save",
+    "locate",
+    "named_config",
+    "own_run",
+    "saved_adapter",
+    "saved_base",
+    "saved_optimizer",
+    "saved_run",
+]
+
+_KEPT: tuple[str, ...] = (
+    "seed",
+    "data.seq_length",
+    "data.tokenizer",
+    "model",
+    "precision",
+    "adapter",
+    "plugins.prefer",
+)
+"""All that the configuration of a checkpoint decides. Components are those of installed plugins."""
+_HERE = ("trainer.accelerator", "parallel_engine", "plugins")
+"""Kept of a configuration that the user names, too."""
+_OF_TRAINING = ("model.optim", "model.pipeline_cuts", "model.model_config")
+"""Keys of the model that only training reads, and a file whose values the other keys hold."""
+_OF_BEFORE = (
+    *("model.encoder_seq_length", "model.weight_init_only", "model.fusions", "model.use_cpu_initialization"),
+    *("model.qkv_linear", "model.fuse_qkv", "model.transpose_nki_inputs", "model.save_logits"),
+    *("model.sliding_window_size", "model.apply_query_key_layer_scaling", "data.tokenizer.use_fast"),
+    "adapter.merge_sharded_lora",
+)
+"""Second names and keys without an effect, which checkpoints hold that were written while the schema had them."""
+_BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
+"""Kept where the checkpoint leaves out the weights below an adapter: they say where its run read them."""
+_CHAT = tuple(sorted({each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}))
+_ONE_PROCESS: Mapping[str, Any] = {
+    "name": "saved",
+    "trainer": {"max_steps": 1},
+    "exp_manager": {},
+    "data": {"name": "none", "micro_batch_size": 1, "global_batch_size": 1},
+    "model": {"optim": {"lr": 0.0}},
+}
+"""What is needed of the rest: any process can load a checkpoint of any layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """What using the model of a checkpoint needs of its run."""
+
+    config: ResolvedConfig
+    """On one process, without data, optimizer, callbacks and store. It is not to be written."""
+    chat_keys: ChatKeys
+    """How the run's data made text of messages; the defaults where they held none."""
+
+
+def named_config(path: str | None, trusted: Sequence[str] = ()) -> tuple[ResolvedConfig | None, TrustedKeys | None]:
+    """Return the configuration that the user names in place of a checkpoint's, and the keys of which one must have
+    signed what is read: ``trusted``, else ``checkpoint.sign.trusted`` of that configuration.
+
+    Args:
+        path: a YAML file or ``recipe:NAME``; None leaves it to the checkpoint.
+        trusted: files of public keys.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+    config = None if path is None else load(path)
+    if trusted or config is None:
+        return config, TrustedKeys(tuple(trusted)) if trusted else None
+    return config, build.trusted_keys(config)
+
+
+def locate(uri: str, config: ResolvedConfig | None) -> tuple[CheckpointStore, int | None]:
+    """Return the store and the step of an address, reached as ``config`` says, or with defaults."""
+    return checkpoint.locate(uri, Kernel.start()) if config is None else build.locate(config, uri)
+
+
+def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None = None, base: bool = True) -> SavedRun:
+    """Return the run that wrote a checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        where: its address.
+        config: decides in place of the configuration that the checkpoint keeps.
+        base: whether the weights that the run began with are needed, where the checkpoint leaves them out.
+
+    Raises:
+        SavedConfigUnusable: the model or the tokenizer cannot be built here, or needs what a checkpoint may not
+            decide; names the keys.
+    """
+    if config is None:
+        tree, paths = _saved_tree(manifest, where), _KEPT
+    else:
+        tree, paths = from_plain(config.to_values(), Origin(kind="file", where=where)), (*_KEPT, *_HERE)
+    kept = Node({}, tree.origin)
+    for path in (*paths, *(_BASE if manifest.facts.without_base and base else ())):
+        if (node := tree.find(path)) is not None:
+            kept = kept.set(path, node)
+    for path in (*_OF_TRAINING, *_OF_BEFORE):
+        kept = kept.without(path)
+    if config is None:
+        keys, kernel, files = _checked_keys(manifest, tree, kept, where), None, tree.plain("plugins.local")
+    else:
+        keys, kernel, files = build.chat_keys(config), config.kernel, None
+        kept = _with_base_step(kept, manifest, config)
+    try:
+        run = load(to_plain(merge(kept, from_plain(_ONE_PROCESS, tree.origin))), kernel=kernel)
+    except ConfigError as error:
+        raise _unusable(error.problems, where, files) from error
+    return SavedRun(config=run, chat_keys=keys)
+
+
+def _with_base_step(kept: Node, manifest: Manifest, config: ResolvedConfig) -> Node:
+    """Return ``kept`` with the step of the weights below an adapter, where it names the root of their run."""
+    began, step = kept.find("checkpoint.resume_from"), base_step(manifest)
+    if began is None or began.value is None or step is None or locate(began.value, config)[1] is not None:
+        return kept
+    return kept.set("checkpoint.resume_from", Node(f"{began.value.rstrip('/')}/{step_name(step)}", began.origin))
+
+
+def own_run(config: ResolvedConfig) -> SavedRun:
+    """Return the run of ``config`` itself, with the text of the chat template in place of its file.
+
+    Raises:
+        NxdtError: the file cannot be read.
+    """
+    keys = build.chat_keys(config)
+    template = named_template(keys) if keys.chat_template_file is not None else None
+    if template is not None:
+        keys = replace(keys, chat_template=template.text, chat_template_file=None)
+    return SavedRun(config=config, chat_keys=keys)
+
+
+def config_to_save(config: ResolvedConfig) -> dict[str, Any]:
+    """Return the configuration that a checkpoint keeps: :meth:`ResolvedConfig.to_dict` with the text of the chat
+    template in place of its file, which need not be where the checkpoint is used.
+
+    Raises:
+        NxdtError: the file cannot be read.
+    """
+    written, keys = config.to_dict(), own_run(config).chat_keys
+    if keys != build.chat_keys(config):
+        written["data"] = {**written["data"], "chat_template": keys.chat_template, "chat_template_file": None}
+    return written
+
+
+def saved_adapter(manifest: Manifest, config: ResolvedConfig) -> Mapping[str, Any]:
+    """Return the section ``adapter`` that a checkpoint keeps. A reference to the environment has the value that
+    ``config`` has for the same reference; others stay as they are written."""
+    saved = _saved_tree(manifest).find("adapter")
+    if saved is None:
+        return {}
+    for path, node in interpolations(saved):
+        own = config.tree.find(f"adapter.{dotted(path)}")
+        if own is not None and own.shown == node.value:
+            saved = saved.set(dotted(path), own)
+    return {key: to_plain(child) for key, child in saved.children.items()}
+
+
+def saved_optimizer(manifest: Manifest) -> Mapping[str, Any]:
+    """Return the section ``model.optim`` that a checkpoint keeps; empty where it keeps none."""
+    saved = _saved_tree(manifest).find("model.optim")
+    return {} if saved is None else {key: to_plain(child) for key, child in saved.children.items()}
+
+
+def saved_base(manifest: Manifest) -> str | None:
+    """Return ``checkpoint.resume_from`` as the checkpoint keeps it; None where it names nothing."""
+    began = _saved_tree(manifest).plain("checkpoint.resume_from")
+    return began if isinstance(began, str) else None
+
+
+def base_step(manifest: Manifest) -> int | None:
+    """Return the step of :func:`saved_base`; None where that is not the address of a step."""
+    return step_of((saved_base(manifest) or "").rstrip("/").rpartition("/")[2])
+
+
+def _saved_tree(manifest: Manifest, where: str = "the checkpoint") -> Node:
+    return from_plain(manifest.facts.config, Origin(kind="file", where=where))
+
+
+_OTHERWISE = (
+    "A checkpoint does not decide these keys. Where you trust them, name the run's configuration: --config FILE."
+)
+
+
+def _checked_keys(manifest: Manifest, tree: Node, kept: Node, where: str) -> ChatKeys:
+    """Return the keys of messages that a checkpoint keeps, where neither they nor ``kept`` hold what it may not decide.
+
+    Raises:
+        SavedConfigUnusable: they do, or have wrong values, or the model is larger than its weights.
+    """
+    held = {name: node for name in _CHAT if (node := tree.find(f"data.{name}")) is not None and node.value is not None}
+    refused = list(_refused(kept, held, where))
+    if refused:
+        raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
+    keys: ChatKeys
+    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data", Locator(where))
+    if problems:
+        raise _unusable(problems, where)
+    wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]
+    tensors = sum(map(len, manifest.tensors.values()))
+    reason = oversized(kept.plain("model", {}), tensors=tensors, size_bytes=manifest.size_bytes)
+    if wrong or reason is not None:
+        raise SavedConfigUnusable(where=where, problems=wrong if reason is None else [*wrong, f"model.{reason}"])
+    return keys
+
+
+def _refused(kept: Node, held: Mapping[str, Node], where: str) -> Iterator[str]:
+    """Yield a line for each value that using the checkpoint needs and that a checkpoint may not decide."""
+    of_chats = [(("data", name, *path), node) for name, child in held.items() for path, node in interpolations(child)]
+    for path, node in (*interpolations(kept), *of_chats):
+        if not (path == ("data", "chat_template") and is_template(node.value)):
+            yield f"{dotted(path)}: it is the reference {node.value!r}."
+    if "chat_template_file" in held:
+        yield f"data.chat_template_file: it is the file {to_plain(held['chat_template_file'])!r}."
+    began = kept.plain("checkpoint.resume_from")
+    if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
+        yield f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}."
+
+
+def _store(uri: str) -> str:
+    """Return what two addresses of one store share: the scheme, and the bucket or the host."""
+    parts = urlsplit(uri)
+    return "file" if parts.scheme in ("", "file") else f"{parts.scheme}://{parts.netloc}"
+
+
+def _unusable(problems: Sequence[ConfigProblem], where: str, files: Any = None) -> NxdtError:
+    lines = [f"{problem.key}: {problem.what()} {problem.do()}".strip() for problem in problems]
+    if files:
+        lines += [f"plugins.local: its run loaded {files!r}, and no checkpoint loads plugin files.", _OTHERWISE]
+    return SavedConfigUnusable(where=where, problems=lines)
