@@ -64,37 +64,29 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CheckpointFacts": "format.manifest",
-    "CheckpointManager": "write.manager",
-    "CheckpointStatus": "read.status",
-    "Manifest": "format.manifest",
-    "Ownership": "ownership.store_owner",
-    "Retention": "write.retention",
-    "SavePlan": "write.plan",
-    "SaveReport": "write.manager",
-    "Signer": "signing",
-    "TrustedKeys": "signing",
-    "check_writable": "storage",
-    "delete_step": "write.retention",
-    "find_checkpoint": "read.status",
-    "latest": "read.status",
-    "list_checkpoints": "read.status",
-    "iterate_model": "read.load",
-    "load_model": "read.load",
-    "load_model_into": "read.load",
-    "load_optimizer": "read.load",
-    "load_optimizer_like": "read.load",
-    "load_state": "read.load",
-    "locate": "storage",
-    "open_storage": "storage",
-    "own": "ownership.store_owner",
-    "owned": "ownership.store_owner",
-    "plan_save": "write.plan",
-    "prune": "write.retention",
-    "read_manifest": "read.committed",
-    "save": "write.save",
-    "saved_ranks": "read.load",
-    "verify": "read.status",
+    name: module
+    for module, names in {
+        "format.manifest": ("CheckpointFacts", "Manifest"),
+        "ownership.store_owner": ("Ownership", "own", "owned"),
+        "read.committed": ("read_manifest",),
+        "read.load": (
+            "iterate_model",
+            "load_model",
+            "load_model_into",
+            "load_optimizer",
+            "load_optimizer_like",
+            "load_state",
+            "saved_ranks",
+        ),
+        "read.status": ("CheckpointStatus", "find_checkpoint", "latest", "list_checkpoints", "verify"),
+        "signing": ("Signer", "TrustedKeys"),
+        "storage": ("check_writable", "locate", "open_storage"),
+        "write.manager": ("CheckpointManager", "SaveReport"),
+        "write.plan": ("SavePlan", "plan_save"),
+        "write.retention": ("Retention", "delete_step", "prune"),
+        "write.save": ("save",),
+    }.items()
+    for name in names
 }
 
 

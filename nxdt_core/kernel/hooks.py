@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from time import perf_counter
-from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
 
 import pluggy
@@ -72,7 +71,8 @@ class HookSet:
 def new_manager() -> pluggy.PluginManager:
     """Return a manager that knows the hooks and no plugin."""
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(_specifications())
+    for phase in PHASES:
+        manager.add_hookspecs(phase)
     return manager
 
 
@@ -153,14 +153,6 @@ def _attributed(plugin: PluginInfo, hook: str, function: Callable[..., Any]) -> 
 
 
 @cache
-def _specifications() -> ModuleType:
-    """The specifications without what else is in their modules, at which pluggy would look each time."""
-    module = ModuleType("nxdt_core.kernel.hookspecs")
-    vars(module).update({name: getattr(phase, name) for phase in PHASES for name in phase.__all__})
-    return module
-
-
-@cache
 def _signatures() -> Mapping[str, inspect.Signature]:
     """Signature of every hook by name."""
     return {name: _signature(getattr(phase, name)) for phase in PHASES for name in phase.__all__}
@@ -170,7 +162,7 @@ _known_signature = lru_cache(maxsize=4096)(inspect.signature)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a callable; that of a function is kept. (Other callables need not be hashable.)"""
+    """Return the signature of a callable; that of a function is kept, since kernels are started often."""
     return _known_signature(function) if inspect.isfunction(function) else inspect.signature(function)
 
 

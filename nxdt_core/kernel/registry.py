@@ -228,10 +228,6 @@ class Registry:
         dist = offering_dist("model", models[0]) if models else None
         return self._missing(dist), self._unusable(dist)
 
-    def missing_dist(self, kind: str, name: str) -> str | None:
-        """Return the distribution that is known to offer a component but is not installed; None if there is none."""
-        return self._missing(offering_dist(kind, name))
-
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return advice for a missing component of ``kind``: ``pip install DIST (names)`` for each distribution that is
         known to offer some but is not installed, and a sentence for each that is installed but unusable."""
