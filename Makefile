@@ -1,16 +1,4 @@
-# Two commands do all, each with its own set-up, on a machine that has Python 3.11 and pip:
-#   make demo    train a small Llama on real text, stop, resume, generate, plot
-#   make test    all tests
-# Others: install, test-full (every case where `make test` takes a sample; hours), its parts test-parallel (layouts),
-#   test-faults (faults of saves) and test-recipes (plans of recipes), lint, docs, wheels, bench, clean; offers (write
-#   the list of components that plugins of this repository declare, for advice such as "pip install nxdt-plugin-gpt");
-#   api (write the file of the public surface: docs/public-api.md); check-wheels (each plugin alone from its wheel, then all together; ARGS="llama s3" for some), release-dry-run
-#   (docs/releasing.md);
-#   accelerator (measure on a GPU that is lent for a short time), accelerator-bundle (wheels for one without a network);
-#   test-torch TORCH=2.11.0 for another version of torch, in an environment of its own: layouts, checkpoints, recipes.
-#   WITH= names other requirements for it, such as WITH="transformers==5.17.0 huggingface_hub~=1.5".
-#   test-nxd NXD=FOLDER for the engine nxd: with a source tree of neuronx-distributed, in an environment of its own;
-#   show-nxd NXD=FOLDER prints the table of largest differences from the torch engine.
+# `make help` lists the commands. Each does its own set-up, on a machine that has Python 3.11 and pip.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,10 +27,16 @@ ARGS ?=
 EXTRAS ?= torchtitan==0.2.2 litgpt docstring-parser typeshed-client
 BUNDLE := dist/accelerator
 
-.PHONY: install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd show-nxd nxd-environment \
+.DEFAULT_GOAL := help
+
+.PHONY: help install demo test test-full test-parallel test-faults test-recipes test-torch test-nxd show-nxd nxd-environment \
 	lint docs wheels check-wheels release-dry-run api offers bench accelerator accelerator-bundle clean
 
-install: $(STAMP)
+help:
+	@for group in Start Test "Test elsewhere" Write Measure; do echo "$$group"; \
+		sed -nE "s/^([a-z][a-z -]*):.*## $$group \| (.*)/  \1\t\2/p" Makefile | expand -t 42; echo; done
+
+install: $(STAMP)  ## Start | install the core and all plugins into .venv
 
 $(STAMP): constraints.txt requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -52,19 +46,19 @@ $(STAMP): constraints.txt requirements-dev.txt requirements-data.txt $(DISTS:%=%
 	$(PIP) install --quiet --no-deps -c constraints.txt -r requirements-data.txt
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(STAMP)  ## Start | train a small Llama on real text, stop, resume, generate, plot
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh
 
-test: $(STAMP)
+test: $(STAMP)  ## Test | all tests, with a sample of the longest lists of cases
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-full: $(STAMP)
+test-full: $(STAMP)  ## Test | every case; hours
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --samples=all $(PYTEST_ARGS)
 
-test-parallel test-faults test-recipes: $(STAMP)
+test-parallel test-faults test-recipes: $(STAMP)  ## Test | every case of layouts, saves or recipes
 	$(BIN)/python -m pytest tests/$(@:test-%=%) --samples=all $(PYTEST_ARGS)
 
-test-torch:
+test-torch:  ## Test elsewhere | with another torch, in an environment of its own: TORCH=2.11.0, WITH="transformers==5.17.0"
 	$(PYTHON) scripts/torch_environment.py $(TORCH) $(TORCH_VENV) $(WITH)
 	$(TORCH_VENV)/bin/python -m pytest @tests/torch_versions.txt $(PYTEST_ARGS)
 
@@ -74,49 +68,49 @@ nxd-environment:
 	$(PYTHON) scripts/torch_environment.py 2.9.1 $(NXD_VENV) torch-xla==2.9.0 tenacity
 	$(NXD_VENV)/bin/python -m pip uninstall --quiet --yes transformers
 
-test-nxd: nxd-environment
+test-nxd: nxd-environment  ## Test elsewhere | the engine nxd: NXD=FOLDER, a source tree of neuronx-distributed
 	$(NXD_RUN) -m pytest $(NXD_TESTS) $(PYTEST_ARGS)
 
-show-nxd: nxd-environment
+show-nxd: nxd-environment  ## Test elsewhere | the table of its largest differences from the torch engine
 	$(NXD_RUN) $(NXD_TESTS)/with_library/show_differences.py
 
-lint: $(STAMP)
+lint: $(STAMP)  ## Test | style, types and wording
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/prose.py
 	$(BIN)/mypy
 
-docs: $(STAMP)
+docs: $(STAMP)  ## Test | build the documentation
 	$(BIN)/mkdocs build --strict
 
-wheels: $(STAMP)
+wheels: $(STAMP)  ## Write | wheels of all distributions into dist
 	rm -rf dist
 	for dist in $(DISTS) meta; do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$dist || exit 1; done
 
-check-wheels: $(STAMP)
+check-wheels: $(STAMP)  ## Test | each plugin alone from its wheel, then all together (ARGS="llama s3" for some)
 	$(BIN)/python scripts/check_wheels.py $(ARGS)
 
-release-dry-run: $(STAMP)
+release-dry-run: $(STAMP)  ## Write | what a release would upload (docs/releasing.md)
 	$(BIN)/python scripts/release_dry_run.py
 
-api: $(STAMP)
+api: $(STAMP)  ## Write | the file of the public surface (docs/public-api.md)
 	$(BIN)/python scripts/public_api.py --write
 
-offers: $(STAMP)
+offers: $(STAMP)  ## Write | the list of what plugins declare, the extras of `nxdt` and tables of the README
 	$(BIN)/python scripts/distributions.py offers
 	$(BIN)/python scripts/readme.py
 
-bench: $(STAMP)
+bench: $(STAMP)  ## Measure | all benchmarks on this machine
 	for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-accelerator: $(STAMP)
+accelerator: $(STAMP)  ## Measure | a GPU that is lent for a short time
 	$(BIN)/python benchmarks/accelerator_day.py --out accelerator_day $(ARGS)
 
-accelerator-bundle: $(STAMP)
+accelerator-bundle: $(STAMP)  ## Measure | wheels for one without a network
 	rm -rf $(BUNDLE)
 	for dist in $(DISTS); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir $(BUNDLE) $$dist || exit 1; done
 	$(BIN)/python scripts/accelerator_bundle.py $(BUNDLE) $(EXTRAS:%=--extra %)
 	git describe --always --dirty --abbrev=40 --exclude='*' > $(BUNDLE)/nxdt_commit.txt
 
-clean:
+clean:  ## Write | remove environments and everything built
 	rm -rf $(VENV) .torch dist site nxdt_experiments accelerator_day
