@@ -29,7 +29,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import pluggy
 
@@ -223,8 +222,6 @@ class ConfigFinding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """A family of components that are interchangeable in one place of the configuration."""
-
-    prefix: ClassVar[str] = "nxdt_"
 
     name: str
     """Singular, in snake case: ``model``."""

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
-from nxdt_core.checkpoint.format.digests import FAST
+from nxdt_core.checkpoint.format.digests import FAST, Algorithm
 from nxdt_core.checkpoint.format.file_names import (
     SECTIONS,
     attempt_prefix,
@@ -68,7 +68,6 @@ def save(
         CheckpointFilesMissing: rank 0 does not see what was written, whole.
         SaveLacksElements: the tensors are not as many elements as the plan's facts count.
     """
-    digests = FAST if signer is None else signer.digests
     step, rank = plan.step, rank_of(ranks)
     where = f"{storage.uri}/{step_name(step)}"
     replaces: list[bytes | None] = []
@@ -80,23 +79,8 @@ def save(
         return new_attempt(), datetime.now(UTC).isoformat(timespec="seconds")
 
     attempt, created = on_all_ranks(ranks, begin, where=where)[0]
-
-    def write_share() -> _Written:
-        with explained_os_errors(where):
-            writer = AttemptWriter(storage, attempt_prefix(step, attempt), digests)
-            return _Written(parts=plan.write(writer, plan.assignment.mine), files=writer.entries)
-
     try:
-        written = on_all_ranks(ranks, write_share, where=where)
-        manifest = Manifest(
-            step=step,
-            attempt=attempt,
-            created=created,
-            facts=plan.facts,
-            files={name: entry for each in written for name, entry in each.files.items()},
-            tensors=merge(plan.assignment.listings, [each.parts for each in written], SECTIONS),
-            digests=digests,
-        )
+        manifest = _write(storage, plan, attempt, created, ranks, FAST if signer is None else signer.digests)
         if add_files is not None:
             manifest = _with_files(manifest, on_all_ranks(ranks, lambda: add_files(manifest), where=where))
         on_first_rank(
@@ -108,6 +92,34 @@ def save(
         raise
     on_first_rank(ranks, lambda: _finish(storage, manifest, check_in_time), where=where)
     return manifest
+
+
+def _write(
+    storage: CheckpointStore,
+    plan: SavePlan,
+    attempt: str,
+    created: str,
+    ranks: RankAgreement | None,
+    digests: Algorithm,
+) -> Manifest:
+    """Write the share of each rank, and return the manifest of what all of them wrote. Collective."""
+    where = f"{storage.uri}/{step_name(plan.step)}"
+
+    def write_share() -> _Written:
+        with explained_os_errors(where):
+            writer = AttemptWriter(storage, attempt_prefix(plan.step, attempt), digests)
+            return _Written(parts=plan.write(writer, plan.assignment.mine), files=writer.entries)
+
+    written = on_all_ranks(ranks, write_share, where=where)
+    return Manifest(
+        step=plan.step,
+        attempt=attempt,
+        created=created,
+        facts=plan.facts,
+        files={name: entry for each in written for name, entry in each.files.items()},
+        tensors=merge(plan.assignment.listings, [each.parts for each in written], SECTIONS),
+        digests=digests,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Python cannot interrupt a single operation, and ``'a' * 10**10`` is one. Operations that can make much of little are
 therefore estimated before they run: operators, blocks, methods of texts, and filters. What they and slices return is
-counted, so that a template cannot collect copies either. Each of them, and each turn of a loop, looks at the clock.
+counted, so that a template cannot collect copies either. Each call and each turn of a loop looks at the clock.
 Jinja is imported here, so this module is imported when the first template runs.
 """
 
@@ -38,6 +38,8 @@ _LONGEST_NUMBER = 100_000
 """Decimal digits of an integer; powers and products of longer ones take seconds."""
 _DROPPED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 """Filters of Jinja that can make much of little; no chat template has a use for them."""
+_TIMED = "nxdt_timed"
+"""Attribute of nodes that a loop goes through."""
 
 
 class _Budget(threading.local):
@@ -55,8 +57,15 @@ class _WatchedCode(CodeGenerator):
     """Lets slices and loops, which no environment can intercept, go through :class:`BoundedEnvironment`."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        node.iter = nodes.Call(nodes.EnvironmentAttribute("timed"), [node.iter], [], None, None)
+        setattr(node.iter, _TIMED, True)
         super().visit_For(node, frame)
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(node, _TIMED, False):
+            return super().visit(node, *args, **kwargs)
+        self.write("environment.timed(")  # without the checks of a call that the template has written
+        super().visit(node, *args, **kwargs)
+        return self.write(")")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if not isinstance(node.arg, nodes.Slice):
@@ -119,9 +128,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Take ``size`` characters from the budget.
 
         Raises:
-            TooLarge: it has fewer, or its time is over.
+            TooLarge: it has fewer.
         """
-        self._look_at_clock()
         budget = self._budget
         budget.total -= size
         if size > budget.single or budget.total < 0:
@@ -157,7 +165,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method, unless its result is too large."""
+        """Call a function or method, unless its result is too large. (Macros and recursive loops are called, too.)"""
+        self._look_at_clock()
         owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
         if isinstance(owner, (str, bytes, int)) and name in METHODS:
             args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
