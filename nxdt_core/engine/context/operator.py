@@ -13,11 +13,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from nxdt_core.engine.context.attention.kernel import Gradients, accumulation_dtype
-from nxdt_core.engine.context.blocks import Sharing
-from nxdt_core.engine.context.documents import documents_named
-from nxdt_core.engine.context.gathered import gathered_backward, gathered_forward
-from nxdt_core.engine.context.ring import ring_backward, ring_forward
+from nxdt_core.engine.context.blocks import Sharing, documents_named
+from nxdt_core.engine.context.exchange import gathered_backward, gathered_forward, ring_backward, ring_forward
+from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
 
 __all__ = ["ContextMethod", "shared_attention"]
 
@@ -76,7 +74,7 @@ def shared_attention(
         scale: of the scores.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
-        group_name: of the ranks; :func:`~nxdt_core.engine.context.documents.documents_over` knows it.
+        group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.documents_over` knows it.
 
     Returns:
         As ``query``, as wide as ``value``.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.distributed.collectives import gather_along
-from nxdt_core.engine.context.zigzag import chunks_of, in_order
+from nxdt_core.engine.context.blocks import chunks_of, in_order
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.moe.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
 
@@ -17,7 +17,7 @@ __all__ = ["ZigZagTokens", "token_shards"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZigZagTokens:
-    """Each rank of ``group`` holds two chunks of every sequence, as :mod:`~nxdt_core.engine.context.zigzag` deals."""
+    """Each rank of ``group`` holds two chunks of every sequence, as :mod:`~nxdt_core.engine.context.blocks` deals."""
 
     group: dist.ProcessGroup
     copies: int = 1

@@ -9,10 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST, current_device, profile_of
-from nxdt_core.engine.context.attention.block import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
-from nxdt_core.engine.context.attention.composed import ComposedKernel
-from nxdt_core.engine.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.engine.context.attention.kernel import Scoring, dense_heads
+from nxdt_core.engine.context.kernels import (
+    ComposedKernel,
+    FlashOrEfficientKernel,
+    MaskedFlashKernel,
+    Scoring,
+    dense_heads,
+)
+from nxdt_core.engine.context.partial_attention import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
 from tests.sampling import slow
 
 ROWS, KEYS, WIDTH, SCALE = 12, 20, 8, 0.3

@@ -9,12 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.context.attention.composed import ComposedKernel
-from nxdt_core.engine.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.engine.context.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads
+from nxdt_core.engine.context.kernels import (
+    AttentionKernel,
+    ComposedKernel,
+    FlashOrEfficientKernel,
+    MaskedFlashKernel,
+    Scoring,
+    accumulation_dtype,
+    dense_heads,
+)
 from nxdt_core.models.attention.window import block_rows
 
 __all__ = ["Block", "GradientSums", "Merged", "Window", "kernel_for"]
+
 
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
