@@ -11,7 +11,7 @@ from nxdt_core.distributed.device_settings import pins_inputs, use_device_settin
 from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engine.compile.cache import ahead_of, use_cache
+from nxdt_core.engine.compile_cache import ahead_of, use_cache
 from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
 from nxdt_core.engine.global_batch import Numerics
 from nxdt_core.engine.layout import LayoutOptions, lay_out

@@ -19,6 +19,7 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.rounding.policy import masters_rounded
 from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import LogitsAreSharded
+from nxdt_core.models.loss.cross_entropy import log_probs
 from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
 from nxdt_core.models.random.dropout_masks import step_numbers
 from nxdt_core.models.step_border import called_with_step
@@ -28,7 +29,7 @@ from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
-__all__ = ["GlobalBatch", "Numerics", "objective_output"]
+__all__ = ["GlobalBatch", "LabelLogProbs", "Numerics", "objective_output"]
 
 
 class Numerics:
@@ -226,3 +227,21 @@ def _shards(group: dist.ProcessGroup) -> SequenceShards:
         return copy_to_group(reduce_from_group(partial, group), group)
 
     return SequenceShards(ranks=group.size(), total=total)
+
+
+class LabelLogProbs:
+    """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
+
+    def __init__(self, config: object = None) -> None:
+        del config
+        self.kept: list[torch.Tensor] = []
+        """Of each micro-batch that came by here, float [rows, seq / cp]; 0 where there is no label."""
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return the weight of the tokens: nothing is divided by it."""
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
+        """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
+        self.kept.append(log_probs(logits, batch.labels, step).detach())
+        return ObjectiveOutput(loss_sum=self.kept[-1].new_zeros(()), weight=self.weight(batch))

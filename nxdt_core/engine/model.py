@@ -19,10 +19,9 @@ from nxdt_core.engine.data.copied_masters import CopiedMasters
 from nxdt_core.engine.data.fsdp import begin_micro_batch, copies_masters
 from nxdt_core.engine.data.scaled_weights import ScaledWeights
 from nxdt_core.engine.expert.figures import RouterFigures
-from nxdt_core.engine.global_batch import GlobalBatch, Numerics
+from nxdt_core.engine.global_batch import GlobalBatch, LabelLogProbs, Numerics
 from nxdt_core.engine.gradients import GradientSums, global_norm
 from nxdt_core.engine.layout import Stages
-from nxdt_core.engine.loss.log_probs import LabelLogProbs
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import StageParameters
 from nxdt_core.engine.pipeline.runner import PipelineRunner

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.compile.one_graph import one_graph
+from nxdt_core.engine.compile import one_graph
 from nxdt_core.models.random.positions import Rows, rows_of
 from nxdt_core.models.random.rounding import element_numbers
 from nxdt_core.protocols.optimizer import ParameterShard
