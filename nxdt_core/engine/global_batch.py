@@ -16,7 +16,7 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.context.apply import shard_sequence
 from nxdt_core.engine.expert.figures import RouterFigures
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.rounding.policy import masters_rounded
+from nxdt_core.engine.rounding import masters_rounded
 from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models.loss.cross_entropy import log_probs

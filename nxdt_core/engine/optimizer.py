@@ -13,9 +13,8 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
 from nxdt_core.engine.packed_state import packed_state, unpacked_state
 from nxdt_core.engine.rejection import DeviceRejection
-from nxdt_core.engine.rounding.kernels import Backend
-from nxdt_core.engine.rounding.policy import StochasticRounding
-from nxdt_core.engine.rounding.updates import StochasticUpdates
+from nxdt_core.engine.rounded_updates import StochasticUpdates
+from nxdt_core.engine.rounding import Backend, StochasticRounding
 from nxdt_core.engine.shards import shard_of
 from nxdt_core.engine.tensor.padding import PaddedDim, real_part
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards

@@ -14,7 +14,7 @@ from nxdt_core.engine.estimate.weights import StateOf, needs_stand_ins, optimize
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.rounding.policy import updates_rounded
+from nxdt_core.engine.rounding import updates_rounded
 from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
 from nxdt_core.protocols.precision import PrecisionPolicy
 
