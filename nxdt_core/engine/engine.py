@@ -20,8 +20,8 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.model import TorchModel
 from nxdt_core.engine.optimizer import TorchOptimizer
 from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.rounding import Backend, backend_on, updates_rounded
-from nxdt_core.engine.shards import tables
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder

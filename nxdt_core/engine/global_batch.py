@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.context.apply import shard_sequence
-from nxdt_core.engine.expert.figures import RouterFigures
+from nxdt_core.engine.expert.router_metrics import RouterFigures
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.rounding import masters_rounded
 from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies

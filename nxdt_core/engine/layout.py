@@ -24,16 +24,15 @@ from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
 from nxdt_core.engine.data.gathers import WeightGather
 from nxdt_core.engine.dropout import salt_dropouts
 from nxdt_core.engine.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
-from nxdt_core.engine.expert.dispatch import Sliced
-from nxdt_core.engine.expert.figures import routers_of
-from nxdt_core.engine.expert.shuffle import apply_token_shuffle
+from nxdt_core.engine.expert.dispatch import Sliced, apply_token_shuffle
+from nxdt_core.engine.expert.router_metrics import routers_of
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.engine.products import apply_product
 from nxdt_core.engine.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
 from nxdt_core.engine.stages import cut_stage, stages_of_rank, ties_ends
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, gather_once, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.padding import PaddedDim, padded_parameters, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.models.attention.blocks import BlockAttention

@@ -18,19 +18,17 @@ from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.fsdp import begin_micro_batch, copies_masters
 from nxdt_core.engine.data.gathers import ScaledWeights
 from nxdt_core.engine.data.masters import CopiedMasters, rounded_weights
-from nxdt_core.engine.expert.figures import RouterFigures
+from nxdt_core.engine.expert.router_metrics import RouterFigures
 from nxdt_core.engine.global_batch import GlobalBatch, LabelLogProbs, Numerics
 from nxdt_core.engine.gradients import GradientSums, global_norm
 from nxdt_core.engine.layout import Stages
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.parameters import StageParameters
+from nxdt_core.engine.parameters import Replicas, StageParameters, replica_group, shard_of
 from nxdt_core.engine.pipeline.runner import PipelineRunner
 from nxdt_core.engine.pipeline.stream import HiddenLike
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
-from nxdt_core.engine.replicas import Replicas, replica_group
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.shards import shard_of
-from nxdt_core.engine.tensor.padding import PaddedDim, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, real_part
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective

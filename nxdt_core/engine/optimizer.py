@@ -12,11 +12,11 @@ from nxdt_core.distributed.bucketed_sums import by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
 from nxdt_core.engine.packed_state import packed_state, unpacked_state
+from nxdt_core.engine.parameters import shard_of
 from nxdt_core.engine.rejection import DeviceRejection
 from nxdt_core.engine.rounded_updates import StochasticUpdates
 from nxdt_core.engine.rounding import Backend, StochasticRounding
-from nxdt_core.engine.shards import shard_of
-from nxdt_core.engine.tensor.padding import PaddedDim, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, real_part
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup

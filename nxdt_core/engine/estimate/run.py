@@ -15,12 +15,12 @@ from nxdt_core.engine.estimate.traffic import sent_in_a_step
 from nxdt_core.engine.estimate.weights import count_unique
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.expert.apply import exchange_chunks, expert_modules
-from nxdt_core.engine.expert.figures import routers_of
+from nxdt_core.engine.expert.router_metrics import routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.cuts import stage_costs
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations
-from nxdt_core.engine.shards import tables
 from nxdt_core.engine.stages import stage_layers, stages_of_rank
 from nxdt_core.engine.weights import build_whole
 from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate

@@ -10,7 +10,7 @@ from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 from torch import nn
 
-from nxdt_core.engine.expert.figures import RouterFigures, routers_of
+from nxdt_core.engine.expert.router_metrics import RouterFigures, routers_of
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.random.init import initialize
