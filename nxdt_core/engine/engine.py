@@ -153,9 +153,10 @@ class TorchEngine:
         Raises:
             NxdtError: the run would not start.
         """
-        from nxdt_core.engine.estimate.configured import estimate_configured
+        from nxdt_core.engine.estimate.run import estimate
+        from nxdt_core.engine.estimate.workload import workload_of
 
-        return estimate_configured(config, parts)
+        return estimate(workload_of(config, parts))
 
     @staticmethod
     def compile_ahead(config: ResolvedConfig) -> CompileAhead:
@@ -175,7 +176,7 @@ class TorchEngine:
         Raises:
             NxdtError: the model's plan does not allow the layout.
         """
-        from nxdt_core.engine.estimate.fake_world import fake_mesh
+        from nxdt_core.engine.estimate.rank import fake_mesh
 
         with fake_mesh(sizes) as mesh:
             (module,) = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules
