@@ -105,7 +105,8 @@ class _CompiledForward:
             output = self._pieces(*args, **kwargs)
             self._in_pieces.add(self._kind)
             kind = TooManyGraphs if isinstance(error, FailOnRecompileLimitHit) else LayerNotWhole
-            _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=_reason(error)))
+            reason = " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")  # without torch's hints
+            _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=reason))
             return output
 
 
@@ -128,18 +129,10 @@ class _Documents:
             ids = args[self._position]
         if ids is None or not self._cores:
             return {}
-        hidden = next(value for value in (*args, *kwargs.values()) if _is_floating(value))
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        hidden = next(tensor for tensor in tensors if tensor.is_floating_point())
         dtype = compute_dtype(hidden)
         return dict(core.made(ids, dtype) for core in self._cores)
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _reason(error: Exception) -> str:
-    """What torch says, without its hints."""
-    return " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")
 
 
 def one_graph(function: Callable[..., Result], **options: Any) -> Callable[..., Result]:

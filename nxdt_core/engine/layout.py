@@ -175,7 +175,9 @@ def lay_out(
     _set_dtypes(whole, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
-    modules = tuple(_cut(whole, plan, mesh, number, cuts) for number in numbers)
+    modules: tuple[nn.Module, ...] = (whole,)
+    if (stages := mesh.sizes.stages) > 1:
+        modules = tuple(cut_stage(whole, plan, stage=number, stages=stages, cuts=cuts) for number in numbers)
     tensor_partial: set[str] = set()
     padded: dict[str, PaddedDim] = {}
     replica_partial: set[str] = set()
@@ -298,14 +300,6 @@ def _check_exchange(whole: nn.Module, plan: ParallelPlan, options: LayoutOptions
     for path, chunks in exchange_chunks(whole, plan).items():
         if chunks > 1:
             raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
-
-
-def _cut(
-    whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, number: int, cuts: tuple[str, ...] | None
-) -> nn.Module:
-    if mesh.sizes.stages == 1:
-        return whole
-    return cut_stage(whole, plan, stage=number, stages=mesh.sizes.stages, cuts=cuts)
 
 
 def _apply_rest(

@@ -81,7 +81,7 @@ class TorchOptimizer:
             None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, backend=backend)
         )
         self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
-        self.inner = build([self._of_shards(group) for group in groups]) if groups else _idle(lr)
+        self.inner = build([self._of_shards(group) for group in groups]) if groups else _empty_optimizer(lr)
         self._check_whole()
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
         if self._stochastic is not None:
@@ -142,7 +142,7 @@ class TorchOptimizer:
         Raises:
             OptimizerStateOfShards: loaded state has another shape than the optimizer expects of these shards.
         """
-        self._lend_gradients()
+        self._set_shard_gradients()
         rejected, self._rejected = self._rejected, None
         if rejected is None or self._on_device(rejected):
             self._update()
@@ -262,7 +262,7 @@ class TorchOptimizer:
         self._places[name].real(whole).copy_(value.tensor)
         return whole
 
-    def _lend_gradients(self) -> None:
+    def _set_shard_gradients(self) -> None:
         """Give the shards their parameters' gradients. FSDP2 may have moved a shard that it had to pad."""
         for name, shard in self._shards.items():
             parameter = self._named[name]
@@ -278,7 +278,7 @@ class TorchOptimizer:
         return True
 
 
-def _idle(lr: float) -> torch.optim.Optimizer:
+def _empty_optimizer(lr: float) -> torch.optim.Optimizer:
     """Return the optimizer of a rank whose stage is frozen; the factory's would refuse an empty list."""
     return torch.optim.SGD([{"params": []}], lr=lr)
 

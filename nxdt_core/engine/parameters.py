@@ -49,7 +49,7 @@ class StageParameters:
             elif found[owner] is not parameter:
                 self.twins.append((found[owner], parameter))
 
-    def spoken_for(self, mesh: ParallelMesh) -> list[nn.Parameter]:
+    def owned(self, mesh: ParallelMesh) -> list[nn.Parameter]:
         """Return the parameters whose elements this rank counts in sums over all ranks."""
         return [p for name, p in self.by_name.items() if name not in self.copies and owns(p, mesh)]
 

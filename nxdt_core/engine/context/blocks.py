@@ -24,7 +24,7 @@ from nxdt_core.engine.context.partial_attention import Block, Window
 __all__ = [
     "DocumentChunks",
     "DocumentsOfBatches",
-    "Sharing",
+    "SharedSequence",
     "chunks_of",
     "documents_named",
     "documents_over",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class SharedSequence:
     """What is computed over the ranks that share a sequence."""
 
     scale: float

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nxdt_core.distributed.collectives import scatter_sum_along
 from nxdt_core.engine.context.blocks import (
     DocumentChunks,
-    Sharing,
+    SharedSequence,
     in_order,
     local_blocks,
     prefix_blocks,
@@ -27,14 +27,14 @@ from nxdt_core.engine.context.blocks import (
     shard_of,
 )
 from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
-from nxdt_core.engine.context.partial_attention import Block, GradientSums, Merged
+from nxdt_core.engine.context.partial_attention import AttentionGradients, Block, MergedAttention
 from nxdt_core.torch_versions import all_gather_single
 
 __all__ = ["gathered_backward", "gathered_forward", "ring_backward", "ring_forward"]
 
 
 def ring_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sharing: Sharing
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SharedSequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of this rank's queries to the keys of all ranks. Collective.
 
@@ -42,15 +42,15 @@ def ring_forward(
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
-        sharing: scale, ranks, documents and window.
+        sequence: scale, ranks, documents and window.
 
     Returns:
         Output, as ``query`` and as wide as ``value``, and log-sum-exp. No rank ever holds more than two shards of keys
         and values.
     """
-    group, merged = sharing.group, Merged(query, value, sharing.scale)
-    for source, keys, values in _circulated(key, value, group):
-        for block in _blocks(sharing, source, key):
+    group, merged = sequence.group, MergedAttention(query, value, sequence.scale)
+    for source, keys, values in _ring_shards(key, value, group):
+        for block in _blocks(sequence, source, key):
             merged.add(block, keys, values)
     return merged.result()
 
@@ -62,16 +62,16 @@ def ring_backward(
     value: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    sharing: Sharing,
+    sequence: SharedSequence,
 ) -> Gradients:
     """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
-    group = sharing.group
-    sums = GradientSums(grad, query, value, output, lse, sharing.scale)
+    group = sequence.group
+    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale)
     own, travelling = _zero_gradients(key, value), None
-    for source, keys, values in _circulated(key, value, group):
+    for source, keys, values in _ring_shards(key, value, group):
         total = own if source == group.rank() else _zero_gradients(key, value)
         grad_key, grad_value = _unpacked(total, key)
-        for block in _blocks(sharing, source, key):
+        for block in _blocks(sequence, source, key):
             sums.add(block, keys, values, grad_key, grad_value)
         if source != group.rank():
             if travelling is not None:
@@ -83,12 +83,12 @@ def ring_backward(
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _blocks(sharing: Sharing, source: int, key: torch.Tensor) -> list[Block]:
-    group = sharing.group
-    return ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, sharing.documents, sharing.window)
+def _blocks(sequence: SharedSequence, source: int, key: torch.Tensor) -> list[Block]:
+    group = sequence.group
+    return ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, sequence.documents, sequence.window)
 
 
-def _circulated(
+def _ring_shards(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """(rank, its keys, its values) for every rank of the group, this one first; each while the next is on its way."""
@@ -140,12 +140,12 @@ _SEQUENCE = 2
 
 
 def gathered_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sharing: Sharing
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SharedSequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute :func:`~nxdt_core.engine.context.exchange.ring_forward` by one all-gather."""
-    layout = _layout(sharing, key)
-    gathering = _Gathering(key, value, sharing.group)
-    merged = Merged(query, value, sharing.scale)
+    layout = _layout(sequence, key)
+    gathering = _Gathering(key, value, sequence.group)
+    merged = MergedAttention(query, value, sequence.scale)
     for block in local_blocks(*layout):
         merged.add(block, key, value)
     keys, values = gathering.whole()
@@ -161,12 +161,12 @@ def gathered_backward(
     value: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    sharing: Sharing,
+    sequence: SharedSequence,
 ) -> Gradients:
     """Compute :func:`~nxdt_core.engine.context.exchange.ring_backward` by one all-gather and one reduce-scatter."""
-    layout, group = _layout(sharing, key), sharing.group
+    layout, group = _layout(sequence, key), sequence.group
     gathering = _Gathering(key, value, group)
-    sums = GradientSums(grad, query, value, output, lse, sharing.scale)
+    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale)
     dtype = accumulation_dtype(key.dtype)
     grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
     for block in local_blocks(*layout):
@@ -184,9 +184,9 @@ def gathered_backward(
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _layout(sharing: Sharing, key: torch.Tensor) -> tuple[int, int, int, DocumentChunks | None, int | None]:
-    group = sharing.group
-    return group.rank(), group.size(), key.shape[_SEQUENCE] // 2, sharing.documents, sharing.window
+def _layout(sequence: SharedSequence, key: torch.Tensor) -> tuple[int, int, int, DocumentChunks | None, int | None]:
+    group = sequence.group
+    return group.rank(), group.size(), key.shape[_SEQUENCE] // 2, sequence.documents, sequence.window
 
 
 class _Gathering:

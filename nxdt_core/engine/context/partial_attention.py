@@ -20,7 +20,7 @@ from nxdt_core.engine.context.kernels import (
 )
 from nxdt_core.models.attention.window import block_rows
 
-__all__ = ["Block", "GradientSums", "Merged", "Window", "kernel_for"]
+__all__ = ["AttentionGradients", "Block", "MergedAttention", "Window", "kernel_for"]
 
 
 _KERNELS: Mapping[str, AttentionKernel] = {
@@ -74,7 +74,7 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
     return kernel if kernel.takes(query, value) else _KERNELS["composed"]
 
 
-class Merged:
+class MergedAttention:
     """Output and log-sum-exp over the blocks so far, in float32 at least.
 
     A new part with log-sum-exp b joins what has log-sum-exp a with the weight exp(b) / (exp(a) + exp(b)), which is
@@ -108,7 +108,7 @@ class Merged:
         return self._output.to(self._query.dtype), self._lse
 
 
-class GradientSums:
+class AttentionGradients:
     """Gradients over the blocks so far, added up in float32 at least."""
 
     def __init__(

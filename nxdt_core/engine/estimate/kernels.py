@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.dropped import cast_dropped
-from nxdt_core.engine.recompute import apply_recompute, parts_of_recomputed
+from nxdt_core.engine.recompute import apply_recompute, parts_of_recomputed, routes_tokens
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
@@ -177,7 +177,7 @@ def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bo
                 norms.append(path)
         elif any(matches(pattern.rpartition(".")[0], path) for pattern in plan.norms):
             functions.append(path)
-        if matches_any(plan.tensor_blocks, path) and not _routes(path, part, plan):
+        if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, part, plan):
             part.register_forward_pre_hook(_cast)
     again = replace(plan, recompute={"again": (*functions, *norms)}, cheap=tuple(norms))
     apply_recompute(module, again, granularity="selective", names=("again",))
@@ -187,11 +187,6 @@ def _in_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.
     for path, layer in [*module.named_modules()]:
         if matches(plan.recompute_layer, path):
             yield from ((f"{path}.{name}", part) for name, part in [*layer.named_modules()] if name)
-
-
-def _routes(path: str, block: nn.Module, plan: ParallelPlan) -> bool:
-    routers = (*plan.experts.routers, *plan.experts.modules)
-    return any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name)
 
 
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -58,13 +58,13 @@ def estimate(work: Workload) -> Estimate:
     )
     cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
     work = replace(work, options=replace(work.options, pipeline_cuts=cuts))
-    shares, costs = _shares(whole, plan, work), None
+    layers, costs = _layers_of_stages(whole, plan, work), None
     if sizes.pp > 1 and plan.pipeline is not None:
-        costs = stage_costs(part_costs(whole, plan, work.builder, work.options), shares)
+        costs = stage_costs(part_costs(whole, plan, work.builder, work.options), layers)
     orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches)
     measured: dict[object, MeasuredRank] = {}
     ranks = []
-    for pp_rank, kind in enumerate(_kinds(whole, plan, work, shares)):
+    for pp_rank, kind in enumerate(_kinds(whole, plan, work, layers)):
         if kind not in measured:
             measured[kind] = measure_rank(work, storage, pp_rank)
         ranks.append(_of_rank(measured[kind], work, storage, pp_rank, orders[pp_rank]))
@@ -76,8 +76,8 @@ def estimate(work: Workload) -> Estimate:
         micro_batches=work.micro_batches,
         tokens_per_step=work.global_batch_size * work.seq_length * work.rows // work.micro_batch_size,
         bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches, costs),
-        stage_layers=tuple(map(len, shares)),
-        pipeline_cuts=tuple(share[-1] for share in shares[:-1]),
+        stage_layers=tuple(map(len, layers)),
+        pipeline_cuts=tuple(stage[-1] for stage in layers[:-1]),
         longest_rank=_longest_rank(costs or [1], sizes),
         checkpoint_bytes=_checkpoint_bytes(work, storage, whole, plan),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
@@ -148,7 +148,7 @@ def _checkpoint_bytes(work: Workload, storage: Storage, whole: nn.Module, plan: 
     return saved + (parameters - trained) * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
 
 
-def _shares(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
+def _layers_of_stages(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
     """Return the layers of each stage."""
     if work.sizes.stages == 1 or plan.pipeline is None:
         return []
@@ -164,12 +164,12 @@ def _longest_rank(costs: Sequence[int], sizes: MeshSizes) -> float:
     return max(ranks.values()) * sizes.pp / (sum(costs) or 1)
 
 
-def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, shares: Sequence[Sequence[str]]) -> list[object]:
+def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, layers: Sequence[Sequence[str]]) -> list[object]:
     """Return, by place in the pipeline, a key of ranks with equal stages; only one of a kind is measured."""
     sizes = work.sizes
-    if not shares:
+    if not layers:
         return [None] * sizes.pp
-    shapes = [tuple(_shapes(whole.get_submodule(name)) for name in share) for share in shares]
+    shapes = [tuple(_shapes(whole.get_submodule(name)) for name in stage) for stage in layers]
     return [
         tuple((number == 0, number == sizes.stages - 1, shapes[number]) for number in stages)
         for stages in (stages_of_rank(rank, sizes.pp, sizes.vpp, sizes.schedule) for rank in range(sizes.pp))
