@@ -147,7 +147,7 @@ def nxdt_engines() -> list[EngineComponent]:
             target="nxdt_core.engine.engine:TorchEngine",
             summary="stock torch.distributed on any device type that torch knows",
             capabilities=_TORCH_ENGINE,
-            rules="nxdt_core.engine.rules.layout:find_impossible_layouts",
+            rules="nxdt_core.engine.layout_rules:find_impossible_layouts",
         )
     ]
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.context.apply import apply_context_parallel
-from nxdt_core.engine.context.zigzag import shard_of
+from nxdt_core.engine.context.blocks import shard_of
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes

@@ -1,1 +1,0 @@
-"""Layouts: device profiles and the engine on stock ``torch.distributed``."""

@@ -9,16 +9,31 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.paths import expand_home
-from nxdt_core.errors.launch import CompileCacheNotWritable
-from nxdt_core.protocols.parallel.compile_ahead import GraphOrigins
+from nxdt_core.errors.launch import CompileCacheNotAFolder, CompileCacheNotWritable, CompileIsOff
+from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, GraphOrigins
 
-__all__ = ["TORCH_FOLDER", "check_folder_writable", "check_torch_folder", "folder_of", "graph_origins"]
+if TYPE_CHECKING:
+    from nxdt_core.distributed.devices import DeviceProfile
+
+__all__ = [
+    "TORCH_FOLDER",
+    "ahead_of",
+    "check_folder_writable",
+    "check_torch_folder",
+    "folder_of",
+    "graph_origins",
+    "use_cache",
+]
 
 TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """Torch sets it, too, when it first looks for its cache."""
+_KEY = "compiler_cache_url"
+_INDUCTOR = "inductor"
 
 
 def folder_of(address: str) -> Path | None:
@@ -70,3 +85,48 @@ def graph_origins() -> GraphOrigins:
     return GraphOrigins(
         new=found["fxgraph_cache_miss"], found=found["fxgraph_cache_hit"], not_kept=found["fxgraph_cache_bypass"]
     )
+
+
+def use_cache(run: RunConfig, profile: DeviceProfile) -> Path | None:
+    """Cache the graphs that this process compiles in the folder of ``compiler_cache_url``, or in torch's default one.
+
+    Returns:
+        The folder; None for a run that compiles nothing, and for a backend that has its own cache.
+
+    Raises:
+        CompileCacheNotAFolder: the address is not a folder.
+        CompileCacheNotWritable: the folder cannot be written.
+    """
+    if not run.model.compile or profile.compile_backend != _INDUCTOR:
+        return None
+    from nxdt_core.torch_versions import hash_meshes_alike
+
+    hash_meshes_alike()
+    address = run.compiler_cache_url
+    if address is None:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # only a run that compiles pays for it
+
+        folder = Path(os.environ.get(TORCH_FOLDER) or default_cache_dir()).absolute()
+    else:
+        named = folder_of(address)
+        if named is None:
+            raise CompileCacheNotAFolder(address=address, engine=run.parallel_engine.name)
+        folder = named
+    check_folder_writable(folder, setting=_KEY)
+    os.environ[TORCH_FOLDER] = str(folder)
+    return folder
+
+
+def ahead_of(run: RunConfig, profile: DeviceProfile) -> CompileAhead:
+    """Return how a trial of ``run`` fills the cache.
+
+    Raises:
+        CompileIsOff: the run compiles nothing.
+        CompileCacheNotAFolder, CompileCacheNotWritable: see :func:`use_cache`.
+    """
+    if not run.model.compile:
+        raise CompileIsOff(engine=run.parallel_engine.name)
+    folder = use_cache(run, profile)
+    if folder is None:
+        return CompileAhead(cache=f"the cache of torch.compile's backend {profile.compile_backend!r}")
+    return CompileAhead(cache=str(folder), origins=graph_origins)

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from nxdt_core.engine.context.zigzag import runs_of
+from nxdt_core.engine.context.blocks import runs_of
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.patterns import matches_any

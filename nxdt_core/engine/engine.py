@@ -11,7 +11,7 @@ from nxdt_core.distributed.device_settings import pins_inputs, use_device_settin
 from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engine.compile.cache import ahead_of, use_cache
+from nxdt_core.engine.compile_cache import ahead_of, use_cache
 from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
 from nxdt_core.engine.global_batch import Numerics
 from nxdt_core.engine.layout import LayoutOptions, lay_out
@@ -20,9 +20,8 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.model import TorchModel
 from nxdt_core.engine.optimizer import TorchOptimizer
 from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
-from nxdt_core.engine.rounding.kernels import Backend, backend_on
-from nxdt_core.engine.rounding.policy import updates_rounded
-from nxdt_core.engine.shards import tables
+from nxdt_core.engine.parameters import tables
+from nxdt_core.engine.rounding import Backend, backend_on, updates_rounded
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
@@ -51,7 +50,7 @@ class TorchEngine:
             config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
         )
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
-        self.rank_info = self._place()
+        self.rank_info = self._find_rank_info()
         use_cache(config.run, profile_of(self.device))
         use_device_settings(config.run.trainer, profile_of(self.device))
 
@@ -64,7 +63,7 @@ class TorchEngine:
         timeout_s = self.ranks.collective_timeout_s
         self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=timeout_s)
 
-    def _place(self) -> RankInfo:
+    def _find_rank_info(self) -> RankInfo:
         mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
         return RankInfo(
             rank=self.ranks.rank,
@@ -154,9 +153,10 @@ class TorchEngine:
         Raises:
             NxdtError: the run would not start.
         """
-        from nxdt_core.engine.estimate.configured import estimate_configured
+        from nxdt_core.engine.estimate.run import estimate
+        from nxdt_core.engine.estimate.workload import workload_of
 
-        return estimate_configured(config, parts)
+        return estimate(workload_of(config, parts))
 
     @staticmethod
     def compile_ahead(config: ResolvedConfig) -> CompileAhead:
@@ -176,7 +176,7 @@ class TorchEngine:
         Raises:
             NxdtError: the model's plan does not allow the layout.
         """
-        from nxdt_core.engine.estimate.fake_world import fake_mesh
+        from nxdt_core.engine.estimate.rank import fake_mesh
 
         with fake_mesh(sizes) as mesh:
             (module,) = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules

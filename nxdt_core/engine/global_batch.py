@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.context.apply import shard_sequence
-from nxdt_core.engine.expert.figures import RouterFigures
+from nxdt_core.engine.expert.router_metrics import RouterMetrics
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.rounding.policy import masters_rounded
+from nxdt_core.engine.rounding import masters_rounded
 from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import LogitsAreSharded
+from nxdt_core.models.loss.cross_entropy import log_probs
 from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
 from nxdt_core.models.random.dropout_masks import step_numbers
 from nxdt_core.models.step_border import called_with_step
@@ -28,7 +29,7 @@ from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
-__all__ = ["GlobalBatch", "Numerics", "objective_output"]
+__all__ = ["GlobalBatch", "LabelLogProbs", "Numerics", "objective_output"]
 
 
 class Numerics:
@@ -51,7 +52,7 @@ class Numerics:
         self.pins = pins
         self.precision = precision
         self.masters_rounded = masters_rounded(precision, seed)
-        self.figures = torch.float64 if precision.gradients == "float64" else torch.float32
+        self.metrics_dtype = torch.float64 if precision.gradients == "float64" else torch.float32
         """Of losses and norms."""
         self.hidden: torch.dtype = getattr(torch, precision.parameters)
         """Of hidden states between layers: autocast lets the residual stream keep the parameters' dtype."""
@@ -139,19 +140,19 @@ class GlobalBatch:
         """The terms of ``sums``, each divided by its own weight, together."""
         return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
 
-    def result(self, routers: RouterFigures) -> StepLoss:
+    def result(self, routers: RouterMetrics) -> StepLoss:
         """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
         own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
         names = self._agreed(tuple(own))
         if self._mesh.group("world") is None:
             loss, metrics, counted = torch.stack(self._losses).sum(), own, routers.sums
         else:
-            sums = torch.zeros(1 + len(names), dtype=self._numerics.figures, device=self._numerics.device)
+            sums = torch.zeros(1 + len(names), dtype=self._numerics.metrics_dtype, device=self._numerics.device)
             if self._losses:
                 sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
             sums, counted = self._over_ranks(sums, routers.sums)
             loss, metrics = sums[0], dict(zip(names, sums[1:], strict=True))
-        return StepLoss(loss=loss, weight=self.weight, metrics={**metrics, **routers.figures(counted)})
+        return StepLoss(loss=loss, weight=self.weight, metrics={**metrics, **routers.metrics(counted)})
 
     def _over_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Sums over all ranks, in one call; tensor parallel ranks have the same."""
@@ -226,3 +227,21 @@ def _shards(group: dist.ProcessGroup) -> SequenceShards:
         return copy_to_group(reduce_from_group(partial, group), group)
 
     return SequenceShards(ranks=group.size(), total=total)
+
+
+class LabelLogProbs:
+    """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
+
+    def __init__(self, config: object = None) -> None:
+        del config
+        self.kept: list[torch.Tensor] = []
+        """Of each micro-batch that came by here, float [rows, seq / cp]; 0 where there is no label."""
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return the weight of the tokens: nothing is divided by it."""
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
+        """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
+        self.kept.append(log_probs(logits, batch.labels, step).detach())
+        return ObjectiveOutput(loss_sum=self.kept[-1].new_zeros(()), weight=self.weight(batch))

@@ -1,19 +1,33 @@
-"""After backward: the sums over ranks that are still missing, and the true norm. No host waits here."""
+"""Sums of gradients over ranks, which run while backward still computes others, and the global norm. No host waits.
+
+:class:`OverlappedSums` are those without ZeRO. FSDP2 has its own, except on devices whose process groups have no
+reduce-scatter: there its groups share :class:`ScatteredSums`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.distributed.bucketed_sums import by_dtype, sum_over
+from nxdt_core.distributed.bucketed_sums import by_dtype, copy_out, sum_over
+from nxdt_core.distributed.collectives import begun_sum
 from nxdt_core.distributed.placement import local_of, sharded_over
-from nxdt_core.engine.data.overlapped_sums import OverlappedSums
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 
-__all__ = ["GradientSums", "global_norm"]
+__all__ = ["GradientSums", "OverlappedSums", "ScatteredSum", "ScatteredSums", "global_norm"]
+
+_BUCKET_BYTES = 32 * 2**20
+"""Gradients that are summed in one call. Larger calls gain little, and the last one has nothing left to overlap."""
+_IN_FLIGHT = 4
+"""Calls that are not waited for; each has a copy of its gradients."""
+_SCATTERED_IN_FLIGHT = 2
+"""As above; each has two copies of the gradients of a layer."""
 
 
 class GradientSums:
@@ -91,3 +105,144 @@ def global_norm(
     if world is not None:
         dist.all_reduce(squares, group=world)
     return squares.sqrt()
+
+
+class OverlappedSums:
+    """Sums over the ranks of a group, in buckets of gradients in the order in which backward computes them.
+
+    All ranks start the same sums in the same order, whichever gradients a rank has first: a bucket waits for the one
+    before it. What was not started when :meth:`finish` is called is summed then.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, hooked: bool) -> None:
+        """
+        Args:
+            group: over which to sum.
+            parameters: of this rank, in the order of the model, the same on all ranks.
+            hooked: whether sums start in backward after :meth:`begin`; otherwise all of them start in :meth:`finish`.
+        """
+        self._group = group
+        self._buckets = [tuple(bucket) for bucket in _buckets(reversed(parameters))]
+        self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
+        self._missing: list[int] = []
+        """Gradients of each bucket that backward has not computed; empty outside of :meth:`begin` and
+        :meth:`finish`."""
+        self._started = 0
+        self._running: deque[Callable[[], None]] = deque()
+        for parameter in (p for p in parameters if hooked and p.requires_grad):
+            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Let the sums start in the backward that comes, which is the last before :meth:`finish`."""
+        self._missing, self._started = [sum(p.requires_grad for p in bucket) for bucket in self._buckets], 0
+
+    def finish(self) -> None:
+        """Start what has not started, and wait until all gradients are sums."""
+        while self._started < len(self._buckets):
+            self._start()
+        while self._running:
+            self._running.popleft()()
+        self._missing, self._started = [], 0
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if not self._missing:
+            return
+        self._missing[self._bucket_of[id(parameter)]] -= 1
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            self._start()
+
+    def _start(self) -> None:
+        bucket = self._buckets[self._started]
+        self._started += 1
+        gradients = [local_of(p.grad) for p in bucket if p.grad is not None]
+        gradients = [gradient for gradient in gradients if gradient.numel()]
+        if not gradients:
+            return
+        while len(self._running) >= _IN_FLIGHT:
+            self._running.popleft()()
+        if len(gradients) == 1 and gradients[0].is_contiguous():
+            work = dist.all_reduce(gradients[0], group=self._group, async_op=True)
+            self._running.append(partial(_arrive, work))
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._running.append(partial(_arrive, work, flat, gradients))
+
+
+class ScatteredSums:
+    """Sums that FSDP2's groups have begun in the running backward. All are there when it ends."""
+
+    def __init__(self) -> None:
+        self._running: deque[Callable[[], None]] = deque()
+
+    def begin(self, part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Set ``part`` to this rank's part of the sum of the ranks' ``whole`` before backward ends."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        while len(self._running) >= _SCATTERED_IN_FLIGHT:
+            self._running.popleft()()
+        self._running.append(begun_sum(part, whole, group))
+
+    def finish(self) -> None:
+        """Wait until all sums are there."""
+        while self._running:
+            self._running.popleft()()
+
+
+class ScatteredSum:
+    """FSDP2's reduce-scatter of one group's gradients."""
+
+    def __init__(self, sums: ScatteredSums, parameters: Sequence[Any], *, overlapped: bool) -> None:
+        """
+        Args:
+            sums: of the model.
+            parameters: FSDP2's, of the group.
+            overlapped: whether backward may continue before a sum is there, if nothing reads it before.
+        """
+        self._sums = sums
+        self._parameters = parameters
+        self._overlapped = overlapped
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the memory for gradients or their sums."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any
+    ) -> None:
+        """Sum ``input_tensor`` of all ranks; FSDP2 asks for no other reduction here."""
+        if self._overlapped and not any(_reads(p, output_tensor.dtype) for p in self._parameters):
+            self._sums.begin(output_tensor, input_tensor, group)
+        else:
+            self._sums.finish()  # what is added to may be one of them
+            begun_sum(output_tensor, input_tensor, group)()
+
+
+def _reads(parameter: Any, dtype: torch.dtype) -> bool:
+    """Whether FSDP2 reads the sum of a parameter's gradient at once: to add it to an existing gradient, to change
+    its dtype, or for a hook."""
+    sharded = parameter.sharded_param
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+    return sharded.grad is not None or parameter.orig_dtype != dtype or bool(hooks)
+
+
+def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients: Sequence[torch.Tensor] = ()) -> None:
+    """Wait for a sum, and copy it from ``flat`` to where it belongs."""
+    assert work is not None
+    work.wait()
+    if flat is not None:
+        copy_out(flat, gradients)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype, to a size."""
+    bucket: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        size = local_of(parameter).nbytes
+        if bucket and (filled + size > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size
+    if bucket:
+        yield bucket

@@ -17,25 +17,22 @@ from torch import nn
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.distributed.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.chunked_loss import chunk_loss, compiled_rows
+from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.apply import apply_context_parallel
 from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
 from nxdt_core.engine.data.gathers import WeightGather
 from nxdt_core.engine.dropout import salt_dropouts
 from nxdt_core.engine.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
-from nxdt_core.engine.expert.dispatch import Sliced
-from nxdt_core.engine.expert.figures import routers_of
-from nxdt_core.engine.expert.shuffle import apply_token_shuffle
-from nxdt_core.engine.loss.chunked import chunk_loss
-from nxdt_core.engine.loss.compiled_rows import compiled_rows
+from nxdt_core.engine.expert.dispatch import Sliced, apply_token_shuffle
+from nxdt_core.engine.expert.router_metrics import routers_of
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.engine.products import apply_product
 from nxdt_core.engine.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
 from nxdt_core.engine.stages import cut_stage, stages_of_rank, ties_ends
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, gather_once, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.asynchronous import pipeline_collectives
-from nxdt_core.engine.tensor.padding import PaddedDim, padded_parameters, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.models.attention.blocks import BlockAttention
@@ -178,7 +175,9 @@ def lay_out(
     _set_dtypes(whole, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
-    modules = tuple(_cut(whole, plan, mesh, number, cuts) for number in numbers)
+    modules: tuple[nn.Module, ...] = (whole,)
+    if (stages := mesh.sizes.stages) > 1:
+        modules = tuple(cut_stage(whole, plan, stage=number, stages=stages, cuts=cuts) for number in numbers)
     tensor_partial: set[str] = set()
     padded: dict[str, PaddedDim] = {}
     replica_partial: set[str] = set()
@@ -301,14 +300,6 @@ def _check_exchange(whole: nn.Module, plan: ParallelPlan, options: LayoutOptions
     for path, chunks in exchange_chunks(whole, plan).items():
         if chunks > 1:
             raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
-
-
-def _cut(
-    whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, number: int, cuts: tuple[str, ...] | None
-) -> nn.Module:
-    if mesh.sizes.stages == 1:
-        return whole
-    return cut_stage(whole, plan, stage=number, stages=mesh.sizes.stages, cuts=cuts)
 
 
 def _apply_rest(

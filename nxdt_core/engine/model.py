@@ -15,24 +15,20 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
-from nxdt_core.engine.data.copied_masters import CopiedMasters
 from nxdt_core.engine.data.fsdp import begin_micro_batch, copies_masters
-from nxdt_core.engine.data.scaled_weights import ScaledWeights
-from nxdt_core.engine.expert.figures import RouterFigures
-from nxdt_core.engine.global_batch import GlobalBatch, Numerics
+from nxdt_core.engine.data.gathers import ScaledWeights
+from nxdt_core.engine.data.masters import CopiedMasters, rounded_weights
+from nxdt_core.engine.expert.router_metrics import RouterMetrics
+from nxdt_core.engine.global_batch import GlobalBatch, LabelLogProbs, Numerics
 from nxdt_core.engine.gradients import GradientSums, global_norm
 from nxdt_core.engine.layout import Stages
-from nxdt_core.engine.loss.log_probs import LabelLogProbs
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.parameters import StageParameters
+from nxdt_core.engine.parameters import Replicas, StageParameters, replica_group, shard_of
 from nxdt_core.engine.pipeline.runner import PipelineRunner
 from nxdt_core.engine.pipeline.stream import HiddenLike
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
-from nxdt_core.engine.replicas import Replicas, replica_group
-from nxdt_core.engine.rounding.masters import rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.shards import shard_of
-from nxdt_core.engine.tensor.padding import PaddedDim, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, real_part
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
@@ -59,7 +55,7 @@ class TorchModel:
         self._numerics = numerics
         self._parameters = StageParameters(stages.modules, stages.plan.tied)
         self._step = 0
-        self._spoken_for = self._parameters.spoken_for(mesh)
+        self._owned = self._parameters.owned(mesh)
         self._sums = GradientSums(
             self._parameters.by_name,
             mesh,
@@ -77,7 +73,9 @@ class TorchModel:
         self._replicas = Replicas(group) if shares and group is not None else None
         self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
-        self._routers = RouterFigures(stages.routers, stages.modules, device=numerics.device, dtype=numerics.figures)
+        self._routers = RouterMetrics(
+            stages.routers, stages.modules, device=numerics.device, dtype=numerics.metrics_dtype
+        )
         self._scaled = ScaledWeights(stages.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._copies: CopiedMasters | None = None
         if copies_masters(mesh.sizes, numerics.precision):
@@ -129,7 +127,7 @@ class TorchModel:
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         batch = self._begin(micro_batches, objective, training=True)
-        rounded = rounded_weights(self._placed(), self._numerics.masters_rounded, self._step)
+        rounded = rounded_weights(self._named_shards(), self._numerics.masters_rounded, self._step)
         with self._name_shape_errors(), self._routers.counting(), rounded, self._computing():
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
@@ -243,12 +241,12 @@ class TorchModel:
         """Complete the gradients' sums over ranks, and return their norm."""
         self._sums.add_up()
         sum_tied_gradients(self._tied, self._tied_group)
-        return self._norm([parameter.grad for parameter in self._spoken_for])
+        return self._norm([parameter.grad for parameter in self._owned])
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights that the optimizer updates or leaves frozen; masters where there are
         some."""
-        return self._norm(self._spoken_for)
+        return self._norm(self._owned)
 
     def weights_changed(self) -> None:
         """Let second copies of tied parameters follow; called after an update and after a load."""
@@ -259,9 +257,9 @@ class TorchModel:
 
     def _norm(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         numerics = self._numerics
-        return global_norm(tensors, self._mesh.group("world"), device=numerics.device, dtype=numerics.figures)
+        return global_norm(tensors, self._mesh.group("world"), device=numerics.device, dtype=numerics.metrics_dtype)
 
-    def _placed(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
+    def _named_shards(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
         """Every parameter with its place, a tied one's second copy under the owner's name."""
         owners = {owner: name for name, owner in self._parameters.by_name.items()}
         twins = [(owners[owner], user) for owner, user in self._parameters.twins]

@@ -12,12 +12,11 @@ from nxdt_core.distributed.bucketed_sums import by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
 from nxdt_core.engine.packed_state import packed_state, unpacked_state
+from nxdt_core.engine.parameters import shard_of
 from nxdt_core.engine.rejection import DeviceRejection
-from nxdt_core.engine.rounding.kernels import Backend
-from nxdt_core.engine.rounding.policy import StochasticRounding
-from nxdt_core.engine.rounding.updates import StochasticUpdates
-from nxdt_core.engine.shards import shard_of
-from nxdt_core.engine.tensor.padding import PaddedDim, real_part
+from nxdt_core.engine.rounded_updates import StochasticUpdates
+from nxdt_core.engine.rounding import Backend, StochasticRounding
+from nxdt_core.engine.tensor.heads import PaddedDim, real_part
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
@@ -82,7 +81,7 @@ class TorchOptimizer:
             None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, backend=backend)
         )
         self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
-        self.inner = build([self._of_shards(group) for group in groups]) if groups else _idle(lr)
+        self.inner = build([self._of_shards(group) for group in groups]) if groups else _empty_optimizer(lr)
         self._check_whole()
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
         if self._stochastic is not None:
@@ -143,7 +142,7 @@ class TorchOptimizer:
         Raises:
             OptimizerStateOfShards: loaded state has another shape than the optimizer expects of these shards.
         """
-        self._lend_gradients()
+        self._set_shard_gradients()
         rejected, self._rejected = self._rejected, None
         if rejected is None or self._on_device(rejected):
             self._update()
@@ -263,7 +262,7 @@ class TorchOptimizer:
         self._places[name].real(whole).copy_(value.tensor)
         return whole
 
-    def _lend_gradients(self) -> None:
+    def _set_shard_gradients(self) -> None:
         """Give the shards their parameters' gradients. FSDP2 may have moved a shard that it had to pad."""
         for name, shard in self._shards.items():
             parameter = self._named[name]
@@ -279,7 +278,7 @@ class TorchOptimizer:
         return True
 
 
-def _idle(lr: float) -> torch.optim.Optimizer:
+def _empty_optimizer(lr: float) -> torch.optim.Optimizer:
     """Return the optimizer of a rank whose stage is frozen; the factory's would refuse an empty list."""
     return torch.optim.SGD([{"params": []}], lr=lr)
 

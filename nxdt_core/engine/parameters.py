@@ -1,16 +1,25 @@
-"""This rank's parameters under their global names; second copies of tied ones kept apart."""
+"""Parameters of a rank: their global names, the shards of them that it holds, and the ranks that hold the same.
+
+Second copies of tied parameters are kept apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
-from nxdt_core.distributed.placement import sharded_over
+from nxdt_core.distributed.placement import piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.tensor.heads import PaddedDim, real_part
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["StageParameters"]
+__all__ = ["Replicas", "StageParameters", "replica_group", "shard_of", "tables"]
 
 
 class StageParameters:
@@ -40,7 +49,7 @@ class StageParameters:
             elif found[owner] is not parameter:
                 self.twins.append((found[owner], parameter))
 
-    def spoken_for(self, mesh: ParallelMesh) -> list[nn.Parameter]:
+    def owned(self, mesh: ParallelMesh) -> list[nn.Parameter]:
         """Return the parameters whose elements this rank counts in sums over all ranks."""
         return [p for name, p in self.by_name.items() if name not in self.copies and owns(p, mesh)]
 
@@ -54,3 +63,65 @@ def owns(tensor: torch.Tensor, mesh: ParallelMesh) -> bool:
     tensor_dims: tuple[Dimension, ...] = ("tp_kv_replica",) if "tp_kv" in cut else ("tp",)
     data_dims: tuple[Dimension, ...] = ("efsdp",) if "ep" in cut else ("fsdp",)
     return all(dim in cut or mesh.rank(dim) == 0 for dim in ("dp_replicate", *data_dims, *tensor_dims))
+
+
+def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool) -> ParameterShard:
+    """Return the shard that this rank holds.
+
+    Args:
+        parameter: DTensor where it is cut.
+        padded: where its zeros are, which no optimizer counts.
+        matrix: whether it is one of a hidden layer.
+    """
+    piece = piece_of(parameter) if padded is None else real_part(parameter, padded)
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        groups = tuple(
+            mesh.get_group(dim)
+            for dim, placement in enumerate(parameter.placements)
+            if not isinstance(placement, Replicate) and mesh.size(dim) > 1
+        )
+    return ParameterShard(shape=piece.shape, box=piece.box, groups=groups, matrix=matrix and len(piece.shape) >= 2)
+
+
+def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
+    """Return the names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
+    vocabulary = [pattern for pattern, style in plan.tensor.items() if style in ("vocab_embedding", "vocab_head")]
+    found = {
+        f"{path}.{leaf}" if path else leaf
+        for module in modules
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Embedding) or matches_any(vocabulary, path)
+        for leaf, _ in part.named_parameters(recurse=False)
+    }
+    return frozenset(found | {owner for owner, user in plan.tied if user in found})
+
+
+def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | None:
+    """Return the ranks that hold what this one holds; None where it is the only one.
+
+    Args:
+        mesh: of the run.
+        sharded: whether FSDP2 cuts the parameters over ``fsdp``.
+    """
+    if sharded:
+        return mesh.group("dp_replicate")
+    return mesh.group("efsdp" if mesh.sizes.ep > 1 else "fsdp")
+
+
+class Replicas:
+    """See :class:`nxdt_core.protocols.parallel.model.Replicas`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.reads = dist.get_rank(group) == 0
+
+    @torch.no_grad()
+    def spread(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank the elements of the one that reads, in place. Collective."""
+        for tensor in tensors:
+            dense = tensor.contiguous()
+            dist.broadcast(dense, group=self._group, group_src=0)
+            if dense is not tensor and not self.reads:
+                tensor.copy_(dense)

@@ -94,12 +94,15 @@ def _drop_results(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]
 def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
     """Let the matrices of a tensor block share one copy of a dropped result in autocast's dtype. Autocast itself makes
     one for each, which nothing could drop. Routers of experts read the result uncast."""
-    routers = (*plan.experts.routers, *plan.experts.modules)
     for path, block in module.named_modules():
-        if not matches_any(plan.tensor_blocks, path):
-            continue
-        if not any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name):
+        if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, block, plan):
             block.register_forward_pre_hook(_cast)
+
+
+def routes_tokens(path: str, block: nn.Module, plan: ParallelPlan) -> bool:
+    """Return whether a router or experts are inside the tensor block at ``path``."""
+    routers = (*plan.experts.routers, *plan.experts.modules)
+    return any(matches_any(routers, f"{path}.{name}") for name, _ in block.named_modules() if name)
 
 
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

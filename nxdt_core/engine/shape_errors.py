@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LAYOUT_KEYS, ShardNotComputed
 from nxdt_core.models.patterns import matches
@@ -47,7 +47,9 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entered.pop()
 
-    hooks = [hook for module in paths if sharded for hook in _hooks(module, enter, leave)]
+    watched = paths if sharded else ()
+    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in watched]
+    hooks += [module.register_forward_hook(leave) for module in watched]
     try:
         yield
     except _NOT_THE_PLAN:
@@ -63,7 +65,7 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
             model=type(stages[0]).__name__,
             sizes=sharded,
             module=path,
-            parameters=[f"{name} {list(_held(p).shape)}" for name, p in failed.named_parameters(recurse=False)],
+            parameters=[f"{name} {list(local_of(p).shape)}" for name, p in failed.named_parameters(recurse=False)],
             entry=_entry(plan, path),
             reason=str(cause).partition("\n")[0].rstrip("."),
         ) from error
@@ -77,14 +79,6 @@ def _first_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _held(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _hooks(module: nn.Module, enter: Any, leave: Any) -> tuple[Any, Any]:
-    return module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)
 
 
 def _entry(plan: ParallelPlan, path: str) -> str:

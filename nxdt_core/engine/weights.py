@@ -67,8 +67,9 @@ def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Seque
     Raises:
         InitRulesWrong: a rule matches no parameter, or a norm is drawn.
     """
-    idle = [rule.pattern for rule in rules if rule.pattern not in _BIASES and not _matched(rule.pattern, names)]
-    problems = [f"{pattern!r} matches no parameter" for pattern in idle]
+    needed = [rule.pattern for rule in rules if rule.pattern not in _BIASES]
+    unmatched = [pattern for pattern in needed if not any(matches(pattern, name) for name in names)]
+    problems = [f"{pattern!r} matches no parameter" for pattern in unmatched]
     for name in names:
         first = (
             next((rule for rule in rules if matches(rule.pattern, name)), None) if matches_any(norms, name) else None
@@ -77,10 +78,6 @@ def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Seque
             problems.append(f"the norm {name!r} is drawn from {first.distribution!r} by the rule {first.pattern!r}")
     if problems:
         raise InitRulesWrong(builder=of, problems=problems)
-
-
-def _matched(pattern: str, names: Sequence[str]) -> bool:
-    return any(matches(pattern, name) for name in names)
 
 
 def _names(module: nn.Module) -> list[str]:

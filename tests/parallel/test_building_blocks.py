@@ -16,8 +16,8 @@ from torch import nn
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.tensor.heads import PaddedDim
 from nxdt_core.engine.tensor.layers import OfFeatures
-from nxdt_core.engine.tensor.padding import PaddedDim
 from nxdt_core.engine.weights import allocate, check_rules, draw_piece
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
-from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.compile import compile_layers
 from nxdt_core.engine.estimate.live import LiveBytes
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.train import build

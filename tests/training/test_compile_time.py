@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.compile import compile_layers
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train import TrainSession

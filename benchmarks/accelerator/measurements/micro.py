@@ -10,8 +10,8 @@ from steps import optimizer_step
 from accelerator.bench import Bench
 from nxdt_core.distributed.devices import HOST, peak_flops, profile_of
 from nxdt_core.engine.layout import block_attention
-from nxdt_core.engine.rounding.kernels import BlockKernel, apart, backend_on
-from nxdt_core.engine.rounding.updates import round_into
+from nxdt_core.engine.rounded_updates import round_into
+from nxdt_core.engine.rounding import BlockKernel, apart, backend_on
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.random.rounding import rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard

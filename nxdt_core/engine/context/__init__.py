@@ -1,1 +1,0 @@
-"""Context parallelism: one sequence over several ranks, and its attention."""

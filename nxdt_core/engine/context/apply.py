@@ -15,10 +15,9 @@ from torch import nn
 
 from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.context.attention.kernel import dense_heads
-from nxdt_core.engine.context.documents import documents_over
+from nxdt_core.engine.context.blocks import documents_over, in_order, shard_of
+from nxdt_core.engine.context.kernels import dense_heads
 from nxdt_core.engine.context.operator import ContextMethod, shared_attention
-from nxdt_core.engine.context.zigzag import in_order, shard_of
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (

@@ -13,11 +13,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from nxdt_core.engine.context.attention.kernel import Gradients, accumulation_dtype
-from nxdt_core.engine.context.blocks import Sharing
-from nxdt_core.engine.context.documents import documents_named
-from nxdt_core.engine.context.gathered import gathered_backward, gathered_forward
-from nxdt_core.engine.context.ring import ring_backward, ring_forward
+from nxdt_core.engine.context.blocks import SharedSequence, documents_named
+from nxdt_core.engine.context.exchange import gathered_backward, gathered_forward, ring_backward, ring_forward
+from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
 
 __all__ = ["ContextMethod", "shared_attention"]
 
@@ -26,7 +24,7 @@ ContextMethod = Literal["ring", "gather"]
 
 class _Forward(Protocol):
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sharing: Sharing
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SharedSequence
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -39,7 +37,7 @@ class _Backward(Protocol):
         value: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor,
-        sharing: Sharing,
+        sequence: SharedSequence,
     ) -> Gradients: ...
 
 
@@ -76,7 +74,7 @@ def shared_attention(
         scale: of the scores.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
-        group_name: of the ranks; :func:`~nxdt_core.engine.context.documents.documents_over` knows it.
+        group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.documents_over` knows it.
 
     Returns:
         As ``query``, as wide as ``value``.
@@ -90,10 +88,12 @@ def shared_attention(
     return output
 
 
-def _sharing(document_ids: torch.Tensor | None, scale: float, window: int | None, group_name: str) -> Sharing:
+def _shared_sequence(
+    document_ids: torch.Tensor | None, scale: float, window: int | None, group_name: str
+) -> SharedSequence:
     documents = documents_named(group_name)
     chunks = None if document_ids is None else documents(document_ids)
-    return Sharing(scale=scale, group=documents.group, documents=chunks, window=window)
+    return SharedSequence(scale=scale, group=documents.group, documents=chunks, window=window)
 
 
 class _SharedAttention(torch.autograd.Function):
@@ -109,8 +109,8 @@ class _SharedAttention(torch.autograd.Function):
         method: str,
         group_name: str,
     ) -> torch.Tensor:
-        ctx.method, ctx.sharing = method, _sharing(document_ids, scale, window, group_name)
-        output, lse = _METHODS[method].forward(query, key, value, ctx.sharing)
+        ctx.method, ctx.sequence = method, _shared_sequence(document_ids, scale, window, group_name)
+        output, lse = _METHODS[method].forward(query, key, value, ctx.sequence)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -118,7 +118,7 @@ class _SharedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        gradients = _METHODS[ctx.method].backward(grad, query, key, value, output, lse, ctx.sharing)
+        gradients = _METHODS[ctx.method].backward(grad, query, key, value, output, lse, ctx.sequence)
         return *gradients, None, None, None, None, None
 
 
@@ -134,7 +134,7 @@ def _attention(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
-    return _METHODS[method].forward(query, key, value, _sharing(document_ids, scale, window, group_name))
+    return _METHODS[method].forward(query, key, value, _shared_sequence(document_ids, scale, window, group_name))
 
 
 @_attention.register_fake
@@ -169,8 +169,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
     them."""
-    sharing = _sharing(document_ids, scale, window, group_name)
-    of_query, of_key, of_value = _METHODS[method].backward(grad, query, key, value, output, lse, sharing)
+    sequence = _shared_sequence(document_ids, scale, window, group_name)
+    of_query, of_key, of_value = _METHODS[method].backward(grad, query, key, value, output, lse, sequence)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
 

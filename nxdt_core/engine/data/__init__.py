@@ -1,1 +1,0 @@
-"""Data parallelism: FSDP2 over a stage's layers, gathers of weights, sums of gradients, and masters without FSDP2."""

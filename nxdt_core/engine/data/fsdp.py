@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.data.gathers import WeightGather, gather_as, gather_forms
-from nxdt_core.engine.data.overlapped_sums import ScatteredSum, ScatteredSums
+from nxdt_core.engine.gradients import ScatteredSum, ScatteredSums
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.vocabulary_layers import VocabularyEmbedding
 from nxdt_core.errors.optimizers import GradientSumsRounded
@@ -65,7 +65,7 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
 def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """Return whether no other rank has the weights of this one, so that their masters need no FSDP2.
 
-    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.data.copied_masters` needs.
+    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.data.masters` needs.
     """
     alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
     return alone and precision.master_weights and precision.gradients == "float32"

@@ -1,14 +1,17 @@
 """Gathering weights: those of matrix products travel in the dtype that the products cast them to anyway.
 
 Under autocast that is autocast's dtype. Where a precision policy computes products in one byte per element, it is that,
-under scaling factors of whole weights (:mod:`nxdt_core.engine.data.scaled_weights`). What is gathered makes products
-bitwise what the weight itself makes them, so results do not change. Norms, embeddings, routers, biases and weights
-that an adapter reads, as DoRA does, stay as they are.
+under scaling factors of whole weights (:class:`ScaledWeights`). The largest elements of all shards are found over the
+ranks in one all-reduce, once per pass, before the first gather needs them.
+
+What is gathered makes products bitwise what the weight itself makes them, so results do not change. Norms, embeddings,
+routers, biases and weights that an adapter reads, as DoRA does, stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.products import product_layers
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.patterns import matches_any
@@ -24,7 +28,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
 from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
 
-__all__ = ["GatherForms", "WeightGather", "gather_as", "gather_forms", "product_weights", "scaled_weights"]
+__all__ = ["GatherForms", "ScaledWeights", "WeightGather", "gather_as", "gather_forms", "product_weights"]
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -215,3 +219,52 @@ class _Unpacking(dist.Work):
         done = self._work.wait(*arguments)
         self._unpack()
         return done
+
+
+class ScaledWeights:
+    """The weights of a rank's stages that travel in one byte per element while a pass runs."""
+
+    def __init__(
+        self,
+        gathers: Sequence[WeightGather],
+        parameters: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """
+        Args:
+            gathers: of all stages, in the order that all ranks share.
+            parameters: this rank's shards by name.
+            group: the ranks that have the other shards; None where this one has all of them.
+        """
+        self._gathers = [gather for gather in gathers if gather.scaled] if group is not None else []
+        self._forms = self._gathers[0].forms if self._gathers else None
+        self._weights = {name: parameters[name] for gather in self._gathers for name in gather.scaled}
+        self._group = group
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Use the scales of the weights as they are now within the block. Collective."""
+        self.update()
+        try:
+            yield
+        finally:
+            self.forget()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Find the scales of the weights as they are now. Collective."""
+        if self._forms is None or self._forms.cast is None:
+            return
+        shards = [local_of(weight).detach() for weight in self._weights.values()]
+        held = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+        # Rounding keeps the order of values: the largest rounded value is that of the largest.
+        maxima = torch.stack(torch._foreach_norm(held, torch.inf)).to(self._forms.dtype).float()
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
+        scales = dict(zip(self._weights, self._forms.cast.scales(maxima).unbind(), strict=True))
+        for gather in self._gathers:
+            gather.set_scales({name: scales[name] for name in gather.scaled})
+
+    def forget(self) -> None:
+        """Let all weights travel in two bytes again: they may change."""
+        for gather in self._gathers:
+            gather.set_scales({})

@@ -1,22 +1,33 @@
-"""An accelerator's kernels and autocast on the meta device, as far as they decide what is kept for backward.
+"""An accelerator's kernels, autocast and compiled layers on the meta device, as far as they decide what backward keeps.
 
 The meta device composes attention and RMSNorm of small operations, which keep scores of seq x seq and several copies of
 the activations; every accelerator has one kernel for each, which keeps its inputs, its output and one number a row.
 It has no autocast either.
+
+Inductor cuts a layer's graph where the fewest bytes cross from forward to backward. It computes cheap operations again,
+unless their result is the input of a matrix product: backward would have to write that to memory again. Measured on
+the graphs of the models here; ``tests/parallel/estimate/test_estimate_compiled.py`` repeats it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
+from nxdt_core.engine.dropped import cast_dropped
+from nxdt_core.engine.recompute import apply_recompute, parts_of_recomputed, routes_tokens
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["AcceleratorKernels"]
+__all__ = ["AcceleratorKernels", "keep_as_compiled"]
 
 
 class AcceleratorKernels(TorchFunctionMode):
@@ -139,3 +150,46 @@ _CAST = {
     functional.conv1d,
 }
 """What autocast runs in its dtype, of the operators that language models use."""
+
+
+def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bool) -> None:
+    """Let the layers of ``module`` keep about what they keep when they are compiled.
+
+    Activation functions keep their inputs and their result, and so do norms that are not one operation. The
+    matrices of a tensor block share one copy of their input in autocast's dtype. If inputs are gathered again, they
+    are made of the norms' inputs.
+
+    Args:
+        module: one pipeline stage on the meta device, recomputation applied, layers as they are written.
+        plan: says what a layer is, and which of its modules are cheap.
+        gathers_again: whether tensor blocks gather again what they read.
+    """
+    recomputed = set(parts_of_recomputed(module))
+    functions, norms = [], []
+    for path, part in _in_layers(module, plan):
+        if hasattr(type(part), "computed"):
+            continue
+        if matches_any(plan.cheap, path):
+            has_parameters = any(True for _ in part.parameters())
+            if not has_parameters:
+                functions.append(path)
+            elif gathers_again and part not in recomputed:
+                norms.append(path)
+        elif any(matches(pattern.rpartition(".")[0], path) for pattern in plan.norms):
+            functions.append(path)
+        if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, part, plan):
+            part.register_forward_pre_hook(_cast)
+    again = replace(plan, recompute={"again": (*functions, *norms)}, cheap=tuple(norms))
+    apply_recompute(module, again, granularity="selective", names=("again",))
+
+
+def _in_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Module]]:
+    for path, layer in [*module.named_modules()]:
+        if matches(plan.recompute_layer, path):
+            yield from ((f"{path}.{name}", part) for name, part in [*layer.named_modules()] if name)
+
+
+def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not args or not isinstance(args[0], torch.Tensor):
+        return args
+    return cast_dropped(block, args[0], compute_dtype(args[0])), *args[1:]

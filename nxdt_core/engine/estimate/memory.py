@@ -92,7 +92,7 @@ def fullest_moment(
     """
     computing = Memory(**_computing(counts, storage), **_in_flight(order, traces, received))
     if storage.gradient_use == "fresh":
-        computing = replace(computing, gradients=_peak_gradients(traces))
+        computing = replace(computing, gradients=sum(trace.peak["gradients"] for trace in traces.values()))
     moments = (
         computing,
         _reducing_first(counts, storage, computing),
@@ -203,7 +203,3 @@ def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace]
         if operation.kind != "backward_input":
             kept -= held
     return worst
-
-
-def _peak_gradients(traces: Mapping[int, MicroBatchTrace]) -> int:
-    return sum(trace.peak["gradients"] for trace in traces.values())

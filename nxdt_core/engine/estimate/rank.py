@@ -1,4 +1,7 @@
-"""One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each."""
+"""One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each.
+
+Its process group is stock torch's ``fake`` backend, of any size in one process; its collectives do nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.data.fsdp import keeps_experts
 from nxdt_core.engine.data.gathers import gather_forms
-from nxdt_core.engine.estimate.compiled import keep_as_compiled
-from nxdt_core.engine.estimate.fake_world import fake_mesh
+from nxdt_core.engine.estimate.kernels import keep_as_compiled
 from nxdt_core.engine.estimate.memory import Storage
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_parameters
@@ -29,9 +34,12 @@ from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.models.loss.logit_rows import RowKernels
 from nxdt_core.models.patterns import matches
+from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["MeasuredRank", "dimensions", "measure_rank"]
+__all__ = ["MeasuredRank", "dimensions", "fake_mesh", "measure_rank"]
+
+_FAKE = "fake"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +163,24 @@ def dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
     groups = {dim: mesh.group(dim) for dim in dims}
     data = ("dp_replicate", "fsdp", "efsdp")
     return {group.group_name: "dp" if dim in data else dim for dim, group in groups.items() if group is not None}
+
+
+@contextmanager
+def fake_mesh(sizes: MeshSizes, *, rank: int = 0) -> Iterator[ParallelMesh]:
+    """Provide the mesh of a run of ``sizes`` as its process ``rank`` sees it, for tensors of the meta device.
+
+    Raises:
+        RuntimeError: this process is in a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a process that trains cannot pretend to be another one: it has a process group")
+    dist.init_process_group(
+        f"{HOST.type}:{_FAKE},meta:{_FAKE}", rank=rank, world_size=sizes.world_size, store=FakeStore()
+    )
+    # Two device types have no default among them, which shutting down would complain of.
+    assert dist.group.WORLD is not None
+    dist.group.WORLD._set_default_backend(dist.Backend.backend_type_map[_FAKE])
+    try:
+        yield ParallelMesh.build(sizes, HOST.type)
+    finally:
+        dist.destroy_process_group()

@@ -1,9 +1,13 @@
-"""What a run of any size would need, from one process without its devices: memory, traffic, idle time, sizes."""
+"""What a run of any size would need, from one process without its devices: memory, traffic, idle time, sizes.
+
+Traffic is the bytes that a rank sends in a step: what was measured on a micro-batch, and what comes once per step. They
+are lower bounds by ring algorithms, as in :class:`nxdt_core.engine.estimate.live.WireBytes`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -11,16 +15,15 @@ from torch import nn
 from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
 from nxdt_core.engine.estimate.memory import Storage, fullest_moment
 from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
-from nxdt_core.engine.estimate.traffic import sent_in_a_step
-from nxdt_core.engine.estimate.weights import count_unique
+from nxdt_core.engine.estimate.weights import ParameterCounts, count_unique
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.expert.apply import exchange_chunks, expert_modules
-from nxdt_core.engine.expert.figures import routers_of
+from nxdt_core.engine.expert.router_metrics import routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.cuts import stage_costs
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations
-from nxdt_core.engine.shards import tables
 from nxdt_core.engine.stages import stage_layers, stages_of_rank
 from nxdt_core.engine.weights import build_whole
 from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate
@@ -29,6 +32,9 @@ from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["estimate"]
+
+_SCALE_BYTES = 4
+"""Of the largest element of a weight that travels in one byte per element, which ranks find together once per step."""
 
 
 def estimate(work: Workload) -> Estimate:
@@ -52,13 +58,13 @@ def estimate(work: Workload) -> Estimate:
     )
     cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
     work = replace(work, options=replace(work.options, pipeline_cuts=cuts))
-    shares, costs = _shares(whole, plan, work), None
+    layers, costs = _layers_of_stages(whole, plan, work), None
     if sizes.pp > 1 and plan.pipeline is not None:
-        costs = stage_costs(part_costs(whole, plan, work.builder, work.options), shares)
+        costs = stage_costs(part_costs(whole, plan, work.builder, work.options), layers)
     orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches)
     measured: dict[object, MeasuredRank] = {}
     ranks = []
-    for pp_rank, kind in enumerate(_kinds(whole, plan, work, shares)):
+    for pp_rank, kind in enumerate(_kinds(whole, plan, work, layers)):
         if kind not in measured:
             measured[kind] = measure_rank(work, storage, pp_rank)
         ranks.append(_of_rank(measured[kind], work, storage, pp_rank, orders[pp_rank]))
@@ -70,8 +76,8 @@ def estimate(work: Workload) -> Estimate:
         micro_batches=work.micro_batches,
         tokens_per_step=work.global_batch_size * work.seq_length * work.rows // work.micro_batch_size,
         bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches, costs),
-        stage_layers=tuple(map(len, shares)),
-        pipeline_cuts=tuple(share[-1] for share in shares[:-1]),
+        stage_layers=tuple(map(len, layers)),
+        pipeline_cuts=tuple(stage[-1] for stage in layers[:-1]),
         longest_rank=_longest_rank(costs or [1], sizes),
         checkpoint_bytes=_checkpoint_bytes(work, storage, whole, plan),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
@@ -142,7 +148,7 @@ def _checkpoint_bytes(work: Workload, storage: Storage, whole: nn.Module, plan: 
     return saved + (parameters - trained) * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
 
 
-def _shares(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
+def _layers_of_stages(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
     """Return the layers of each stage."""
     if work.sizes.stages == 1 or plan.pipeline is None:
         return []
@@ -158,12 +164,12 @@ def _longest_rank(costs: Sequence[int], sizes: MeshSizes) -> float:
     return max(ranks.values()) * sizes.pp / (sum(costs) or 1)
 
 
-def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, shares: Sequence[Sequence[str]]) -> list[object]:
+def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, layers: Sequence[Sequence[str]]) -> list[object]:
     """Return, by place in the pipeline, a key of ranks with equal stages; only one of a kind is measured."""
     sizes = work.sizes
-    if not shares:
+    if not layers:
         return [None] * sizes.pp
-    shapes = [tuple(_shapes(whole.get_submodule(name)) for name in share) for share in shares]
+    shapes = [tuple(_shapes(whole.get_submodule(name)) for name in stage) for stage in layers]
     return [
         tuple((number == 0, number == sizes.stages - 1, shapes[number]) for number in stages)
         for stages in (stages_of_rank(rank, sizes.pp, sizes.vpp, sizes.schedule) for rank in range(sizes.pp))
@@ -209,3 +215,58 @@ def _layout(work: Workload) -> Iterator[str]:
     if options.recompute_granularity is not None:
         what = "layers" if options.recompute_granularity == "full" else ", ".join(options.recompute_names)
         yield f"recomputes {what}"
+
+
+def sent_in_a_step(
+    measured: MeasuredRank, work: Workload, storage: Storage, stages: tuple[int, ...]
+) -> Mapping[str, int]:
+    """Return the bytes by dimension (``tp``, ``cp``, ``ep``, ``token_shuffle``, ``pp``, ``dp``), without those that
+    send none."""
+    sent: Counter[str] = Counter()
+    for trace in measured.traces:
+        for dimension, size in trace.sent.items():
+            sent[dimension] += size * work.micro_batches
+    hops = sum(_hops(stage, work.sizes) for stage in stages)
+    sent["pp"] += hops * work.hidden_bytes(measured.hidden_size) * work.micro_batches
+    sent["tp"] += round(2 * _share(work.sizes.tp) * measured.counts.partial * storage.gradient_bytes)
+    sent["dp"] += round(sum(_data(measured.counts, work.sizes, storage, work.micro_batches)))
+    return {dimension: size for dimension, size in sent.items() if size}
+
+
+def _hops(stage: int, sizes: MeshSizes) -> int:
+    """Messages of a micro-batch that leave the rank of ``stage``: hidden states onwards, their gradients back."""
+    here = rank_of_stage(stage, sizes.pp, sizes.schedule)
+    neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < sizes.stages]
+    return sum(rank_of_stage(other, sizes.pp, sizes.schedule) != here for other in neighbours)
+
+
+def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_batches: int) -> Iterator[float]:
+    """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
+    experts = (counts.experts, counts.experts_narrow, counts.experts_trained)
+    dense = (counts.local - experts[0] - counts.scaled, counts.narrow - experts[1], counts.trained - experts[2])
+    for (local, narrow, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
+        gradients = trained * storage.gradient_bytes
+        if not storage.sharded:
+            yield 2 * _share(ranks * sizes.dp_replicate) * gradients
+            continue
+        each_time = storage.zero_stage >= 2
+        gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
+        yield _share(ranks) * gathers * _travelling(local, narrow, storage)
+        yield _share(ranks) * gradients * (micro_batches if each_time else 1)
+        yield 2 * _share(sizes.dp_replicate) * gradients / ranks
+    if storage.sharded:
+        gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
+        yield _share(sizes.fsdp) * gathers * counts.scaled
+        yield 2 * _share(sizes.fsdp) * counts.scales * _SCALE_BYTES
+    if storage.sharded and storage.zero_stage == 3:  # the ends are gathered in forward alone
+        ends = _travelling(counts.first + counts.last, counts.ends_narrow, storage)
+        yield -_share(sizes.fsdp) * micro_batches * ends
+
+
+def _travelling(local: int, narrow: int, storage: Storage) -> int:
+    """Bytes of ``local`` elements that are gathered, ``narrow`` of them in autocast's dtype."""
+    return (local - narrow) * storage.compute_bytes + narrow * storage.product_bytes
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks

@@ -19,9 +19,8 @@ from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.data.fsdp import Ends, ends_of
 from nxdt_core.engine.data.gathers import GatherForms
 from nxdt_core.engine.packed_state import stepped_once, unpacked_state
-from nxdt_core.engine.rounding.adam import AdamUpdates
-from nxdt_core.engine.rounding.updates import in_buckets
-from nxdt_core.engine.shards import tables
+from nxdt_core.engine.parameters import tables
+from nxdt_core.engine.rounded_updates import AdamUpdates, in_buckets
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterShard
 from nxdt_core.protocols.parallel.mesh import MeshSizes

@@ -1,1 +1,0 @@
-"""Expert parallelism: experts over ranks, and their tokens to them."""

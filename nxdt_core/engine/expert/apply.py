@@ -7,17 +7,21 @@ have the rest. A router is in a tensor block: its gradient is a partial sum over
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.engine.context.blocks import chunks_of, in_order
 from nxdt_core.engine.expert.dispatch import AllToAllDispatcher, Sliced
-from nxdt_core.engine.expert.tokens import token_shards
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.layers import local_part
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
+from nxdt_core.models.moe.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
@@ -157,3 +161,35 @@ def _cut(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh
         local.clone(memory_format=torch.contiguous_format), mesh.mesh(*cuts), placements, run_check=False
     )
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZigZagTokens:
+    """Each rank of ``group`` holds two chunks of every sequence, as :mod:`~nxdt_core.engine.context.blocks` deals."""
+
+    group: dist.ProcessGroup
+    copies: int = 1
+    """As in :class:`~nxdt_core.models.moe.token_shards.TokenShards`."""
+    segments: int = 2
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share each sequence."""
+        return self.group.size()
+
+    def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the counts of :meth:`TokenShards.count` by one all-gather of 16 bytes for each expert, row and
+        rank."""
+        ranks = self.group.size()
+        by_rank = gather_along(counts, 0, self.group).chunk(ranks)
+        chunks = in_order(by_rank, 1)  # [batch, 2 * ranks, experts]
+        mine = list(chunks_of(self.group.rank(), ranks))
+        return exclusive_sum(chunks)[:, mine], chunks.sum((0, 1))
+
+
+def token_shards(mesh: ParallelMesh) -> TokenShards:
+    """Return what routers need to know of ``mesh``. Tensor parallel ranks route the same tokens each for itself."""
+    group = mesh.group("cp")
+    if group is None:
+        return WholeMicroBatch(copies=mesh.size("tp"))
+    return ZigZagTokens(group=group, copies=mesh.size("tp"))

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: stages, schedules, and what travels between stages."""

@@ -6,7 +6,7 @@ equal. On which rank a copy counts in norms and checkpoints is the business of w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +42,11 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
     if stage_count == 1 or plan.pipeline is None:
         return []
     ends = plan.pipeline.first, plan.pipeline.last
+    held = [dict(module.named_parameters(remove_duplicate=False)) for module in stages.values()]
     return [
-        TiedCopies(owner=owner, user=user, parameters=_present(stages.values(), (owner, user)))
+        TiedCopies(
+            owner=owner, user=user, parameters=tuple(of[name] for name in (owner, user) for of in held if name in of)
+        )
         for owner, user in plan.tied
         if {_end_of(owner, ends), _end_of(user, ends)} == {0, 1}
     ]
@@ -82,11 +85,6 @@ def sum_tied_gradients(copies: Sequence[TiedCopies], group: dist.ProcessGroup | 
             gradients[1].copy_(gradients[0])
         elif gradients:
             dist.all_reduce(gradients[0], group=group)
-
-
-def _present(modules: Iterable[nn.Module], names: tuple[str, str]) -> tuple[nn.Parameter, ...]:
-    found = [dict(module.named_parameters(remove_duplicate=False)) for module in modules]
-    return tuple(parameters[name] for name in names for parameters in found if name in parameters)
 
 
 def _end_of(parameter: str, ends: tuple[tuple[str, ...], tuple[str, ...]]) -> int | None:

@@ -1,1 +1,0 @@
-"""Tensor and sequence parallelism: layers, heads and the vocabulary, cut over ranks."""

@@ -60,7 +60,7 @@ def apply_tensor_parallel(
         gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
             layers keep them once :func:`nxdt_core.engine.recompute.drop_in_layers` was called.
         pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
-            :func:`nxdt_core.engine.tensor.padding.padded_parameters`.
+            :func:`nxdt_core.engine.tensor.heads.padded_parameters`.
 
     Raises:
         HeadsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.

@@ -26,7 +26,7 @@ from nxdt_core.distributed.collectives import (
 )
 from nxdt_core.engine.dropped import cast_dropped
 from nxdt_core.engine.tensor.gathered_again import gather_dropped, gathers_ahead
-from nxdt_core.engine.tensor.padding import PaddedDim
+from nxdt_core.engine.tensor.heads import PaddedDim
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.updates import Product, updated_linear
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.tensor.heads import HeadLayout
+from nxdt_core.engine.tensor.heads import HeadLayout, PaddedDim
 from nxdt_core.engine.tensor.layers import (
     ColumnLinear,
     GatheredColumnLinear,
@@ -24,7 +24,6 @@ from nxdt_core.engine.tensor.layers import (
     WholeColumnLinear,
     local_part,
 )
-from nxdt_core.engine.tensor.padding import PaddedDim
 from nxdt_core.engine.tensor.vocabulary_layers import SequenceEmbedding, VocabularyEmbedding, VocabularyHead
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.models.patterns import matches_any

@@ -9,7 +9,7 @@ from nxdt_core.config.schema.strategy import DistributedStrategyConfig
 from nxdt_core.config.sources.node import from_plain
 from nxdt_core.config.sources.overrides import COMMAND_LINE
 from nxdt_core.config.validate import Checked, find_impossible
-from nxdt_core.engine.rules.layout import find_impossible_layouts
+from nxdt_core.engine.layout_rules import find_impossible_layouts
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, SCHEDULE = "context_parallel_size", "expert_model_parallel_size", "pipeline_schedule"

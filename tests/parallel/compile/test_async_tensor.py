@@ -18,7 +18,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import PROFILES
-from nxdt_core.engine.estimate.fake_world import fake_mesh
+from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.layouts import NoSymmetricMemory

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.compile import compile_layers
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.callbacks.compile_time import CompileClock
@@ -154,7 +154,7 @@ class Counting(Layer):
 
 
 def test_a_layer_that_is_compiled_too_often_runs_as_written_and_is_named_once(plain, caplog, monkeypatch):
-    monkeypatch.setattr("nxdt_core.engine.compile.layers._GRAPHS", 2)
+    monkeypatch.setattr("nxdt_core.engine.compile._GRAPHS", 2)
     plain.layers["1"].__class__ = Counting
     compiled = copy.deepcopy(plain)
     with torch._dynamo.config.patch(recompile_limit=2, specialize_int=True):

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention
 
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import PROFILES
-from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.compile import compile_layers
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.blocks import BlockAttention

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.engine.context.apply import apply_context_parallel, unshard_sequence
-from nxdt_core.engine.context.zigzag import shard_of
+from nxdt_core.engine.context.blocks import shard_of
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes

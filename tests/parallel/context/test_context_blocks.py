@@ -7,9 +7,16 @@ import torch
 import torch.distributed as dist
 from nxdt_testing.ranks import process_group
 
-from nxdt_core.engine.context.blocks import local_blocks, prefix_blocks, ring_blocks
-from nxdt_core.engine.context.documents import DocumentChunks, DocumentsOfBatches, _relations
-from nxdt_core.engine.context.zigzag import in_order, shard_of
+from nxdt_core.engine.context.blocks import (
+    DocumentChunks,
+    DocumentsOfBatches,
+    _relations,
+    in_order,
+    local_blocks,
+    prefix_blocks,
+    ring_blocks,
+    shard_of,
+)
 
 CHUNK = 3
 PACKED = (

@@ -9,10 +9,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST, current_device, profile_of
-from nxdt_core.engine.context.attention.block import _KERNELS, Block, GradientSums, Merged, Window, kernel_for
-from nxdt_core.engine.context.attention.composed import ComposedKernel
-from nxdt_core.engine.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.engine.context.attention.kernel import Scoring, dense_heads
+from nxdt_core.engine.context.kernels import (
+    ComposedKernel,
+    FlashOrEfficientKernel,
+    MaskedFlashKernel,
+    Scoring,
+    dense_heads,
+)
+from nxdt_core.engine.context.partial_attention import (
+    _KERNELS,
+    AttentionGradients,
+    Block,
+    MergedAttention,
+    Window,
+    kernel_for,
+)
 from tests.sampling import slow
 
 ROWS, KEYS, WIDTH, SCALE = 12, 20, 8, 0.3
@@ -159,11 +170,11 @@ def test_kernels_of_an_accelerator_are_given_what_they_can_read(dtype, name, len
 
 def merged(blocks, query, key, value, grad):
     """Output, log-sum-exp and gradients over ``blocks``."""
-    sums = Merged(query, value, SCALE)
+    sums = MergedAttention(query, value, SCALE)
     for block in blocks:
         sums.add(block, key, value)
     output, lse = sums.result()
-    gradients = GradientSums(grad, query, value, output, lse, SCALE)
+    gradients = AttentionGradients(grad, query, value, output, lse, SCALE)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     for block in blocks:
         gradients.add(block, key, value, grad_key, grad_value)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.data import overlapped_sums
-from nxdt_core.engine.data.overlapped_sums import OverlappedSums
+from nxdt_core.engine import gradients
+from nxdt_core.engine.gradients import OverlappedSums
 from tests.parallel.data.test_gather_order import LAYER, TABLE
 from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
 from tests.sampling import slow
@@ -40,7 +40,7 @@ class Order(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def order(bucket_bytes: int, *overrides: str) -> list[int | str]:
     """Of the first rank in its second step, of two micro-batches."""
-    overlapped_sums._BUCKET_BYTES = bucket_bytes
+    gradients._BUCKET_BYTES = bucket_bytes
     with running(configured("llama-tiny", "fp32", 2, f"{STRATEGY}zero1=false", *overrides)) as (_, model, step):
         step()
         with Order(model.local_modules()[0]) as found:
@@ -62,7 +62,7 @@ def test_sums_start_while_backward_computes_the_next_gradients(ranks, overrides)
 def sums_by_hand(requires: Sequence[bool]) -> list[list[float]]:
     """Gradients of a rank after sums that start in a backward, of parameters of which some need no gradients."""
     with process_group():
-        overlapped_sums._BUCKET_BYTES = 8
+        gradients._BUCKET_BYTES = 8
         parameters = [nn.Parameter(torch.ones(2), requires_grad=needs) for needs in requires]
         sums = OverlappedSums(dist.group.WORLD, parameters, hooked=True)
         for parameter in parameters:

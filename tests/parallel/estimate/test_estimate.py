@@ -10,8 +10,8 @@ from nxdt_plugin_llama.modeling import Llama
 from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
-from nxdt_core.engine.estimate import configured
-from nxdt_core.engine.estimate.fake_world import fake_mesh
+from nxdt_core.engine.estimate import workload
+from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.errors.launch import UnknownAccelerator
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -198,7 +198,7 @@ def test_a_run_can_be_planned_for_devices_that_are_not_here():
 
 def test_auto_is_the_accelerator_of_this_machine_where_there_is_one(monkeypatch):
     unknown = planned()
-    monkeypatch.setattr(configured, "available_type", lambda: "cuda")
+    monkeypatch.setattr(workload, "available_type", lambda: "cuda")
     assert planned.__wrapped__() == planned("trainer.accelerator=cuda") != unknown
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.engine.compile.layers import compile_layers
+from nxdt_core.engine.compile import compile_layers
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan
 from tests.parallel.compile.partition import Kept, Partition

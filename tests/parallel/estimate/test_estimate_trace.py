@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.engine.estimate.fake_world import fake_mesh
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
 from nxdt_core.engine.estimate.live import LiveBytes, WireBytes
 from nxdt_core.engine.estimate.memory import Storage, fullest_moment
+from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.engine.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
 from nxdt_core.engine.pipeline.schedules import schedule_operations

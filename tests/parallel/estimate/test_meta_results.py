@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.estimate import meta_results
-from nxdt_core.engine.estimate.meta_results import meta_result
+from nxdt_core.engine.estimate import live
+from nxdt_core.engine.estimate.live import meta_result
 
 aten = torch.ops.aten
 
@@ -28,11 +28,11 @@ class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)  # thrice in place would be something else
         expected = form(func(*args, **kwargs))
         first = meta_result(func, args, kwargs)
-        known = len(meta_results._known)
+        known = len(live._known)
         second = meta_result(func, args, kwargs)
         assert form(first) == form(second) == expected, func
-        assert len(meta_results._known) == known
-        self.remembered += meta_results._known.get(meta_results._key(func, args, kwargs)) is not None
+        assert len(live._known) == known
+        self.remembered += live._known.get(live._key(func, args, kwargs)) is not None
         return second
 
 
@@ -47,7 +47,7 @@ def form(result: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_results, "_known", {})
+    monkeypatch.setattr(live, "_known", {})
 
 
 def test_a_layer_has_the_forms_that_torch_gives_it() -> None:
@@ -104,7 +104,7 @@ def test_values_are_computed() -> None:
     numbers = torch.arange(4.0)
     for _ in range(2):
         assert meta_result(aten.add.Tensor, (numbers, numbers), {}).tolist() == [0.0, 2.0, 4.0, 6.0]
-    assert not meta_results._known
+    assert not live._known
 
 
 def test_what_torch_refuses_is_refused_each_time() -> None:

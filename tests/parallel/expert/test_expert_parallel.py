@@ -12,7 +12,7 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.engine.context.zigzag import in_order, shard_of
+from nxdt_core.engine.context.blocks import in_order, shard_of
 from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_parameters
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters

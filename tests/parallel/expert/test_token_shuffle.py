@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_parameters
-from nxdt_core.engine.expert.shuffle import apply_token_shuffle, dealt
+from nxdt_core.engine.expert.dispatch import apply_token_shuffle, dealt
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.models.moe.experts import SwiGLUExperts

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.loss.chunked import chunk_loss, linear_cross_entropies
+from nxdt_core.engine.chunked_loss import chunk_loss, linear_cross_entropies
 from nxdt_core.errors.models import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
 from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
 from nxdt_core.models.loss.token_losses import TokenLosses, head_output

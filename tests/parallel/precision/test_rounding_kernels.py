@@ -17,12 +17,10 @@ from torch._inductor import config, metrics
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nxdt_core.distributed.devices import HOST, current_device
-from nxdt_core.engine.rounding import kernels
-from nxdt_core.engine.rounding.adam import AdamUpdates
-from nxdt_core.engine.rounding.kernels import BlockKernel, apart, backend_on, can_compile
-from nxdt_core.engine.rounding.masters import rounded_weights
-from nxdt_core.engine.rounding.policy import StochasticRounding
-from nxdt_core.engine.rounding.updates import StochasticUpdates, round_into
+from nxdt_core.engine import rounding
+from nxdt_core.engine.data.masters import rounded_weights
+from nxdt_core.engine.rounded_updates import AdamUpdates, StochasticUpdates, round_into
+from nxdt_core.engine.rounding import BlockKernel, StochasticRounding, apart, backend_on, can_compile
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
 from tests.integer_widths import IntegerWidths
@@ -113,7 +111,7 @@ def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name
 
 @pytest.mark.slow
 def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
-    monkeypatch.setattr("nxdt_core.engine.rounding.masters.backend_on", lambda device: "compile")
+    monkeypatch.setattr("nxdt_core.engine.data.masters.backend_on", lambda device: "compile")
     master = nn.Parameter(torch.randn(300, 401))
     before = master.detach().clone()
     with counting_bytes() as counted, rounded_weights([(master, "w", whole(300, 401))], StochasticRounding(seed=0), 1):
@@ -159,7 +157,7 @@ def rounded_masters(places, backend, device=HOST):
     masters = {name: nn.Parameter(value.to(device, copy=True)) for name, value in before.items()}
     of_places = [(masters[name], name, place) for name, place in places.items()]
     with (
-        mock.patch("nxdt_core.engine.rounding.masters.backend_on", return_value=backend),
+        mock.patch("nxdt_core.engine.data.masters.backend_on", return_value=backend),
         rounded_weights(of_places, StochasticRounding(seed=0), 1),
     ):
         found = {name: master.detach().to(HOST, copy=True) for name, master in masters.items()}
@@ -284,7 +282,7 @@ def test_weights_that_are_not_contiguous_are_updated():
 
 def test_pieces_of_a_block_are_rounded_as_the_block(monkeypatch):
     expected, _ = stepped(PLACES)
-    monkeypatch.setattr(kernels, "_PIECE_ON_HOST", 1000)
+    monkeypatch.setattr(rounding, "_PIECE_ON_HOST", 1000)
     found, _ = stepped(PLACES)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -329,7 +327,7 @@ def launches(places, monkeypatch, **options):
     with monkeypatch.context() as patched:
         for step in range(2):
             counted = Launches()
-            patched.setattr(kernels, "_compiled", counted.stand_in)
+            patched.setattr(rounding, "_compiled", counted.stand_in)
             give_gradients(weights, step)
             with counted:
                 updates.apply(step)
@@ -350,8 +348,8 @@ def test_other_optimizers_launch_one_kernel_to_round_each_parameter(monkeypatch)
 
 def test_one_graph_serves_all_parameters_and_every_rate(monkeypatch):
     counter = CompileCounter()
-    profile = replace(kernels.profile_of(torch.device("cpu")), compile_backend=counter)
-    monkeypatch.setattr(kernels, "profile_of", lambda device: profile)
+    profile = replace(rounding.profile_of(torch.device("cpu")), compile_backend=counter)
+    monkeypatch.setattr(rounding, "profile_of", lambda device: profile)
     torch._dynamo.reset()
     weights, updates, inner = made({**layers(2), "cut": CUT}, backend="compile")
     for step in range(5):
@@ -372,8 +370,8 @@ def test_one_graph_serves_all_parameters_and_every_rate(monkeypatch):
 )
 def test_compiled_updates_have_integers_of_one_width(monkeypatch, state, optimizer):
     found = IntegerWidths()
-    profile = replace(kernels.profile_of(HOST), compile_backend=found)
-    monkeypatch.setattr(kernels, "profile_of", lambda device: profile)
+    profile = replace(rounding.profile_of(HOST), compile_backend=found)
+    monkeypatch.setattr(rounding, "profile_of", lambda device: profile)
     torch._dynamo.reset()
     places = {name: PLACES[name] for name in ("norm", "cut")}
     stepped(places, state=state, optimizer=optimizer, backend="compile", steps=1)
@@ -385,7 +383,7 @@ def test_a_missing_compiler_is_said_once_and_the_rounding_is_the_same(monkeypatc
     def broken(function, backend):
         raise RuntimeError("no g++ here\nand more")
 
-    monkeypatch.setattr(kernels, "_compiled", broken)
+    monkeypatch.setattr(rounding, "_compiled", broken)
     can_compile.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor import apply
-from nxdt_core.engine.tensor.padding import PaddedDim, padded_parameters, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
 from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch

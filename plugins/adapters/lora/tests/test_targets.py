@@ -5,7 +5,7 @@ import torch
 from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSavedWhole
 from nxdt_testing.errors import raises
 
-from nxdt_core.engine.estimate.fake_world import fake_mesh
+from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.layout import LayoutOptions, lay_out
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy

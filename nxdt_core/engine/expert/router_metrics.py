@@ -14,7 +14,7 @@ from torch.nn import functional
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["RouterFigures", "routers_of"]
+__all__ = ["RouterMetrics", "routers_of"]
 
 _BEHIND = 3
 """Columns behind those of the experts: dropped assignments, entropies, tokens."""
@@ -29,8 +29,8 @@ def routers_of(whole: nn.Module, plan: ParallelPlan) -> dict[str, int]:
     }
 
 
-class RouterFigures:
-    """Adds up the statistics of this process's routers, and computes figures from the sums of all processes.
+class RouterMetrics:
+    """Adds up the statistics of this process's routers, and computes metrics from the sums of all processes.
 
     Statistics are read when a stage's forward ends, which recomputation does not repeat. Nothing leaves the device.
 
@@ -65,7 +65,7 @@ class RouterFigures:
             for hook in hooks:
                 hook.remove()
 
-    def figures(self, sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    def metrics(self, sums: torch.Tensor) -> dict[str, torch.Tensor]:
         """Scalars from the :attr:`sums` of all processes, added up; none where the model has no routers.
 
         ``expert_load_max`` and ``expert_load_min``: assignments of the busiest and of the idlest expert of all layers,
@@ -95,5 +95,5 @@ class RouterFigures:
                 continue
             said = part.statistics
             missing = self.sums.shape[1] - _BEHIND - len(said.assigned)
-            figures = torch.stack((said.dropped, said.entropy, said.tokens))
-            self.sums[row] += torch.cat((functional.pad(said.assigned, (0, missing)), figures))
+            metrics = torch.stack((said.dropped, said.entropy, said.tokens))
+            self.sums[row] += torch.cat((functional.pad(said.assigned, (0, missing)), metrics))

@@ -9,12 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.context.attention.composed import ComposedKernel
-from nxdt_core.engine.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
-from nxdt_core.engine.context.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads
+from nxdt_core.engine.context.kernels import (
+    AttentionKernel,
+    ComposedKernel,
+    FlashOrEfficientKernel,
+    MaskedFlashKernel,
+    Scoring,
+    accumulation_dtype,
+    dense_heads,
+)
 from nxdt_core.models.attention.window import block_rows
 
-__all__ = ["Block", "GradientSums", "Merged", "Window", "kernel_for"]
+__all__ = ["AttentionGradients", "Block", "MergedAttention", "Window", "kernel_for"]
+
 
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
@@ -67,7 +74,7 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
     return kernel if kernel.takes(query, value) else _KERNELS["composed"]
 
 
-class Merged:
+class MergedAttention:
     """Output and log-sum-exp over the blocks so far, in float32 at least.
 
     A new part with log-sum-exp b joins what has log-sum-exp a with the weight exp(b) / (exp(a) + exp(b)), which is
@@ -101,7 +108,7 @@ class Merged:
         return self._output.to(self._query.dtype), self._lse
 
 
-class GradientSums:
+class AttentionGradients:
     """Gradients over the blocks so far, added up in float32 at least."""
 
     def __init__(

@@ -7,6 +7,7 @@ tokens, and no ranks that share the vocabulary.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.engine.compile import one_graph
 from nxdt_core.engine.tensor.layers import local_part
 from nxdt_core.engine.tensor.vocabulary_layers import VocabularyHead
 from nxdt_core.engine.vocabulary_loss import over_ranks, rows_here
@@ -28,7 +30,7 @@ from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["chunk_loss", "linear_cross_entropies"]
+__all__ = ["chunk_loss", "compiled_rows", "linear_cross_entropies"]
 
 
 def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: RowKernels = IN_CHUNKS) -> None:
@@ -176,3 +178,44 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total.addmm_(left, right)
     else:
         total += left @ right
+
+
+@functools.cache
+def compiled_rows(backend: str, *, static_shapes: bool = False) -> RowKernels:
+    """Compile the passes when they first run; arguments as of
+    :func:`nxdt_core.engine.compile.compile_layers`."""
+    dynamic = False if static_shapes else None
+    compiled = functools.partial(one_graph, dynamic=dynamic, backend=backend)
+    sums, gradients = compiled(_sums), compiled(_gradients)
+
+    def of_plain(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        # Logits require gradients in training and not in validation: that would be two graphs.
+        both: tuple[torch.Tensor, torch.Tensor] = sums(rows.detach(), columns, dtype)
+        return both
+
+    return RowKernels(of_plain, gradients)
+
+
+def _sums(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Written as inductor's pass for an online softmax looks for it: a Triton kernel then reads rows once.
+
+    ``torch.logsumexp`` replaces infinite maxima between the two reductions, so that the pass does not find it.
+    """
+    values = rows.to(dtype)
+    largest = values.amax(1, keepdim=True)
+    total = (values - largest).exp().sum(1, keepdim=True)
+    return (total.log() + largest).squeeze(1), values.gather(1, columns[:, None]).squeeze(1)
+
+
+def _gradients(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    log_sums: torch.Tensor,
+    hits: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    probabilities = (rows - log_sums[:, None]).exp()  # in the dtype of log_sums
+    hit = torch.arange(rows.shape[1], device=rows.device) == columns[:, None]
+    out.copy_((probabilities + torch.where(hit, hits[:, None], 0)) * scale[:, None])
+    return out

@@ -1,7 +1,11 @@
-"""One kernel for each parameter: element-wise functions over a parameter's block, compiled or operation by operation.
+"""Stochastic rounding of weights: of updates where there are no masters, else of the copies of masters.
 
-On a host all ways give the same bits (no compiler setting there merges a product and a sum), so that what is too small
-to be worth compiling need not be.
+Which way an element is rounded is a function of (seed, step, global parameter name, global element) alone: the same on
+every replica and in every layout, and there is no state to save.
+
+Kernels are element-wise functions over a parameter's block, compiled or operation by operation. On a host all ways give
+the same bits (no compiler setting there merges a product and a sum), so that what is too small to be worth compiling
+need not be.
 """
 
 from __future__ import annotations
@@ -14,27 +18,62 @@ from typing import Any, Literal
 
 import torch
 
-from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.compile.one_graph import one_graph
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.engine.compile import one_graph
 from nxdt_core.models.random.positions import Rows, rows_of
-from nxdt_core.models.random.rounding import element_numbers
+from nxdt_core.models.random.rounding import element_numbers, rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["Backend", "BlockKernel", "Numbers", "apart", "backend_on", "can_compile"]
+__all__ = [
+    "Backend",
+    "BlockKernel",
+    "Numbers",
+    "StochasticRounding",
+    "apart",
+    "backend_on",
+    "can_compile",
+    "masters_rounded",
+    "updates_rounded",
+]
 
 Backend = Literal["eager", "compile"]
 """What runs a kernel: torch operation by operation, or ``torch.compile``."""
-
 _PIECE_COMPILED = 2**30
 """Elements of a kernel's call: 32-bit numbers count them."""
 _PIECE_ON_HOST = 2**16
 """Without a compiler: temporary tensors stay in a core's cache."""
 _PIECE = 2**24
 """Without a compiler, elsewhere: each piece costs launches, and some temporary tensors of 64 MiB."""
-
 _log = logging.getLogger(__name__)
-
 Function = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StochasticRounding:
+    """The seed of stochastic rounding, and the dtype of the optimizer's state."""
+
+    seed: int
+    state: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the optimizer's state between steps."""
+
+    def keys(self, step: int, names: Sequence[str], device: torch.device) -> torch.Tensor:
+        """Return the keys of tensors in one step, int32 [names, KEY_WORDS], in one copy to the device."""
+        words = [rounding_key(self.seed, f"rounding\0{step}\0{name}") for name in names]
+        return torch.tensor(words, dtype=torch.int32, device=HOST).to(device, non_blocking=True)
+
+
+def updates_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
+    """Return how a policy rounds what the optimizer makes of the weights; None where it has masters, or rounds to
+    nearest."""
+    if not policy.stochastic_rounding or policy.master_weights:
+        return None
+    return StochasticRounding(seed=seed, state="bfloat16" if policy.optimizer_state == "bfloat16" else "float32")
+
+
+def masters_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
+    """Return how a policy rounds masters to what is computed with; None where it rounds to nearest, or has none."""
+    return StochasticRounding(seed=seed) if policy.stochastic_rounding and policy.master_weights else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,25 @@
-"""``torch.compile``, layer by layer."""
+"""``torch.compile``: layers one by one, functions as one graph, and asynchronous tensor parallelism of compiled layers.
+
+Asynchronous: compiled layers compute with the parts of a tensor that have arrived. A pass of inductor takes the
+all-gather before a product, or the reduce-scatter behind one, into the product (Wang et al. 2023,
+doi:10.1145/3567955.3567959). Its kernels copy parts between the symmetric memory of the ranks.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from nxdt_core.engine.compile.one_graph import one_graph
+from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.recompute import defined_forward, forward_within
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.models.attention.documents import DocumentMasks
@@ -21,13 +28,13 @@ from nxdt_core.models.patterns import matches
 from nxdt_core.models.step_border import at_border, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["compile_layers"]
+__all__ = ["compile_layers", "one_graph", "pipeline_collectives"]
 
 _log = logging.getLogger(__name__)
-
 _GRAPHS = 64
 """Graphs per class of layers. Layers of several kinds soon reach torch's default limit, 8: in training, in validation
 and as a reference, each with a graph for one sequence length and one for any."""
+Result = TypeVar("Result")
 
 
 def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, static_shapes: bool = False) -> None:
@@ -98,7 +105,8 @@ class _CompiledForward:
             output = self._pieces(*args, **kwargs)
             self._in_pieces.add(self._kind)
             kind = TooManyGraphs if isinstance(error, FailOnRecompileLimitHit) else LayerNotWhole
-            _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=_reason(error)))
+            reason = " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")  # without torch's hints
+            _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=reason))
             return output
 
 
@@ -121,15 +129,43 @@ class _Documents:
             ids = args[self._position]
         if ids is None or not self._cores:
             return {}
-        hidden = next(value for value in (*args, *kwargs.values()) if _is_floating(value))
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        hidden = next(tensor for tensor in tensors if tensor.is_floating_point())
         dtype = compute_dtype(hidden)
         return dict(core.made(ids, dtype) for core in self._cores)
 
 
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+def one_graph(function: Callable[..., Result], **options: Any) -> Callable[..., Result]:
+    """Return ``function`` compiled into one graph when it first runs.
+
+    Under a dispatch mode of the caller, such as :class:`torch.utils.flop_counter.FlopCounterMode`, torch runs every
+    operation eagerly, so that the mode sees it, and then raises an error because there is no graph. Here the function
+    runs as written instead.
+
+    Args:
+        function: to compile; it breaks the graph nowhere.
+        options: of :func:`torch.compile`, such as ``backend`` and ``dynamic``.
+    """
+    compiled: Callable[..., Result] = torch.compile(function, fullgraph=True, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        observed = is_in_torch_dispatch_mode(include_infra_modes=False)
+        return function(*args, **kwargs) if observed else compiled(*args, **kwargs)
+
+    return call
 
 
-def _reason(error: Exception) -> str:
-    """What torch says, without its hints."""
-    return " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")
+def pipeline_collectives(mesh: ParallelMesh) -> None:
+    """Let the layers that are compiled from now on pipeline what their tensor parallel ranks exchange.
+
+    Every rank of the group calls it. The switch is torch's, of the process, and part of the key of a cached graph.
+    """
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    group = mesh.group("tp")
+    if group is None:
+        return
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)

@@ -10,7 +10,7 @@ from nxdt_testing.models.moe import MoEBuilder
 from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
 from torch import nn
 
-from nxdt_core.engine.expert.figures import RouterFigures, routers_of
+from nxdt_core.engine.expert.router_metrics import RouterMetrics, routers_of
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.random.init import initialize
@@ -31,13 +31,13 @@ def micro_batches():
 
 
 def figures_of(model, plan, batches, *, backward=True):
-    figures = RouterFigures(routers_of(model, plan), [model], device=batches.device, dtype=torch.float32)
-    with figures.counting():
+    metrics = RouterMetrics(routers_of(model, plan), [model], device=batches.device, dtype=torch.float32)
+    with metrics.counting():
         for tokens in batches:
             loss = model(tokens).square().mean()
             if backward:
                 loss.backward()
-    return figures.figures(figures.sums)
+    return metrics.metrics(metrics.sums)
 
 
 def by_definition(model, batches):
@@ -74,24 +74,24 @@ def test_the_figures_of_several_micro_batches_are_those_of_their_definition():
 def test_what_is_recomputed_is_counted_once(names):
     model, plan = small()
     expected = figures_of(model, plan, micro_batches())
-    figures = RouterFigures(routers_of(model, plan), [model], device=torch.device("cpu"), dtype=torch.float32)
+    metrics = RouterMetrics(routers_of(model, plan), [model], device=torch.device("cpu"), dtype=torch.float32)
     apply_recompute(model, plan, granularity="selective" if names else "full", names=names)
-    with figures.counting():
+    with metrics.counting():
         for tokens in micro_batches():
             model(tokens).square().mean().backward()
-    assert figures.sums[:, -1].tolist() == [3 * 24, 3 * 24]
-    assert figures.figures(figures.sums) == expected
+    assert metrics.sums[:, -1].tolist() == [3 * 24, 3 * 24]
+    assert metrics.metrics(metrics.sums) == expected
 
 
 def test_every_step_counts_from_zero():
     model, plan = small()
-    figures = RouterFigures(routers_of(model, plan), [model], device=torch.device("cpu"), dtype=torch.float32)
+    metrics = RouterMetrics(routers_of(model, plan), [model], device=torch.device("cpu"), dtype=torch.float32)
     for _ in range(2):
-        with figures.counting():
+        with metrics.counting():
             model(micro_batches()[0])
-        assert figures.sums[:, :-3].sum(1).tolist() == [24 * 2, 24 * 2]
+        assert metrics.sums[:, :-3].sum(1).tolist() == [24 * 2, 24 * 2]
     model(micro_batches()[0])
-    assert figures.sums[0, -1] == 24
+    assert metrics.sums[0, -1] == 24
 
 
 def test_nothing_asks_the_device_for_a_number():
@@ -103,9 +103,9 @@ def test_nothing_asks_the_device_for_a_number():
 
 
 def test_layers_may_have_different_numbers_of_experts():
-    figures = RouterFigures({"a": 4, "b": 2}, [], device=torch.device("cpu"), dtype=torch.float32)
+    metrics = RouterMetrics({"a": 4, "b": 2}, [], device=torch.device("cpu"), dtype=torch.float32)
     sums = torch.tensor([[1, 2, 3, 2, 1, 4.0, 4], [3, 5, 0, 0, 1, 2.0, 4]])  # no expert of b has the last two
-    found = {name: value.item() for name, value in figures.figures(sums).items()}
+    found = {name: value.item() for name, value in metrics.metrics(sums).items()}
     expected = {
         "expert_load_max": 1.5,
         "expert_load_layer_max": (1.5 + 1.25) / 2,

@@ -1,28 +1,141 @@
-"""Adam and AdamW over weights that are rounded stochastically: each element is read and written once.
+"""Updates of weights that have no masters: computed in float32 and rounded stochastically into bfloat16.
 
-The state is that of torch's, under the same names.
+For Adam and AdamW one kernel reads and writes each element once. The state is that of torch's, under the same names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.rounding.kernels import Backend, BlockKernel, Numbers, apart
-from nxdt_core.engine.rounding.policy import StochasticRounding
+from nxdt_core.engine.rounding import Backend, BlockKernel, Numbers, StochasticRounding, apart
 from nxdt_core.models.random.rounding import KEY_WORDS, noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 
-__all__ = ["AdamUpdates"]
+__all__ = ["AdamUpdates", "StochasticUpdates", "in_buckets", "round_into"]
 
+BUCKET_ELEMENTS = 2**25
+"""Elements of whole parameters whose weights and gradients exist in float32 at a time: 256 MiB of both."""
 _LEAVES = ("", "/exp_avg", "/exp_avg_sq")
 """What is rounded of a parameter: its weights, then the state where that is bfloat16."""
 _OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
 """Options of torch's that change the arithmetic; the configuration has none of them."""
+
+
+class StochasticUpdates:
+    """Updates weights that are rounded by an optimizer that sees float32.
+
+    Torch's Adam and AdamW take :class:`AdamUpdates`. Any other optimizer works on float32 stand-ins of the weights,
+    some parameters at a time: it is called once per bucket, and leaves parameters without a gradient alone. Buckets are
+    made of the sizes of whole parameters, so that ranks that share them have the same ones.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        places: Mapping[str, ParameterShard],
+        rounding: StochasticRounding,
+        *,
+        backend: Backend = "eager",
+    ) -> None:
+        """``weights``: this rank's shards by global name; ``places``: where each is in its whole; ``backend`` as for
+        :class:`BlockKernel`."""
+        self._weights = weights
+        self._places = places
+        self._rounding = rounding
+        self._backend: Backend = backend
+        self._kernel = BlockKernel(round_into, backend=backend)
+        self._adam: AdamUpdates | None = None
+        self.stand_ins = {name: nn.Parameter(_without_memory(weight)) for name, weight in weights.items()}
+        """What the optimizer is to be built over; they have memory while it works on them."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer that was built over the stand-ins."""
+        self._optimizer = optimizer
+        if AdamUpdates.handles(optimizer):
+            self._adam = AdamUpdates(
+                optimizer, self._weights, self._places, self.stand_ins, self._rounding, backend=self._backend
+            )
+
+    def apply(self, step: int) -> None:
+        """Update all weights that have a gradient; ``step`` is the number of this update in the run."""
+        if self._adam is not None:
+            self._adam.apply(step)
+            return
+        sizes = {name: math.prod(self._places[name].shape) for name, w in self._weights.items() if w.grad is not None}
+        for bucket in in_buckets(sizes):
+            self._borrow(bucket)
+            self._optimizer.step()
+            self._give_back(bucket, step)
+
+    def _borrow(self, names: list[str]) -> None:
+        for name in names:
+            weight, stand_in = self._weights[name], self.stand_ins[name]
+            assert weight.grad is not None
+            stand_in.data, stand_in.grad = weight.detach().float(), weight.grad.float()
+            state = self._optimizer.state[stand_in]
+            for leaf in self._narrow(name, torch.bfloat16):
+                state[leaf] = state[leaf].float()
+
+    def _give_back(self, names: list[str], step: int) -> None:
+        rounded = []
+        for name in names:
+            state = self._optimizer.state[self.stand_ins[name]]
+            for leaf in self._narrow(name, torch.float32):
+                target = torch.zeros_like(state[leaf], dtype=torch.bfloat16)
+                rounded.append((name, f"{name}/{leaf}", target, state[leaf]))
+                state[leaf] = target
+            rounded.append((name, name, self._weights[name].detach(), self.stand_ins[name].data))
+        keys = self._rounding.keys(step, [key for _, key, _, _ in rounded], rounded[0][2].device)
+        for (name, _, target, values), key in zip(rounded, apart(keys, self._backend), strict=True):
+            self._kernel(self._places[name], (target, values), key)
+        for name in names:
+            stand_in = self.stand_ins[name]
+            stand_in.data, stand_in.grad = _without_memory(self._weights[name]), None
+
+    def _narrow(self, name: str, dtype: torch.dtype) -> list[str]:
+        """Names of the state that is kept in bfloat16, as far as it has ``dtype`` now."""
+        if self._rounding.state == "float32":
+            return []
+        stand_in = self.stand_ins[name]
+        return [
+            leaf
+            for leaf, value in self._optimizer.state[stand_in].items()
+            if isinstance(value, torch.Tensor)
+            and value.dtype == dtype
+            and value.dim()
+            and value.shape == stand_in.shape
+        ]
+
+
+def in_buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names by bucket, in their order; ``sizes`` are elements of whole parameters."""
+    bucket: list[str] = []
+    filled = 0
+    for name, elements in sizes.items():
+        if bucket and filled + elements > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += elements
+    if bucket:
+        yield bucket
+
+
+def round_into(target: torch.Tensor, values: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
+    """Round float32 ``values`` into ``target``; a function for :class:`BlockKernel`."""
+    target.copy_(rounded(values, noise(numbers.of(values), key)))
+
+
+def _without_memory(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 tensor of the weight's shape with the memory of one number."""
+    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
 
 class AdamUpdates:

@@ -1,20 +1,24 @@
-"""Masters without FSDP2: copies, in the compute dtype, of weights that no other rank holds.
+"""Weights that modules compute with where their masters are float32: copies without FSDP2, and rounded shards.
 
-FSDP2 casts, gathers, reduces and frees through its own buffers, even with only one rank. Here a step casts each master
-once, and each gradient is added to the master's as soon as it is available.
+FSDP2 casts, gathers, reduces and frees through its own buffers, even with only one rank. :class:`CopiedMasters` cast
+each master once per step where no other rank holds the weights, and add each gradient to the master's as soon as it is
+available. :func:`rounded_weights` rounds masters stochastically, so that the cast of FSDP2 is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of, placed_like
+from nxdt_core.engine.rounding import BlockKernel, Numbers, StochasticRounding, apart, backend_on
+from nxdt_core.models.random.rounding import noise, rounded
+from nxdt_core.protocols.optimizer import ParameterShard
 
-__all__ = ["CopiedMasters"]
+__all__ = ["CopiedMasters", "rounded_weights"]
 
 
 class CopiedMasters:
@@ -87,3 +91,51 @@ def _without_memory(master: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     local = torch.empty_like(local_of(master), dtype=dtype, memory_format=torch.contiguous_format)
     local.untyped_storage().resize_(0)
     return placed_like(local, master)
+
+
+@contextmanager
+def rounded_weights(
+    parameters: Iterable[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding | None, step: int
+) -> Iterator[None]:
+    """Round float32 shards to values of bfloat16 within the block, so that the cast when they are gathered is exact.
+
+    However often a layer is gathered in a step, its copy is the same. The masters are kept too: 4 bytes per element
+    of this rank's shards.
+
+    Args:
+        parameters: with the global name and the place of this rank's elements in the whole.
+        rounding: None does nothing.
+        step: number of the step in the run.
+    """
+    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    if rounding is not None:
+        kept = _round(list(parameters), rounding, step)
+    try:
+        yield
+    finally:
+        if kept:  # read again: FSDP2 may have moved a shard that it had to pad
+            torch._foreach_copy_([local_of(parameter).detach() for parameter, _ in kept], [copy for _, copy in kept])
+
+
+def _round(
+    parameters: list[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding, step: int
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Round shards in place, and return what they were."""
+    shards = [local_of(parameter).detach() for parameter, _, _ in parameters]
+    if not shards:
+        return []
+    device = shards[0].device
+    backend = backend_on(device)
+    kernel = BlockKernel(_keep_and_round, backend=backend)
+    keys = apart(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
+    kept = []
+    for (parameter, _, place), shard, key in zip(parameters, shards, keys, strict=True):
+        copy = torch.empty_like(shard)
+        kernel(place, (shard, copy), key)
+        kept.append((parameter, copy))
+    return kept
+
+
+def _keep_and_round(shard: torch.Tensor, kept: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
+    kept.copy_(shard)
+    shard.copy_(rounded(shard, noise(numbers.of(shard), key)))

@@ -1,1 +1,0 @@
-"""``torch.compile``: layers, one by one, and the cache of their graphs."""

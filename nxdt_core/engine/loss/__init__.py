@@ -1,1 +1,0 @@
-"""Losses of the torch engine: compiled, in chunks, and as log-probabilities."""
