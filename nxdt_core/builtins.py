@@ -8,9 +8,7 @@ from __future__ import annotations
 from nxdt_core.api import Component, EngineComponent, StoreComponent, hookimpl
 from nxdt_core.distributed.device_records import DEVICE_PROFILES
 from nxdt_core.launch.launchers.records import LAUNCHERS
-from nxdt_core.train.optimizers.records import OPTIMIZERS
-from nxdt_core.train.precision.records import POLICIES
-from nxdt_core.train.schedules.records import SCHEDULES
+from nxdt_core.train.records import OPTIMIZERS, POLICIES, SCHEDULES
 
 _TORCH_ENGINE = frozenset(
     {
@@ -164,19 +162,19 @@ def nxdt_callbacks() -> list[Component]:
         ),
         Component(
             name="tensorboard",
-            target="nxdt_core.train.loggers.clients:TensorBoard",
+            target="nxdt_core.train.loggers:TensorBoard",
             summary="TensorBoard event files in the run's directory",
         ),
         Component(
             name="wandb",
-            target="nxdt_core.train.loggers.clients:Wandb",
-            config="nxdt_core.train.loggers.config:WandbConfig",
+            target="nxdt_core.train.loggers:Wandb",
+            config="nxdt_core.train.loggers:WandbConfig",
             summary="Weights & Biases; needs nxdt-core[wandb]",
         ),
         Component(
             name="mlflow",
-            target="nxdt_core.train.loggers.clients:MLflow",
-            config="nxdt_core.train.loggers.config:MLFlowConfig",
+            target="nxdt_core.train.loggers:MLflow",
+            config="nxdt_core.train.loggers:MLFlowConfig",
             summary="MLflow; needs nxdt-core[mlflow]",
         ),
     ]

@@ -20,7 +20,7 @@ from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
 from nxdt_core.train import build, train
 from nxdt_core.train.callbacks import checkpoints, console
-from nxdt_core.train.step_times import STEPS, StepTimes
+from nxdt_core.train.callbacks.checkpoints import STEPS, StepTimes
 from tests.training.small import SMALL
 
 

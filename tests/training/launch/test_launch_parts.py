@@ -36,7 +36,7 @@ from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.progress import process_age_s
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.train.callbacks.console import Console
-from nxdt_core.train.callbacks.signals import StopSignals
+from nxdt_core.train.callbacks.stopping import StopSignals
 from nxdt_core.train.run.out_of_memory import MemoryUse, compare, memory_errors_explained
 
 USUAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
