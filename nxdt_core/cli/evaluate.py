@@ -99,7 +99,7 @@ def _records(
     from nxdt_core.data.files.unused_fields import UnusedFields
     from nxdt_core.train.inference.evaluate import evaluate as ask
     from nxdt_core.train.inference.evaluate import questions, scores
-    from nxdt_core.train.inference.sampling import Sampling
+    from nxdt_core.train.inference.generate import Sampling
 
     unused = UnusedFields(loaded.chat_keys.unused_fields)
     asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit, unused=unused))

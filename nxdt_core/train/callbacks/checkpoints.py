@@ -20,7 +20,7 @@ from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
 from nxdt_core.train.run.metric_files import FigureFiles
 from nxdt_core.train.session import SaveFacts
-from nxdt_core.train.weights.hf_form import HFForm
+from nxdt_core.train.weights.export import HFForm
 
 __all__ = ["STEPS", "CheckpointSaver", "SaveFigures", "StepTimes"]
 

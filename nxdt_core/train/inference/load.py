@@ -17,11 +17,9 @@ from nxdt_core.errors.training import CannotGenerate
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
-from nxdt_core.train.inference.sampling import Sampling, continue_ids
+from nxdt_core.train.inference.generate import Sampling, continue_ids
 from nxdt_core.train.step import initialize_parallel_model
-from nxdt_core.train.weights.base import base_weights
-from nxdt_core.train.weights.frozen import base_digest
-from nxdt_core.train.weights.loading import load_weights
+from nxdt_core.train.weights.base import base_digest, base_weights, load_weights
 from nxdt_core.train.weights.saved_config import locate, named_config, saved_run
 
 __all__ = ["LoadedModel", "load_model"]

@@ -1,6 +1,6 @@
 """Optimizers that look at whole parameters in any layout, by sums over their shards: Adafactor and NovoGrad.
 
-Ranks add up what they found over their pieces, so that norms and means on each of them are those of the whole parameter.
+Ranks add up what they found over their pieces, so that norms and means on each are those of the whole parameter.
 """
 
 from __future__ import annotations
