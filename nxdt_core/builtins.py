@@ -6,9 +6,66 @@ Each target is in its own module of this package and is imported when a run asks
 from __future__ import annotations
 
 from nxdt_core.api import Component, EngineComponent, StoreComponent, hookimpl
-from nxdt_core.distributed.device_records import DEVICE_PROFILES
-from nxdt_core.launch.launchers.records import LAUNCHERS
 from nxdt_core.train.records import OPTIMIZERS, POLICIES, SCHEDULES
+
+__all__ = ["DEVICE_PROFILES", "LAUNCHERS"]
+
+_TABLE = "nxdt_core.distributed.devices"
+
+DEVICE_PROFILES = (
+    Component(name="cpu", target=f"{_TABLE}:CPU", summary="the host"),
+    Component(name="cuda", target=f"{_TABLE}:CUDA", summary="GPUs of NVIDIA"),
+    Component(name="neuron", target=f"{_TABLE}:NEURON", summary="AWS Trainium under torch-neuronx"),
+)
+
+
+_LAUNCHERS = "nxdt_core.launch.launchers"
+_JOIN, _SUBMIT = frozenset({"join"}), frozenset({"submit"})
+
+LAUNCHERS = (
+    Component(
+        name="slurm",
+        target=f"{_LAUNCHERS}.slurm:SlurmLauncher",
+        config=f"{_LAUNCHERS}.config:SlurmOptions",
+        capabilities=_JOIN | _SUBMIT,
+        summary="batch jobs of Slurm, and tasks of srun",
+    ),
+    Component(
+        name="kubernetes",
+        target=f"{_LAUNCHERS}.kubernetes:KubernetesLauncher",
+        config=f"{_LAUNCHERS}.config:KubernetesOptions",
+        capabilities=_SUBMIT,
+        summary="Kubernetes: indexed Job, or Kubeflow's TrainJob and PyTorchJob",
+    ),
+    Component(
+        name="hyperpod",
+        target=f"{_LAUNCHERS}.hyperpod:HyperPodLauncher",
+        config=f"{_LAUNCHERS}.config:HyperPodOptions",
+        capabilities=_JOIN | _SUBMIT,
+        summary="SageMaker HyperPod with Slurm or EKS",
+    ),
+    Component(
+        name="local",
+        target=f"{_LAUNCHERS}.local:LocalLauncher",
+        config=f"{_LAUNCHERS}.config:LocalOptions",
+        capabilities=_SUBMIT,
+        summary="nodes as processes of this machine",
+    ),
+    Component(
+        name="environment",
+        target=f"{_LAUNCHERS}.local:EnvironmentLauncher",
+        aliases=("torchrun",),
+        capabilities=_JOIN,
+        summary="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+    ),
+    Component(
+        name="mpi",
+        target=f"{_LAUNCHERS}.local:MPILauncher",
+        capabilities=_JOIN,
+        summary="variables of mpirun: Open MPI, MVAPICH, MPICH, Intel MPI",
+    ),
+)
+
 
 _TORCH_ENGINE = frozenset(
     {

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, Links, available_type
 from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
 from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts

@@ -17,7 +17,7 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.regular_files import regular_opener
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.config import GenerationsConfig
-from nxdt_core.train.inference.generate import Sampling, continue_ids
+from nxdt_core.train.generate import Sampling, continue_ids
 from nxdt_core.visible_text import visible
 
 __all__ = ["Generations"]

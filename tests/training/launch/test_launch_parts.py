@@ -15,9 +15,8 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.callback import Run
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import first_host, place_from_environment
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.distributed.slurm import first_host
 from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound
@@ -29,7 +28,7 @@ from nxdt_core.errors.ranks import (
     OutOfMemory,
     PortTaken,
 )
-from nxdt_core.launch.node import node_from_environment
+from nxdt_core.launch.launcher import node_from_environment
 from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor

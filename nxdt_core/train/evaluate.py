@@ -21,8 +21,7 @@ from nxdt_core.errors.evaluation import NoAnswerToJudge, NothingToJudge, Questio
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_core.train.inference.generate import Sampling
-from nxdt_core.train.inference.load import LoadedModel
+from nxdt_core.train.generate import LoadedModel, Sampling
 
 __all__ = ["Answer", "Question", "evaluate", "metrics", "questions", "scores"]
 
