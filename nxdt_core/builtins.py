@@ -87,7 +87,7 @@ def nxdt_datasets() -> list[Component]:
     return [
         Component(
             name="none",
-            target="nxdt_core.data.no_data:NoData",
+            target="nxdt_core.data.limits:NoData",
             summary="no data: describes a model that is not trained, as imported checkpoints do",
         )
     ]
@@ -112,7 +112,7 @@ def nxdt_tokenizers() -> list[Component]:
         ),
         Component(
             name="megatron",
-            target="nxdt_core.data.tokenizers.megatron:MegatronTokenizer",
+            target="nxdt_core.data.tokenizers.huggingface:MegatronTokenizer",
             config="nxdt_core.data.tokenizers.config:MegatronTokenizerConfig",
             summary="GPT-2's byte-level BPE from vocab.json and merges.txt",
         ),

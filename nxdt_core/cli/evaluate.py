@@ -96,7 +96,7 @@ def _records(
     max_new_tokens: int,
     show: int,
 ) -> dict[str, Any]:
-    from nxdt_core.data.files.unused_fields import UnusedFields
+    from nxdt_core.data.files.records import UnusedFields
     from nxdt_core.train.evaluate import evaluate as ask
     from nxdt_core.train.evaluate import questions, scores
     from nxdt_core.train.generate import Sampling
@@ -123,7 +123,7 @@ def _suite(kernel: Kernel, name: str | None, tasks: tuple[str, ...], path: str |
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from nxdt_core.data.files.unused_fields import describe_unused
+    from nxdt_core.data.files.records import describe_unused
 
     lines = [f"{name + ':':<14}{_shown(value)}" for name, value in found.items() if not isinstance(value, dict)]
     if found.get("unused"):

@@ -15,8 +15,8 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import prompt_ids, stop_ids
+from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase

@@ -9,8 +9,8 @@ from typing import final
 
 from nxdt_core.callback import Callback, Run
 from nxdt_core.checkpoint.hf.source import HFSource
-from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import prompt_ids, stop_ids
+from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.training import GenerationsNeedTokenizer
 from nxdt_core.protocols.tokenizer import Tokenizer
