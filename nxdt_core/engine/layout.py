@@ -38,7 +38,7 @@ from nxdt_core.engine.tensor.asynchronous import pipeline_collectives
 from nxdt_core.engine.tensor.padding import PaddedDim, padded_parameters, real_part
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
-from nxdt_core.models.attention.blocks import BlockAttention
+from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
 from nxdt_core.models.step_border import let_take_step

@@ -1,4 +1,4 @@
-"""One record of a file → a conversation with its calls of functions, from the three forms in which chat data are published."""
+"""One record of a file → a conversation with its tool calls, from the three forms in which chat data are published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chat template a run takes (the tokenizer's own, a shipped one, its text or a file), and the keys that say so."""
+"""Which chat template a run takes (the tokenizer's own, a shipped one, its text or a file), and the keys for it."""
 
 from __future__ import annotations
 

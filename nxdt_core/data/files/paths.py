@@ -2,10 +2,10 @@
 
 Formats of records do not live here: a dataset plugin knows what its objects hold.
 
-Files that a run keeps reading have the size that they had at its start. Access to a page beyond the end of a mapped file
-kills the process (SIGBUS), and a shorter file of records looks like a complete one. So code that maps or reads a file
-again checks its size first. Two cases remain undetected: a file that is truncated between the check and the read, and a
-file that is overwritten with as many bytes.
+Files that a run keeps reading have the size that they had at its start. Access to a page beyond the end of a mapped
+file kills the process (SIGBUS), and a shorter file of records looks like a complete one. So code that maps or reads a
+file again checks its size first. Two cases remain undetected: a file that is truncated between the check and the read,
+and a file that is overwritten with as many bytes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.engine.context.zigzag import chunks_of, in_order
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.models.moe.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
+from nxdt_core.models.moe.router import TokenShards, WholeMicroBatch, exclusive_sum
 
 __all__ = ["ZigZagTokens", "token_shards"]
 
@@ -21,7 +21,7 @@ class ZigZagTokens:
 
     group: dist.ProcessGroup
     copies: int = 1
-    """As in :class:`~nxdt_core.models.moe.token_shards.TokenShards`."""
+    """As in :class:`~nxdt_core.models.moe.router.TokenShards`."""
     segments: int = 2
 
     @property

@@ -12,7 +12,7 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.context.attention.composed import ComposedKernel
 from nxdt_core.engine.context.attention.flash import FlashOrEfficientKernel, MaskedFlashKernel
 from nxdt_core.engine.context.attention.kernel import AttentionKernel, Scoring, accumulation_dtype, dense_heads
-from nxdt_core.models.attention.window import block_rows
+from nxdt_core.models.attention.grouped_query import block_rows
 
 __all__ = ["Block", "GradientSums", "Merged", "Window", "kernel_for"]
 
