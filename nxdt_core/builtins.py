@@ -6,11 +6,66 @@ Each target is in its own module of this package and is imported when a run asks
 from __future__ import annotations
 
 from nxdt_core.api import Component, EngineComponent, StoreComponent, hookimpl
-from nxdt_core.distributed.device_records import DEVICE_PROFILES
-from nxdt_core.launch.launchers.records import LAUNCHERS
-from nxdt_core.train.optimizers.records import OPTIMIZERS
-from nxdt_core.train.precision.records import POLICIES
-from nxdt_core.train.schedules.records import SCHEDULES
+from nxdt_core.train.records import OPTIMIZERS, POLICIES, SCHEDULES
+
+__all__ = ["DEVICE_PROFILES", "LAUNCHERS"]
+
+_TABLE = "nxdt_core.distributed.devices"
+
+DEVICE_PROFILES = (
+    Component(name="cpu", target=f"{_TABLE}:CPU", summary="the host"),
+    Component(name="cuda", target=f"{_TABLE}:CUDA", summary="GPUs of NVIDIA"),
+    Component(name="neuron", target=f"{_TABLE}:NEURON", summary="AWS Trainium under torch-neuronx"),
+)
+
+
+_LAUNCHERS = "nxdt_core.launch.launchers"
+_JOIN, _SUBMIT = frozenset({"join"}), frozenset({"submit"})
+
+LAUNCHERS = (
+    Component(
+        name="slurm",
+        target=f"{_LAUNCHERS}.slurm:SlurmLauncher",
+        config=f"{_LAUNCHERS}.config:SlurmOptions",
+        capabilities=_JOIN | _SUBMIT,
+        summary="batch jobs of Slurm, and tasks of srun",
+    ),
+    Component(
+        name="kubernetes",
+        target=f"{_LAUNCHERS}.kubernetes:KubernetesLauncher",
+        config=f"{_LAUNCHERS}.config:KubernetesOptions",
+        capabilities=_SUBMIT,
+        summary="Kubernetes: indexed Job, or Kubeflow's TrainJob and PyTorchJob",
+    ),
+    Component(
+        name="hyperpod",
+        target=f"{_LAUNCHERS}.hyperpod:HyperPodLauncher",
+        config=f"{_LAUNCHERS}.config:HyperPodOptions",
+        capabilities=_JOIN | _SUBMIT,
+        summary="SageMaker HyperPod with Slurm or EKS",
+    ),
+    Component(
+        name="local",
+        target=f"{_LAUNCHERS}.local:LocalLauncher",
+        config=f"{_LAUNCHERS}.config:LocalOptions",
+        capabilities=_SUBMIT,
+        summary="nodes as processes of this machine",
+    ),
+    Component(
+        name="environment",
+        target=f"{_LAUNCHERS}.local:EnvironmentLauncher",
+        aliases=("torchrun",),
+        capabilities=_JOIN,
+        summary="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+    ),
+    Component(
+        name="mpi",
+        target=f"{_LAUNCHERS}.local:MPILauncher",
+        capabilities=_JOIN,
+        summary="variables of mpirun: Open MPI, MVAPICH, MPICH, Intel MPI",
+    ),
+)
+
 
 _TORCH_ENGINE = frozenset(
     {
@@ -32,7 +87,7 @@ def nxdt_datasets() -> list[Component]:
     return [
         Component(
             name="none",
-            target="nxdt_core.data.no_data:NoData",
+            target="nxdt_core.data.limits:NoData",
             summary="no data: describes a model that is not trained, as imported checkpoints do",
         )
     ]
@@ -57,7 +112,7 @@ def nxdt_tokenizers() -> list[Component]:
         ),
         Component(
             name="megatron",
-            target="nxdt_core.data.tokenizers.megatron:MegatronTokenizer",
+            target="nxdt_core.data.tokenizers.huggingface:MegatronTokenizer",
             config="nxdt_core.data.tokenizers.config:MegatronTokenizerConfig",
             summary="GPT-2's byte-level BPE from vocab.json and merges.txt",
         ),
@@ -164,19 +219,19 @@ def nxdt_callbacks() -> list[Component]:
         ),
         Component(
             name="tensorboard",
-            target="nxdt_core.train.loggers.clients:TensorBoard",
+            target="nxdt_core.train.loggers:TensorBoard",
             summary="TensorBoard event files in the run's directory",
         ),
         Component(
             name="wandb",
-            target="nxdt_core.train.loggers.clients:Wandb",
-            config="nxdt_core.train.loggers.config:WandbConfig",
+            target="nxdt_core.train.loggers:Wandb",
+            config="nxdt_core.train.loggers:WandbConfig",
             summary="Weights & Biases; needs nxdt-core[wandb]",
         ),
         Component(
             name="mlflow",
-            target="nxdt_core.train.loggers.clients:MLflow",
-            config="nxdt_core.train.loggers.config:MLFlowConfig",
+            target="nxdt_core.train.loggers:MLflow",
+            config="nxdt_core.train.loggers:MLFlowConfig",
             summary="MLflow; needs nxdt-core[mlflow]",
         ),
     ]

@@ -14,7 +14,7 @@ from nxdt_core.engine.compile_cache import check_torch_folder
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
     from nxdt_core.protocols.evaluation import Metric, TaskSuite
-    from nxdt_core.train.inference.load import LoadedModel
+    from nxdt_core.train.generate import LoadedModel
 
 __all__ = ["evaluate"]
 
@@ -68,8 +68,8 @@ def evaluate(
 
     check_torch_folder()
     from nxdt_core.kernel import Kernel
-    from nxdt_core.train.inference.evaluate import metrics
-    from nxdt_core.train.inference.load import load_model
+    from nxdt_core.train.evaluate import metrics
+    from nxdt_core.train.generate import load_model
 
     if not files and not tasks:
         raise NothingToJudge(found="neither files nor tasks are named")
@@ -96,10 +96,10 @@ def _records(
     max_new_tokens: int,
     show: int,
 ) -> dict[str, Any]:
-    from nxdt_core.data.files.unused_fields import UnusedFields
-    from nxdt_core.train.inference.evaluate import evaluate as ask
-    from nxdt_core.train.inference.evaluate import questions, scores
-    from nxdt_core.train.inference.sampling import Sampling
+    from nxdt_core.data.files.records import UnusedFields
+    from nxdt_core.train.evaluate import evaluate as ask
+    from nxdt_core.train.evaluate import questions, scores
+    from nxdt_core.train.generate import Sampling
 
     unused = UnusedFields(loaded.chat_keys.unused_fields)
     asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit, unused=unused))
@@ -123,7 +123,7 @@ def _suite(kernel: Kernel, name: str | None, tasks: tuple[str, ...], path: str |
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from nxdt_core.data.files.unused_fields import describe_unused
+    from nxdt_core.data.files.records import describe_unused
 
     lines = [f"{name + ':':<14}{_shown(value)}" for name, value in found.items() if not isinstance(value, dict)]
     if found.get("unused"):

@@ -70,7 +70,7 @@ def generate(
     model and its tokenizer are built from the configuration that the checkpoint keeps, or from --config.
     """
     check_torch_folder()
-    from nxdt_core.train.inference.generate import generate as continue_prompt
+    from nxdt_core.train.generate import generate as continue_prompt
 
     pieces = continue_prompt(
         checkpoint,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from nxdt_core.cli.verb import Verb, say
-from nxdt_core.train.run.metric_rows import Row, finite
+from nxdt_core.train.run.metric_files import Row, finite
 
 __all__ = ["plot"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.permutation import Permutation
+from nxdt_core.data.sampler import Permutation
 
 __all__ = ["drawn_bins", "first_fit_decreasing", "first_fit_in_rows"]
 

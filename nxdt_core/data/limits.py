@@ -1,14 +1,35 @@
-"""How much of several sets a validation takes."""
+"""Fewer data than there are: the first samples of a dataset, the first batches of a validation, and no data at all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-from nxdt_core.data.head import Head
-from nxdt_core.protocols.dataset import IterableDataset, MapDataset
+from nxdt_core.data.digest import digest
+from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, SplitName
 
-__all__ = ["first_batches", "limit_sets"]
+__all__ = ["Head", "NoData", "first_batches", "limit_sets"]
+
+
+class Head:
+    """The first ``count`` samples of ``dataset``, or all where there are fewer."""
+
+    def __init__(self, dataset: MapDataset, count: int) -> None:
+        self._dataset = dataset
+        self._count = min(count, len(dataset))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._dataset[index]
+
+    def fingerprint(self) -> str:
+        """Return a digest of the dataset's fingerprint and of the number of samples taken."""
+        return digest("head", self._dataset.fingerprint(), self._count)
 
 
 def first_batches(dataset: MapDataset, limit: int | float, batch_size: int) -> Head:
@@ -30,3 +51,15 @@ def limit_sets(
     if len(known) < len(sets) or size <= samples:
         return dict(sets)
     return {name: Head(dataset, max(1, round(samples * len(dataset) / size))) for name, dataset in known.items()}
+
+
+class NoData:
+    """A :class:`~nxdt_core.protocols.dataset.DatasetSplits` without splits; training on it raises an error that
+    explains this."""
+
+    def __init__(self, config: object, context: DataContext) -> None:
+        """There is nothing to configure; both are what the kind's call passes."""
+
+    def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
+        """Return None for every split."""
+        return None

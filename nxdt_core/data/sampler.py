@@ -2,17 +2,95 @@
 
 Position p counts samples from the start of the run over all ranks and epochs. It does not depend on ranks,
 micro-batches or workers, which is why a run may be resumed in another layout.
+
+A permutation of ``range(n)`` is computed, not stored: any part of it, at once, from (n, seed, epoch). A stored one of a
+large corpus costs gigabytes and seconds on every rank at every start, and those of numpy's generators may change with
+its version. This is a Feistel network over the square that just holds n (Black & Rogaway 2002, "Ciphers with arbitrary
+finite domains", section 5): a bijection by construction, whose round keys come from Philox (Salmon et al. 2011), a
+stream that numpy guarantees to be stable. On a small square such a network is visibly not random (on 3 x 3 it only
+reaches even permutations), so a short order sorts random words.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.permutation import Permutation
 from nxdt_core.errors.data import EmptyDataset
 
-__all__ = ["GlobalOrder"]
+__all__ = ["GlobalOrder", "Permutation", "draw"]
+
+Item = TypeVar("Item")
+
+_SORTED_BELOW = 1 << 16
+_ROUNDS = 8
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+class Permutation:
+    """The order of one epoch.
+
+    Args:
+        length: number of items, at least 1.
+        seed: of the run's data; any integer.
+        epoch: 0, 1, 2, …; each gives another order.
+    """
+
+    def __init__(self, length: int, *, seed: int, epoch: int) -> None:
+        if length < 1:
+            raise ValueError(f"length must be positive, not {length}")
+        self._length = length
+        self._side = np.uint64(math.isqrt(length - 1) + 1)  # side**2 >= length, by less than 2 * side
+        mask = (1 << 64) - 1
+        key = np.array([seed & mask, epoch & mask], dtype=np.uint64)
+        random = np.random.Philox(key=key)
+        self._stored = None
+        if length < _SORTED_BELOW:
+            self._stored = np.argsort(random.random_raw(length), kind="stable")
+        else:
+            self._keys = random.random_raw(2 * _ROUNDS)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the items at ``positions`` (any shape, each within the length)."""
+        if self._stored is not None:
+            return self._stored[positions]
+        items = self._encrypt(positions.astype(np.uint64))
+        outside = items >= self._length
+        while outside.any():  # walk the cycle until it comes back into the range; rarely more than a step
+            items[outside] = self._encrypt(items[outside])
+            outside = items >= self._length
+        return items.astype(np.int64)
+
+    def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values // self._side, values % self._side
+        for turn in range(_ROUNDS):
+            noise = _mix(right * self._keys[2 * turn] + self._keys[2 * turn + 1])
+            left, right = right, (left + noise % self._side) % self._side
+        result: NDArray[np.uint64] = left * self._side + right
+        return result
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014); multiplication wraps around."""
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    return value ^ (value >> np.uint64(31))
+
+
+def draw(items: Sequence[Item], count: int, *, seed: int) -> tuple[list[Item], list[Item]]:
+    """``count`` items drawn by ``seed``, and the others; both in the order of ``items``, which are not empty."""
+    order = Permutation(len(items), seed=seed, epoch=0).take(np.arange(len(items), dtype=np.int64))
+    drawn, others = ([items[i] for i in sorted(part.tolist())] for part in (order[:count], order[count:]))
+    return drawn, others
+
 
 _WINDOW = 4096
 """Positions computed together: spreads numpy's cost per call over many small batches."""

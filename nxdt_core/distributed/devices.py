@@ -101,7 +101,7 @@ class DeviceProfile:
     ``composed`` is matrix products and runs anywhere."""
     block_attention: tuple[str, ...] = ()
     """Names of the dtypes in which attention to packed documents runs by blocks of keys
-    (:mod:`~nxdt_core.models.attention.blocks`); in others it runs under a mask."""
+    (:mod:`~nxdt_core.models.attention.documents`); in others it runs under a mask."""
     shared_heads: tuple[str, ...] | None = None
     """Names of the dtypes in which fused attention without a mask takes one head of keys and values for several of
     queries. In others, and with a mask, torch would keep all scores instead. None: it takes them always."""

@@ -1,25 +1,250 @@
 """The place that a launcher assigns to a process, in environment variables. No torch, and nothing is started here.
 
 Three sets of variables are supported. torchrun, the elastic agent and most other launchers set ``RANK``,
-``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. ``mpirun`` sets those of MPI
-(:mod:`nxdt_core.distributed.mpi`), and ``srun`` sets its own for each task (:mod:`nxdt_core.distributed.slurm`).
-:mod:`nxdt_core.launch.joining` calls launchers of plugins.
+``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. ``mpirun`` sets those of Open MPI, MVAPICH or PMI
+(MPICH, Intel MPI), and ``srun`` sets ``SLURM_…`` for each task. :mod:`nxdt_core.launch.joining` calls those of plugins.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from nxdt_core.distributed.mpi import MPI_SIZES, is_mpi_node, join_mpi
-from nxdt_core.distributed.slurm import is_slurm_node, join_slurm
-from nxdt_core.distributed.variables import read_port, read_variable, require
 from nxdt_core.errors.clusters import LaunchersDisagree, NotStartedByLauncher
-from nxdt_core.errors.ranks import BadLaunchVariable
+from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
 from nxdt_core.protocols.launcher import Place
 
-__all__ = ["LAUNCHER_VARIABLE", "OWN_LAUNCHERS", "join_usual", "place_from_environment"]
+__all__ = [
+    "LAUNCHER_VARIABLE",
+    "MPI_SIZES",
+    "OWN_LAUNCHERS",
+    "first_host",
+    "is_mpi_node",
+    "is_slurm_node",
+    "join_mpi",
+    "join_slurm",
+    "join_usual",
+    "place_from_environment",
+    "port_of",
+    "read_port",
+    "read_variable",
+    "require",
+]
+
+_PORTS = range(12000, 32000)
+"""Where derived ports are: above the well-known ones, below those that Linux hands out by itself."""
+
+
+def read_variable(variables: Mapping[str, str], name: str, *, least: int = 0) -> int:
+    """Return an integer of at least ``least``.
+
+    Raises:
+        BadLaunchVariable: it is none.
+    """
+    text = variables[name]
+    if not text.isdecimal() or int(text) < least:
+        raise BadLaunchVariable(name=name, value=text, wanted=f"a whole number of {least} or more")
+    return int(text)
+
+
+def read_port(variables: Mapping[str, str], name: str) -> int:
+    """Return the TCP port that the environment variable ``name`` holds.
+
+    Raises:
+        BadLaunchVariable: it is none.
+    """
+    port = read_variable(variables, name, least=1)
+    if port > 65535:
+        raise BadLaunchVariable(name=name, value=str(port), wanted="a port: a number from 1 to 65535")
+    return port
+
+
+def require(variables: Mapping[str, str], names: tuple[str, ...], *, reason: str) -> None:
+    """Check that all of ``names`` are set and not empty.
+
+    Args:
+        variables: the environment.
+        names: of variables.
+        reason: which variables of the launcher are set, for the message: ``RANK and WORLD_SIZE are``.
+
+    Raises:
+        LaunchEnvironmentIncomplete: some are missing.
+    """
+    missing = tuple(name for name in names if not variables.get(name))
+    if missing:
+        raise LaunchEnvironmentIncomplete(missing=missing, reason=reason)
+
+
+def port_of(number: int) -> int:
+    """Return a port that all processes derive identically from the number of their job."""
+    return _PORTS[number % len(_PORTS)]
+
+
+_NEEDED = ("SLURM_LOCALID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
+
+
+def join_slurm(variables: Mapping[str, str], host: str) -> Place | None:
+    """Return the place of a task that ``srun`` started with others; None for any other process.
+
+    The script of a batch job is another one: it has the variables of a task, and none of a step.
+
+    Raises:
+        LaunchEnvironmentIncomplete: some variables are missing.
+        BadLaunchVariable: a variable holds something else than it should.
+        LaunchersDisagree: a number of the task is not below the number of tasks.
+    """
+    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or _count(variables, "TASKS") <= 1:
+        return None
+    require(variables, _NEEDED, reason="SLURM_PROCID and SLURM_NTASKS are")
+    job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables["SLURM_JOB_NODELIST"]
+    place = Place(
+        rank=read_variable(variables, "SLURM_PROCID"),
+        world_size=_count(variables, "TASKS"),
+        local_rank=read_variable(variables, "SLURM_LOCALID"),
+        host=host,
+        master_addr=variables.get("MASTER_ADDR") or first_host(hosts),
+        master_port=read_port(variables, "MASTER_PORT") if "MASTER_PORT" in variables else _port(job, step),
+        launcher="Slurm",
+    )
+    for name, number in (("SLURM_PROCID", place.rank), ("SLURM_LOCALID", place.local_rank)):
+        if number >= place.world_size:
+            contradiction = f"{name} is {number} in a step of {place.world_size} tasks"
+            raise LaunchersDisagree(contradiction=contradiction, launcher="local")
+    return place
+
+
+def is_slurm_node(variables: Mapping[str, str]) -> bool:
+    """Return whether ``srun`` started one task on each node, so that a task may be a node of the run."""
+    return "SLURM_PROCID" in variables and _count(variables, "TASKS") == _count(variables, "NODES")
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of Slurm's notation: ``node[08-11,14],login`` gives ``node08``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first.group() if first else hosts).strip()
+
+
+def _count(variables: Mapping[str, str], what: str) -> int:
+    """Tasks or nodes of the step that ``srun`` started; the job may hold more of them."""
+    names = (f"SLURM_STEP_NUM_{what}", "SLURM_NTASKS" if what == "TASKS" else "SLURM_NNODES")
+    return next((read_variable(variables, name, least=1) for name in names if name in variables), 1)
+
+
+def _port(job: str, step: str) -> int:
+    """Return a port that differs between jobs, which may share a host."""
+    return port_of(int(job) * 31 + int(step) if job.isdecimal() and step.isdecimal() else sum(map(ord, job)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """Variables of one implementation of MPI."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    jobs: tuple[str, ...]
+    """Variables whose values differ between two runs of ``mpirun``."""
+
+
+_IMPLEMENTATIONS = (
+    _Names(
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
+    ),
+    _Names(
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        jobs=("MPIRUN_ID", "PMI_ID"),
+    ),
+    _Names(
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        jobs=("PMI_JOBID", "HYDI_CONTROL_FD"),
+    ),
+)
+
+MPI_SIZES = tuple(names.size for names in _IMPLEMENTATIONS)
+"""Variables with the number of processes; every ``mpirun`` sets one of them."""
+
+
+def join_mpi(variables: Mapping[str, str], host: str) -> Place | None:
+    """Return the place of a process that ``mpirun`` started with others; None for any other process.
+
+    The host of rank 0 is ``MASTER_ADDR``, this host where all processes run on it, or the first host of a Slurm job.
+
+    Raises:
+        LaunchEnvironmentIncomplete: some variables are missing.
+        BadLaunchVariable: a variable holds something else than it should.
+        LaunchersDisagree: a number of the process is not below the number of processes.
+    """
+    names = _used(variables)
+    if names is None or read_variable(variables, names.size, least=1) == 1:
+        return None
+    require(variables, (names.rank, names.local_rank), reason=f"{names.size} is")
+    rank, size = read_variable(variables, names.rank), read_variable(variables, names.size, least=1)
+    local_rank, local_size = read_variable(variables, names.local_rank), _local_size(variables, names)
+    for name, number, limit in ((names.rank, rank, size), (names.local_rank, local_rank, local_size or size)):
+        if number >= limit:
+            contradiction = f"{name} is {number} among {limit} processes"
+            raise LaunchersDisagree(contradiction=contradiction, launcher="local")
+    return Place(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        host=host,
+        master_addr=_address(variables, names, alone=local_size == size),
+        master_port=_mpi_port(variables, names),
+        launcher="MPI",
+    )
+
+
+def is_mpi_node(variables: Mapping[str, str]) -> bool:
+    """Return whether ``mpirun`` started one process on each node, so that it may be a node of the run."""
+    names = _used(variables)
+    return names is not None and _local_size(variables, names) == 1
+
+
+def _used(variables: Mapping[str, str]) -> _Names | None:
+    return next((names for names in _IMPLEMENTATIONS if names.size in variables), None)
+
+
+def _local_size(variables: Mapping[str, str], names: _Names) -> int:
+    """Return the processes of this host; 0 where that is not known."""
+    return read_variable(variables, names.local_size, least=1) if names.local_size in variables else 0
+
+
+def _address(variables: Mapping[str, str], names: _Names, *, alone: bool) -> str:
+    if variables.get("MASTER_ADDR"):
+        return variables["MASTER_ADDR"]
+    if alone:
+        return "127.0.0.1"
+    if "SLURM_JOB_NODELIST" in variables:
+        return first_host(variables["SLURM_JOB_NODELIST"])
+    require(variables, ("MASTER_ADDR",), reason=f"{names.rank} and {names.size} are")
+    return ""
+
+
+def _mpi_port(variables: Mapping[str, str], names: _Names) -> int:
+    if "MASTER_PORT" in variables:
+        return read_port(variables, "MASTER_PORT")
+    job = next((variables[name] for name in names.jobs if variables.get(name)), "")
+    if not job:
+        require(variables, ("MASTER_PORT",), reason=f"{names.rank} and {names.size} are")
+    return port_of(zlib.crc32(job.encode()))
+
 
 LAUNCHER_VARIABLE = "NXDT_LAUNCHER"
 """Names the launcher whose variables are used if those of several launchers are set."""

@@ -22,9 +22,8 @@ from nxdt_core.engine.tensor.vocabulary_layers import VocabularyHead
 from nxdt_core.engine.vocabulary_loss import over_ranks, rows_here
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.models.autocast import compute_dtype
-from nxdt_core.models.loss.cross_entropy import row_weights
+from nxdt_core.models.loss.cross_entropy import TokenLosses, row_weights
 from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
-from nxdt_core.models.loss.token_losses import TokenLosses
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.plan import ParallelPlan

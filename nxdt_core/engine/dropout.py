@@ -19,8 +19,7 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout
-from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name, whole_sequence
-from nxdt_core.models.random.row_masks import RowPart, TokenNumbers
+from nxdt_core.models.random.dropout_masks import MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["salt_dropouts"]

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_profiles import register_profile_of
-from nxdt_core.distributed.device_settings import pins_inputs, use_device_settings
+from nxdt_core.distributed.device_settings import pins_inputs, register_profile_of, use_device_settings
 from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks

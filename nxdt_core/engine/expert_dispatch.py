@@ -12,7 +12,7 @@ from nxdt_core.distributed.collectives import all_to_all, exchanged_rows, exchan
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import host_values
 from nxdt_core.models.moe.dispatch import LocalDispatcher, Placement, collect, spread
-from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing
 
 __all__ = ["ExchangingDispatcher"]

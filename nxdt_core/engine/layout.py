@@ -35,7 +35,7 @@ from nxdt_core.engine.tensor.apply import apply_tensor_parallel, gather_once, pa
 from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
-from nxdt_core.models.attention.blocks import BlockAttention
+from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
 from nxdt_core.models.step_border import let_take_step

@@ -6,8 +6,10 @@ that a rank is asked to stop once, whether a terminal or a scheduler signalled o
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,26 +21,124 @@ from functools import partial
 from types import FrameType
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_profiles import register_profile_of
-from nxdt_core.distributed.device_settings import configure_allocator
+from nxdt_core.distributed.device_settings import configure_allocator, register_profile_of
 from nxdt_core.distributed.devices import current_device, profile_of
-from nxdt_core.distributed.process_group import check_devices
+from nxdt_core.distributed.environment import read_port, read_variable
+from nxdt_core.distributed.process_group import check_devices, cores_of_process
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.clusters import NodeAlreadyJoined
-from nxdt_core.errors.ranks import RankDied, RanksMissing
-from nxdt_core.launch.agent import run_ranks
-from nxdt_core.launch.node import Node, node_from_environment
-from nxdt_core.launch.restarts import is_restarted
+from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing
+from nxdt_core.launch.restarts import interpreter_words, is_restarted
 from nxdt_core.launch.supervision import rendezvous
 from nxdt_core.launch.supervision.client import Client
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
 from nxdt_core.launch.supervision.supervisor import Supervisor
+from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.protocols.launcher import Place
+from nxdt_core.torch_versions import run_agent
 
-__all__ = ["Outcome", "launch"]
+__all__ = ["launch", "node_from_environment"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine, or one share of a machine, of a run."""
+
+    number: int
+    count: int
+    devices: int
+    """Ranks of each node."""
+    address: str
+    """Of node 0."""
+    port: int
+    """Where the nodes meet; 0 lets the only node choose a free one."""
+
+    def place(self) -> Place:
+        """Return the launcher's place at the meeting point: node 0 serves it."""
+        return Place(
+            rank=self.number,
+            world_size=self.count,
+            host=socket.gethostname(),
+            master_addr=self.address,
+            master_port=self.port,
+        )
+
+
+def node_from_environment(devices: int, num_nodes: int, environment: Mapping[str, str] | None = None) -> Node:
+    """Read ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, which several nodes need and a single one does not.
+
+    Raises:
+        NodePlaceMissing: there are several nodes, and a variable is not set.
+        BadLaunchVariable: a variable holds something else than it should.
+    """
+    variables = os.environ if environment is None else environment
+    if num_nodes == 1:
+        port = read_port(variables, "MASTER_PORT") if variables.get("MASTER_PORT") else 0
+        return Node(number=0, count=1, devices=devices, address=_LOOPBACK, port=port)
+    missing = tuple(name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name))
+    if missing:
+        raise NodePlaceMissing(num_nodes=num_nodes, missing=missing)
+    number = read_variable(variables, "NODE_RANK")
+    if number >= num_nodes:
+        raise BadLaunchVariable(
+            name="NODE_RANK", value=str(number), wanted=f"below trainer.num_nodes, which is {num_nodes}"
+        )
+    return Node(
+        number=number,
+        count=num_nodes,
+        devices=devices,
+        address=variables["MASTER_ADDR"],
+        port=read_port(variables, "MASTER_PORT"),
+    )
+
+
+_AGENT_SIGNALS = "SIGHUP,SIGQUIT"
+"""Signals that the agent itself forwards. The launcher handles SIGINT and SIGTERM: the agent would send them again to
+ranks that a scheduler has already signalled, and a second signal stops a rank immediately."""
+
+
+def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[str]) -> Mapping[int, int]:
+    """Run the same command on each rank of this node until all have ended.
+
+    Args:
+        config: the configuration of the command.
+        node: this node.
+        port: port of the store at which nodes and ranks meet.
+        command: verb and options of the command.
+
+    Returns:
+        Exit codes by rank, of ranks that failed or were stopped because others had failed; negative for signals.
+    """
+    # The agent would report failures before nxdt does, as warnings and errors in another format.
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the ranks
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores_of_process()) // node.devices)))
+    settings = {
+        "min_nodes": node.count,
+        "max_nodes": node.count,
+        "nproc_per_node": node.devices,
+        "run_id": "nxdt",
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{node.address}:{port}",
+        "rdzv_configs": {"rank": node.number, "timeout": join_timeout_s()},
+        "max_restarts": 0,
+        "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
+    }
+    try:
+        words = [word.replace("$", "$$") for word in interpreter_words(config, command)]  # the agent fills in templates
+        run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
+
 
 _RETRY_S = 1.0
 _SAME_REQUEST_S = 1.0

@@ -14,10 +14,22 @@ from types import FrameType
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.clusters import RestartsNeedResume
-from nxdt_core.launch.command import interpreter_words
 from nxdt_core.parent import PARENT_VARIABLE
 
-__all__ = ["is_restarted", "run_with_restarts"]
+__all__ = ["interpreter_words", "is_restarted", "run_with_restarts"]
+
+
+def interpreter_words(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
+    """Return the words behind the interpreter that carry out a command for the same configuration.
+
+    Args:
+        config: its source and overrides are those of the command.
+        command: verb and options.
+    """
+    here = sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path
+    words = ["-m", "nxdt_core", *command, "--", config.source, *config.overrides]
+    return words if here else ["-P", *words]
+
 
 _LOST = 1
 """Exit status of a run in which a rank died or hung, and of a node that lost the others."""

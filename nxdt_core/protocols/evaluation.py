@@ -40,7 +40,7 @@ class TaskSuite(Protocol):
         """Return the figures of each task by name.
 
         Args:
-            model: A :class:`nxdt_core.train.inference.load.LoadedModel`.
+            model: A :class:`nxdt_core.train.generate.LoadedModel`.
             limit: Records of each task; None takes all.
         """
         ...

@@ -54,7 +54,7 @@ class ModelBuilder(Protocol):
     ``nxdt_core.models``
     that take it. A forward without this parameter is not given it, and the blocks find it at the border
     (:mod:`nxdt_core.models.step_border`).
-    Auxiliary losses are added to the graph with :func:`nxdt_core.models.moe.aux_loss.add_aux_loss`.
+    Auxiliary losses are added to the graph with :func:`nxdt_core.models.moe.layer.add_aux_loss`.
     """
 
     vocab_size: int

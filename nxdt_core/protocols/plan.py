@@ -86,7 +86,7 @@ class ExpertPlan:
     """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
     routers: tuple[str, ...] = ()
     """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
-    engines fill their attribute ``shards`` (:class:`nxdt_core.models.moe.token_shards.TokenShards`). Where they keep
+    engines fill their attribute ``shards`` (:class:`nxdt_core.models.moe.router.TokenShards`). Where they keep
     ``statistics`` of their number of ``experts`` (:class:`nxdt_core.models.moe.router.TopKRouter`), a step reports
     them."""
 

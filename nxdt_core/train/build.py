@@ -13,9 +13,9 @@ from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.validate.capabilities import check_capabilities, check_objective, check_policy
-from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.launch import TensorPlanUnusable

@@ -10,14 +10,17 @@ from typing import Any
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.limits import first_batches, limit_sets
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.data.preview import Preview
+from nxdt_core.data.preview import preview as look
+from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataset import IterableDataset, MapDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset, SplitName
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 
-__all__ = ["UNNAMED", "Dataset", "RunData", "StepInput", "TrainLoader"]
+__all__ = ["UNNAMED", "Dataset", "RunData", "StepInput", "TrainLoader", "preview"]
 
 Dataset = MapDataset | IterableDataset
 
@@ -151,3 +154,24 @@ class RunData:
         if not isinstance(dataset, MapDataset):
             raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
         return first_batches(dataset, share, self.config.run.data.global_batch_size)
+
+
+def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview | dict[str, Preview]:
+    """Return the first ``count`` samples of a split in the order of the run, and counts; of several sets, of each by
+    name.
+
+    Raises:
+        SplitMissing: the configuration names no such data.
+        NxdtError: what training would refuse of tokenizer and data.
+    """
+    vocab_size = build.model_builder(config).vocab_size
+    tokenizer = build.tokenizer(config, vocab_size)
+    found = build.dataset(config, tokenizer, vocab_size).split(split)
+    if not found and (found is None or isinstance(found, Mapping)):
+        raise SplitMissing(split=split)
+    shuffle = config.run.data.shuffle and split == "train"
+
+    def shown(dataset: MapDataset | IterableDataset) -> Preview:
+        return look(dataset, tokenizer, count=count, seed=config.run.seed, shuffle=shuffle)
+
+    return {name: shown(each) for name, each in found.items()} if isinstance(found, Mapping) else shown(found)

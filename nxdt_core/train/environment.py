@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, DeviceProfile, available_type, current_device
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError

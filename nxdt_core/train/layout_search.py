@@ -16,8 +16,7 @@ from typing import Any
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.launch import NoLayoutFits, NoTimesOfDevice
-from nxdt_core.train.plan import RunPlan, plan
-from nxdt_core.train.step_time import EFFICIENCY
+from nxdt_core.train.plan import EFFICIENCY, RunPlan, plan
 
 __all__ = ["Layout", "Search", "candidates", "search"]
 

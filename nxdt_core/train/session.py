@@ -51,8 +51,7 @@ from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
 from nxdt_core.train.garbage_collection import GarbageCollection
 from nxdt_core.train.hidden_state import watch_objective
-from nxdt_core.train.run.versions import versions_of
-from nxdt_core.train.state import TrainState, capture_rng, restore_rng, seed_all, state_explained
+from nxdt_core.train.state import TrainState, capture_rng, restore_rng, seed_all, state_explained, versions_of
 from nxdt_core.train.step import (
     StepResult,
     initialize_parallel_model,
@@ -61,8 +60,7 @@ from nxdt_core.train.step import (
     train_step,
 )
 from nxdt_core.train.weights.average import WeightAverage, take_average
-from nxdt_core.train.weights.frozen import base_digest, without_base
-from nxdt_core.train.weights.loading import load_weights
+from nxdt_core.train.weights.base import base_digest, load_weights, without_base
 from nxdt_core.train.weights.reference import check_base_frozen, with_base, with_reference
 from nxdt_core.train.weights.saved_config import config_to_save
 from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer

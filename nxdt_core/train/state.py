@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from nxdt_core._version import __version__
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
+from nxdt_core.kernel import Kernel
 
-__all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all", "state_explained"]
+__all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all", "state_explained", "versions_of"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,3 +99,9 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     if "device" in state:
         profile_of(device).operations.set_rng_state(state["device"], device)
+
+
+def versions_of(kernel: Kernel) -> dict[str, str]:
+    """Version by distribution: nxdt-core, torch, and those of the usable plugins."""
+    plugins = {plugin.dist: plugin.version for plugin in kernel.plugins if plugin.state == "ok" and plugin.version}
+    return {"nxdt-core": __version__, "torch": str(torch.__version__), **plugins}

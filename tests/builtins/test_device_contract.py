@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.device_contract import DeviceContract
 
-from nxdt_core.distributed.device_records import DEVICE_PROFILES
+from nxdt_core.builtins import DEVICE_PROFILES
 from nxdt_core.kernel.loading import import_reference
 
 for _record in DEVICE_PROFILES:

@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 from nxdt_testing.launcher_contract import LauncherContract
 
+from nxdt_core.builtins import LAUNCHERS
 from nxdt_core.kernel.loading import import_reference
-from nxdt_core.launch.launchers.records import LAUNCHERS
 
 RECORDS = {record.name: record for record in LAUNCHERS}
 

@@ -6,7 +6,7 @@ import pytest
 from nxdt_testing.optimizer_contract import OptimizerContract
 
 from nxdt_core.kernel.loading import import_reference
-from nxdt_core.train.optimizers.records import OPTIMIZERS
+from nxdt_core.train.records import OPTIMIZERS
 from tests.sampling import takes_all
 
 BY_NAME = {record.name: record for record in OPTIMIZERS}

@@ -16,11 +16,10 @@ from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.optimizers import config as sections
-from nxdt_core.train.optimizers.float32_state import adamw_fp32_state
-from nxdt_core.train.optimizers.lion import Lion
+from nxdt_core.train.optimizers.elementwise import Lion, adamw_fp32_state
 from nxdt_core.train.optimizers.muon import Muon, orthogonal
-from nxdt_core.train.optimizers.novograd import Novograd
-from nxdt_core.train.optimizers.records import OPTIMIZERS
+from nxdt_core.train.optimizers.whole_parameters import Novograd
+from nxdt_core.train.records import OPTIMIZERS
 
 STEPS = 6
 SHAPES = {"matrix": (6, 10), "tall": (9, 4), "vector": (7,), "stack": (3, 5, 4), "row": (1, 8)}
@@ -238,7 +237,7 @@ class TestFloat32StateOfBfloat16:
         section = sections.AdamWConfig(lr=0.05)
         whole, cut = weights(torch.bfloat16), weights(torch.bfloat16)
         expected = run(whole, adamw_fp32_state(one_group(whole, section), section))
-        monkeypatch.setattr("nxdt_core.train.optimizers.float32_state.BUCKET_ELEMENTS", 40)
+        monkeypatch.setattr("nxdt_core.train.optimizers.elementwise.BUCKET_ELEMENTS", 40)
         found = run(cut, adamw_fp32_state(one_group(cut, section), section))
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -8,7 +8,7 @@ import pytest
 from nxdt_testing.schedule_contract import ScheduleContract
 
 from nxdt_core.kernel.loading import import_reference
-from nxdt_core.train.schedules.records import SCHEDULES
+from nxdt_core.train.records import SCHEDULES
 
 
 class TestBuiltin(ScheduleContract):

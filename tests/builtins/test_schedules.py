@@ -10,9 +10,8 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import ScheduleHorizon
-from nxdt_core.train.schedules import annealing, holding
-from nxdt_core.train.schedules import config as sections
-from nxdt_core.train.schedules.records import SCHEDULES
+from nxdt_core.train import schedules
+from nxdt_core.train.records import SCHEDULES
 
 LR, END, WARM, LOW = 1e-3, 100, 10, 1e-4
 HORIZON = ScheduleHorizon(max_steps=END, lr=LR)
@@ -36,70 +35,70 @@ def line(step, start=WARM, end=END):
 
 CLOSED_FORMS = {
     "LinearAnnealingWithWarmUp": (
-        annealing.linear_annealing(sections.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
+        schedules.linear_annealing(schedules.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
         warmed(lambda step: LOW + (LR - LOW) * line(step)),
     ),
     "CosineAnnealing": (
-        annealing.cosine_annealing(sections.CosineAnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
+        schedules.cosine_annealing(schedules.CosineAnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
         warmed(lambda step: LOW + (LR - LOW) * 0.5 * (1 + math.cos(math.pi * (min(step, END) - WARM) / (END - WARM)))),
     ),
     "CosineAnnealing, constant": (
-        annealing.cosine_annealing(
-            sections.CosineAnnealingConfig(warmup_steps=WARM, min_lr=LOW, constant_steps=20), HORIZON
+        schedules.cosine_annealing(
+            schedules.CosineAnnealingConfig(warmup_steps=WARM, min_lr=LOW, constant_steps=20), HORIZON
         ),
         warmed(lambda step: LOW + (LR - LOW) * 0.5 * (1 + math.cos(math.pi * (min(step, 80) - WARM) / (80 - WARM)))),
     ),
     "PolynomialDecayAnnealing": (
-        annealing.polynomial(sections.PolynomialConfig(warmup_steps=WARM, min_lr=LOW, power=3.0), HORIZON),
+        schedules.polynomial(schedules.PolynomialConfig(warmup_steps=WARM, min_lr=LOW, power=3.0), HORIZON),
         warmed(lambda step: LOW + (LR - LOW) * line(step) ** 3),
     ),
     "PolynomialDecayAnnealing, hold": (
-        annealing.polynomial(
-            sections.PolynomialConfig(warmup_steps=WARM, hold_steps=15, min_lr=LOW, power=2.0), HORIZON
+        schedules.polynomial(
+            schedules.PolynomialConfig(warmup_steps=WARM, hold_steps=15, min_lr=LOW, power=2.0), HORIZON
         ),
         warmed(lambda step: LR if step < 25 else LOW + (LR - LOW) * line(step, start=25) ** 2),
     ),
     "SquareAnnealing": (
-        annealing.square_annealing(sections.SquareAnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
+        schedules.square_annealing(schedules.SquareAnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
         warmed(lambda step: max(LOW, LR * line(step) ** 2)),
     ),
     "SquareRootAnnealing": (
-        annealing.square_root_annealing(sections.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
+        schedules.square_root_annealing(schedules.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
         warmed(lambda step: max(LOW, LR * math.sqrt(line(step, start=0)))),
     ),
     "WSD, linear": (
-        annealing.warmup_stable_decay(sections.WSDConfig(warmup_steps=WARM, min_lr=LOW, decay_steps=25), HORIZON),
+        schedules.warmup_stable_decay(schedules.WSDConfig(warmup_steps=WARM, min_lr=LOW, decay_steps=25), HORIZON),
         warmed(lambda step: LOW + (LR - LOW) * min(1.0, line(step, start=75))),
     ),
     "WSD, cosine": (
-        annealing.warmup_stable_decay(
-            sections.WSDConfig(warmup_steps=WARM, decay_steps=50, decay_shape="cosine"), HORIZON
+        schedules.warmup_stable_decay(
+            schedules.WSDConfig(warmup_steps=WARM, decay_steps=50, decay_shape="cosine"), HORIZON
         ),
         warmed(lambda step: LR * math.cos(math.pi / 2 * (1 - min(1.0, line(step, start=50)))) ** 2),
     ),
     "WSD, sqrt": (
-        annealing.warmup_stable_decay(sections.WSDConfig(warmup_steps=WARM, decay_shape="sqrt"), HORIZON),
+        schedules.warmup_stable_decay(schedules.WSDConfig(warmup_steps=WARM, decay_shape="sqrt"), HORIZON),
         warmed(lambda step: LR * (1 - math.sqrt(1 - min(1.0, line(step, start=90))))),
     ),
-    "constant": (holding.constant(sections.WarmupConfig(warmup_steps=WARM), HORIZON), warmed(lambda step: LR)),
+    "constant": (schedules.constant(schedules.WarmupConfig(warmup_steps=WARM), HORIZON), warmed(lambda step: LR)),
     "WarmupPolicy": (
-        holding.warmup_policy(sections.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
+        schedules.warmup_policy(schedules.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
         warmed(lambda step: LR if step <= END else LOW),
     ),
     "WarmupHoldPolicy": (
-        holding.warmup_hold(sections.HoldConfig(warmup_steps=WARM, min_lr=LOW, hold_steps=30), HORIZON),
+        schedules.warmup_hold(schedules.HoldConfig(warmup_steps=WARM, min_lr=LOW, hold_steps=30), HORIZON),
         warmed(lambda step: LR if step <= END else LOW),
     ),
     "WarmupHoldPolicy, long": (
-        holding.warmup_hold(sections.HoldConfig(warmup_steps=WARM, min_lr=LOW, hold_steps=110), HORIZON),
+        schedules.warmup_hold(schedules.HoldConfig(warmup_steps=WARM, min_lr=LOW, hold_steps=110), HORIZON),
         warmed(lambda step: LR if step < WARM + 110 else LOW),
     ),
     "InverseSquareRootAnnealing": (
-        holding.inverse_square_root(sections.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
+        schedules.inverse_square_root(schedules.AnnealingConfig(warmup_steps=WARM, min_lr=LOW), HORIZON),
         warmed(lambda step: LR * math.sqrt((WARM + 1) / (step + 1)) if step <= END else LOW),
     ),
     "NoamAnnealing": (
-        holding.noam(sections.NoamConfig(warmup_steps=WARM, d_model=64, min_lr=2e-5), HORIZON),
+        schedules.noam(schedules.NoamConfig(warmup_steps=WARM, d_model=64, min_lr=2e-5), HORIZON),
         [
             max(
                 LR / 8 * min(max(1, step) ** -0.5, max(1, step) * WARM**-1.5),
@@ -109,19 +108,19 @@ CLOSED_FORMS = {
         ],
     ),
     "NoamAnnealing, cold": (
-        holding.noam(sections.NoamConfig(d_model=16), HORIZON),
+        schedules.noam(schedules.NoamConfig(d_model=16), HORIZON),
         [LR / 4 / math.sqrt(max(1, step)) for step in STEPS],
     ),
     "NoamHoldAnnealing": (
-        holding.noam_hold(sections.NoamHoldConfig(warmup_steps=WARM, hold_steps=20, decay_rate=1.0), HORIZON),
+        schedules.noam_hold(schedules.NoamHoldConfig(warmup_steps=WARM, hold_steps=20, decay_rate=1.0), HORIZON),
         warmed(lambda step: LR * min(1.0, WARM / max(1, step - 20)) if step <= END else 0.0),
     ),
     "StepLR": (
-        holding.stairs(sections.StepConfig(step_size=7, gamma=0.5), HORIZON),
+        schedules.stairs(schedules.StepConfig(step_size=7, gamma=0.5), HORIZON),
         [LR * 0.5 ** math.floor(step / 7) for step in STEPS],
     ),
     "ExponentialLR": (
-        holding.exponential(sections.ExponentialConfig(gamma=0.99), HORIZON),
+        schedules.exponential(schedules.ExponentialConfig(gamma=0.99), HORIZON),
         [LR * math.exp(step * math.log(0.99)) for step in STEPS],
     ),
 }
@@ -140,23 +139,23 @@ def test_every_curve_has_a_closed_form_here():
 TORCH = torch.optim.lr_scheduler
 OF_TORCH = {
     "cosine": (
-        annealing.cosine_annealing(sections.CosineAnnealingConfig(min_lr=LOW), HORIZON),
+        schedules.cosine_annealing(schedules.CosineAnnealingConfig(min_lr=LOW), HORIZON),
         lambda o: TORCH.CosineAnnealingLR(o, T_max=END, eta_min=LOW),
     ),
     "linear": (
-        annealing.linear_annealing(sections.AnnealingConfig(), HORIZON),
+        schedules.linear_annealing(schedules.AnnealingConfig(), HORIZON),
         lambda o: TORCH.LinearLR(o, start_factor=1.0, end_factor=0.0, total_iters=END),
     ),
     "polynomial": (
-        annealing.polynomial(sections.PolynomialConfig(power=2.5), HORIZON),
+        schedules.polynomial(schedules.PolynomialConfig(power=2.5), HORIZON),
         lambda o: TORCH.PolynomialLR(o, total_iters=END, power=2.5),
     ),
     "steps": (
-        holding.stairs(sections.StepConfig(step_size=9, gamma=0.3), HORIZON),
+        schedules.stairs(schedules.StepConfig(step_size=9, gamma=0.3), HORIZON),
         lambda o: TORCH.StepLR(o, step_size=9, gamma=0.3),
     ),
     "exponential": (
-        holding.exponential(sections.ExponentialConfig(gamma=0.97), HORIZON),
+        schedules.exponential(schedules.ExponentialConfig(gamma=0.97), HORIZON),
         lambda o: TORCH.ExponentialLR(o, gamma=0.97),
     ),
 }
@@ -174,15 +173,15 @@ def test_a_curve_that_torch_has_equals_torch_s(name):
 
 
 def test_a_warm_up_longer_than_the_run_stays_a_warm_up():
-    schedule = annealing.warmup_stable_decay(sections.WSDConfig(warmup_steps=200), HORIZON)
+    schedule = schedules.warmup_stable_decay(schedules.WSDConfig(warmup_steps=200), HORIZON)
     assert schedule(99) == pytest.approx(100 / 201)
 
 
 def test_moving_the_end_changes_no_rate_before_the_decay_begins():
     """What a run may rely on that is extended while it warms up or is stable."""
-    config = sections.WSDConfig(warmup_steps=WARM, decay_steps=20)
-    longer = annealing.warmup_stable_decay(config, ScheduleHorizon(max_steps=2 * END, lr=LR))
-    assert rates(longer)[:80] == rates(annealing.warmup_stable_decay(config, HORIZON))[:80]
+    config = schedules.WSDConfig(warmup_steps=WARM, decay_steps=20)
+    longer = schedules.warmup_stable_decay(config, ScheduleHorizon(max_steps=2 * END, lr=LR))
+    assert rates(longer)[:80] == rates(schedules.warmup_stable_decay(config, HORIZON))[:80]
 
 
 ENDING = ("LinearAnnealingWithWarmUp", "CosineAnnealing", "PolynomialDecayAnnealing", "SquareAnnealing", "WSD")
@@ -191,7 +190,7 @@ ENDING = ("LinearAnnealingWithWarmUp", "CosineAnnealing", "PolynomialDecayAnneal
 @pytest.mark.parametrize("name", ENDING)
 def test_a_decay_without_an_end_is_refused(name):
     record = next(record for record in SCHEDULES if record.name == name)
-    factory = getattr(annealing, record.target.rpartition(":")[2])
-    section = getattr(sections, record.config.rpartition(":")[2])
+    factory = getattr(schedules, record.target.rpartition(":")[2])
+    section = getattr(schedules, record.config.rpartition(":")[2])
     with raises(ScheduleHasNoEnd, match=f"{name}(.|\n)*max_steps"):
         factory(section(), ScheduleHorizon(max_steps=0, lr=1.0))

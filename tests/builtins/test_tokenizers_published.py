@@ -16,8 +16,7 @@ from nxdt_core.data.tokenizers.config import (
     SentencePieceTokenizerConfig,
     TiktokenTokenizerConfig,
 )
-from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
-from nxdt_core.data.tokenizers.megatron import MegatronTokenizer
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer, MegatronTokenizer
 from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.data.tokenizers.tiktoken import TiktokenTokenizer
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound

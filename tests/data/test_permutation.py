@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.data.permutation import Permutation
+from nxdt_core.data.sampler import Permutation
 
 
 def order(length: int, seed: int = 0, epoch: int = 0) -> np.ndarray:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nxdt_core.data.prefetch import run_ahead
+from nxdt_core.data.loader import run_ahead
 
 
 def jobs(count, begun):

@@ -16,7 +16,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.train import TrainSession, build
-from nxdt_core.train.precision.records import POLICIES
+from nxdt_core.train.records import POLICIES
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 

@@ -9,7 +9,7 @@ import pytest
 
 CORE = Path(__file__).parents[2] / "nxdt_core"
 TABLE = CORE / "distributed" / "devices.py"
-RECORDS = CORE / "distributed" / "device_records.py"
+RECORDS = CORE / "builtins.py"
 
 NAMES = {"cpu", "cuda", "neuron", "mps", "xpu", "hpu", "gloo", "nccl"}
 ATTRIBUTES = NAMES | {f"is_{name}" for name in NAMES}

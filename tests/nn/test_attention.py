@@ -58,7 +58,7 @@ def test_the_core_computes_attention(kv_heads, document_ids):
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
 @pytest.mark.parametrize("document_ids", [None, IDS], ids=["whole rows", "documents"])
 def test_a_windowed_core_sees_the_last_few_tokens(window, document_ids, monkeypatch):
-    monkeypatch.setattr("nxdt_core.models.attention.window._LEAST_ROWS", 3)
+    monkeypatch.setattr("nxdt_core.models.attention.grouped_query._LEAST_ROWS", 3)
     inputs = heads(2)
     ours = CausalAttention(window=window)(*inputs, document_ids)
     expected = definition(*inputs, document_ids, window=window)

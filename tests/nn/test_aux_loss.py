@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.models.moe.aux_loss import add_aux_loss
+from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.step_context import StepContext
 

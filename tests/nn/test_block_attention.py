@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention
 
 from nxdt_core.distributed.devices import PROFILES, current_device, profile_of
 from nxdt_core.engine.layout import block_attention
-from nxdt_core.models.attention.blocks import BLOCK_ROWS, BlockAttention, document_blocks
+from nxdt_core.models.attention.documents import BLOCK_ROWS, BlockAttention, document_blocks
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from tests.integer_widths import IntegerWidths
 

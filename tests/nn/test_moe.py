@@ -169,7 +169,7 @@ def test_earlier_positions_go_first():
 
 
 def test_capacity_is_rounded_up_from_the_exact_share():
-    from nxdt_core.models.moe.capacity import expert_capacity
+    from nxdt_core.models.moe.router import expert_capacity
 
     assert expert_capacity(1.1, tokens=10, top_k=1, experts=1) == 11
     assert expert_capacity(1.25, tokens=10, top_k=2, experts=4) == 7
@@ -191,7 +191,7 @@ def test_statistics_are_detached_sums():
 
 
 def test_balanced_routing_has_a_loss_of_one_a_token():
-    from nxdt_core.models.moe.router_losses import balance_loss_sum
+    from nxdt_core.models.moe.router import balance_loss_sum
 
     for top_k in (1, 2):
         uniform, assigned = torch.full((2, 6, 4), 0.25), torch.full((4,), 12 * top_k // 4)

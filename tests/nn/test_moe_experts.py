@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nxdt_core.models.mlp import SwiGLU
-from nxdt_core.models.moe.experts import SwiGLUExperts, grouped_linear
-from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.moe.experts import RowGroups, SwiGLUExperts, grouped_linear
 
 COUNTS = [[3, 1, 4], [0, 5, 3], [4, 4, 0], [0, 8, 0], [0, 0, 0]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nxdt_core.models.random.quantiles import normal_quantiles, quantile_table
+from nxdt_core.models.random.init import normal_quantiles, quantile_table
 
 
 def quantiles(tails: torch.Tensor) -> torch.Tensor:

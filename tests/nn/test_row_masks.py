@@ -8,8 +8,7 @@ import torch
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.moe.router import Routing
 from nxdt_core.models.random.dropout import Dropout
-from nxdt_core.models.random.dropout_masks import encoded_name
-from nxdt_core.models.random.row_masks import RowPart, TokenNumbers
+from nxdt_core.models.random.dropout_masks import RowPart, TokenNumbers, encoded_name
 from nxdt_core.protocols.step_context import StepContext
 
 IDS = torch.zeros(4, 64, dtype=torch.int64)

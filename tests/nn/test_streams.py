@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.models.random.streams import Stream
+from nxdt_core.models.random.init import Stream
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _WORD = 2**64

@@ -8,7 +8,7 @@ from torch import nn
 from nxdt_core.config import load
 from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.errors.models import ObjectiveWeightsDiffer, WeightsDoNotFit
-from nxdt_core.models.moe.aux_loss import add_aux_loss
+from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core import torch_versions
 from nxdt_core.models.moe import experts
-from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.moe.experts import RowGroups
 
 
 def gathered_and_scattered():

@@ -20,7 +20,7 @@ from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
 from nxdt_core.train import build, train
 from nxdt_core.train.callbacks import checkpoints, console
-from nxdt_core.train.step_times import STEPS, StepTimes
+from nxdt_core.train.callbacks.checkpoints import STEPS, StepTimes
 from tests.training.small import SMALL
 
 
@@ -44,7 +44,7 @@ def train_where_rank_1_runs_out_of_space(arguments):
 def train_by_a_clock(arguments):
     """Twenty seconds pass whenever somebody looks, on each rank for itself."""
     clock = iter(range(0, 10_000, 20))
-    checkpoints.time = SimpleNamespace(monotonic=lambda: next(clock))
+    checkpoints.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: next(clock)})
     return main(arguments)
 
 
@@ -235,7 +235,7 @@ def test_a_resumed_run_reads_older_manifests_at_its_start_only(small_run, monkey
 
 def test_checkpoints_by_the_clock(small_run, monkeypatch):
     clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: next(clock)}))
     config = small_run(
         "trainer.max_steps=12", "checkpoint.train_time_interval={seconds: 45}", "checkpoint.save_top_k=-1"
     )

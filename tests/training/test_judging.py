@@ -19,15 +19,15 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
-from nxdt_core.data.chat.keys import ChatKeys
-from nxdt_core.data.files.unused_fields import UnusedFields
+from nxdt_core.data.chat.templates import ChatKeys
+from nxdt_core.data.files.records import UnusedFields
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
-from nxdt_core.train.inference.evaluate import Answer, Question, questions, scores
-from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.evaluate import Answer, Question, questions, scores
+from nxdt_core.train.generate import generate
 from nxdt_core.train.run.train import train
 from nxdt_core.visible_text import visible
 from tests import processes

@@ -44,8 +44,7 @@ def _generate(bench: Bench, path: str, sequence: int) -> None:
     from nxdt_core.config import load
     from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
     from nxdt_core.train import train
-    from nxdt_core.train.inference.load import load_model
-    from nxdt_core.train.inference.sampling import Sampling
+    from nxdt_core.train.generate import Sampling, load_model
 
     config = load(path, [])
     train(config)

@@ -54,7 +54,7 @@ def preview(
     for note in config.notes:
         print_note(note)
 
-    from nxdt_core.train.preview import preview as look  # imports torch: only a right configuration pays for it
+    from nxdt_core.train.data import preview as look  # imports torch: only a right configuration pays for it
 
     found = look(config, split, samples)
     if json_output:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 
 from nxdt_core.cli.terminal.table import percent, print_facts, print_table
-from nxdt_core.data.files.unused_fields import describe_unused
+from nxdt_core.data.files.records import describe_unused
 from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
 from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_core.visible_text import visible

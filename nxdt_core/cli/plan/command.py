@@ -82,8 +82,8 @@ def plan(
         print_note(note)
 
     check_torch_folder()
+    from nxdt_core.train.plan import EFFICIENCY
     from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
-    from nxdt_core.train.step_time import EFFICIENCY
 
     if search and device is not None:
         from nxdt_core.train.layout_search import search as find

@@ -13,8 +13,7 @@ from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print
 
 if TYPE_CHECKING:
     from nxdt_core.protocols.parallel.estimate import RankEstimate
-    from nxdt_core.train.plan import RunPlan
-    from nxdt_core.train.step_time import StepTime
+    from nxdt_core.train.plan import RunPlan, StepTime
 
 __all__ = ["print_report"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from nxdt_core.cli.report.markup import Markup, element
-from nxdt_core.train.run.metric_rows import drawable
+from nxdt_core.train.run.metric_files import drawable
 
 __all__ = ["COLOURS", "plot"]
 

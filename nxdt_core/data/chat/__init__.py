@@ -1,1 +1,0 @@
-"""Chat data: records, conversations and chat templates."""

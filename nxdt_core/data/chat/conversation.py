@@ -1,17 +1,17 @@
-"""A conversation as every format of records gives it, and what must hold of the order of its messages."""
+"""A conversation as every format of records gives it: the order of its messages, and what a template ignores of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from nxdt_core.data.files.records import Place
-from nxdt_core.data.files.unused_fields import is_given
-from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder
+from nxdt_core.data.files.records import Place, is_given
+from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, TemplateRefuses
 
-__all__ = ["ROLES", "Conversation", "Message", "check_order", "in_order_of_calls"]
+__all__ = ["ROLES", "Conversation", "Message", "check_order", "ignored_fields", "in_order_of_calls"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak."""
@@ -149,3 +149,71 @@ def _check_ids(calls: Sequence[Any], given: Sequence[Any], place: Place, number:
         if each not in given or each in calls[:index]:
             reason = f"its call with the id {each!r} has no result, or shares one"
             raise BadMessage(place=str(place), number=number, reason=reason)
+
+
+_LINKS = frozenset({"tool_calls", "tool_call_id"})
+"""Calls are looked for by :meth:`Message.is_contained_in`; the ids link what the order of messages links too."""
+
+
+def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> tuple[str, ...]:
+    """Return the names of the parts of ``conversation`` that ``text``, its rendering, does not depend on.
+
+    Args:
+        conversation: the record.
+        text: what ``render`` makes of it.
+        render: runs the template.
+    """
+    found = (name for name, other in _others(conversation, text) if _is_same(text, other, render))
+    return tuple(dict.fromkeys(found))
+
+
+def _is_same(text: str, other: Conversation, render: Callable[[Conversation], str]) -> bool:
+    try:
+        return render(other) == text
+    except TemplateRefuses:  # it asks for what is missing
+        return False
+
+
+def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conversation]]:
+    """Yield the name of a part, and the conversation without it. Words that are in the text need no other rendering."""
+    messages = conversation.messages
+    named = (name for message in messages for name, value in message.fields.items() if is_given(value))
+    for name in dict.fromkeys(named):
+        if name not in _LINKS:
+            yield f"messages.{name}", replace(conversation, messages=[_without(each, name) for each in messages])
+    if any(message.thought for message in messages):
+        yield "reasoning in content", replace(conversation, messages=[_without_thought(each) for each in messages])
+    if conversation.tools:
+        yield "tools", replace(conversation, tools=None)
+    for number, message in enumerate(messages):
+        if message.content.strip() and not message.is_contained_in(text):
+            yield f"{message.role} messages", _with(conversation, number, replace(message, content="."))
+        if not all(leaf in text for leaf in _leaves([call["function"]["arguments"] for call in message.calls])):
+            calls = [{**call, "function": {**call["function"], "arguments": {}}} for call in message.calls]
+            other = replace(message, fields={**message.fields, "tool_calls": calls})
+            yield "messages.tool_calls.arguments", _with(conversation, number, other)
+
+
+def _without(message: Message, name: str) -> Message:
+    return replace(message, fields={key: value for key, value in message.fields.items() if key != name})
+
+
+def _without_thought(message: Message) -> Message:
+    return replace(message, content=message.content.rpartition("</think>")[2]) if message.thought else message
+
+
+def _with(conversation: Conversation, number: int, message: Message) -> Conversation:
+    messages = conversation.messages
+    return replace(conversation, messages=[*messages[:number], message, *messages[number + 1 :]])
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the texts within ``value``, and the JSON of its numbers and constants."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value if isinstance(value, str) else json.dumps(value)

@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from nxdt_core.data.chat.conversation import Message
-from nxdt_core.data.chat.keys import ChatKeys
-from nxdt_core.data.chat.templates import ChatTemplate, find_template
+from nxdt_core.data.chat.templates import ChatKeys, ChatTemplate, find_template
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import (
     EndOfTurnUntrained,

@@ -1,1 +1,0 @@
-"""Data files: paths, compression, encodings, records and caches."""

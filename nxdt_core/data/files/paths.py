@@ -1,6 +1,11 @@
 """From the paths and patterns of a configuration to files, and from a file to text or JSON objects.
 
 Formats of records do not live here: a dataset plugin knows what its objects hold.
+
+Files that a run keeps reading have the size that they had at its start. Access to a page beyond the end of a mapped
+file kills the process (SIGBUS), and a shorter file of records looks like a complete one. So code that maps or reads a
+file again checks its size first. Two cases remain undetected: a file that is truncated between the check and the read,
+and a file that is overwritten with as many bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +23,14 @@ from typing import IO, Any
 from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
 from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
 from nxdt_core.data.files.encodings import check_wide, not_utf8
-from nxdt_core.errors.data import BadJsonLine, DataFileNotFound, DataFileUnreadable
+from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable
 
 __all__ = [
     "EXPANDS_BY",
     "EXPANDS_TO_BYTES",
     "JSON_LINES",
     "JSON_TEXTS",
+    "WatchedFiles",
     "decode",
     "expand",
     "half_character",
@@ -185,3 +191,36 @@ def near(path: Path) -> tuple[str, ...]:
         return ()
     names = sorted(p.name for p in path.parent.iterdir())
     return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3))
+
+
+class WatchedFiles:
+    """Files, and their sizes when this was made.
+
+    Args:
+        paths: the files; one that does not exist is left to the code that opens it.
+        may_grow: whether more bytes behind the known ones do no harm.
+    """
+
+    def __init__(self, paths: Iterable[Path], *, may_grow: bool) -> None:
+        found = ((path, _size(path)) for path in paths)
+        self._sizes = {path: size for path, size in found if size is not None}
+        self._may_grow = may_grow
+
+    def check(self, *paths: Path) -> None:
+        """Compare the size of ``paths``, or of all files, with what it was; one that is gone may still be open.
+
+        Raises:
+            DataFileChanged: it is another one.
+        """
+        for path in paths or self._sizes:
+            before, now = self._sizes.get(path), _size(path)
+            if before is None or now is None or now == before or (self._may_grow and now > before):
+                continue
+            raise DataFileChanged(path=str(path), before=before, now=now)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None

@@ -1,13 +1,15 @@
-"""From files of JSON, Arrow or Parquet to raw records, each with its place."""
+"""From files of JSON, Arrow or Parquet to raw records, each with its place, and fields that no sample contains."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.data.chat.templates import UnusedMode
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import (
@@ -21,6 +23,7 @@ from nxdt_core.data.files.paths import (
     near,
     read_bytes,
 )
+from nxdt_core.errors.chats import FieldsUnused
 from nxdt_core.errors.data import (
     ArrowUnreadable,
     BadJsonFile,
@@ -30,7 +33,7 @@ from nxdt_core.errors.data import (
     NoRecords,
 )
 
-__all__ = ["Place", "Record", "read_records"]
+__all__ = ["Place", "Record", "UnusedFields", "describe_unused", "is_given", "read_records", "unread"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +177,49 @@ def _values(value: Any, kind: Any) -> Any:
         kinds = {field.name: field.type for field in kind} if hasattr(kind, "get_field_index") else {}
         return {key: _values(each, kinds.get(key)) for key, each in value.items() if each is not None}
     return [_values(each, getattr(kind, "value_type", None)) for each in value] if isinstance(value, list) else value
+
+
+class UnusedFields:
+    """Counts records by unused field.
+
+    Args:
+        mode: ``refuse`` raises an error at the first such record.
+    """
+
+    def __init__(self, mode: UnusedMode) -> None:
+        self._mode = mode
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Field → records that have it, the most frequent first."""
+        return dict(sorted(self._counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def add(self, place: Place, names: Iterable[str]) -> None:
+        """Count the unused fields of one record.
+
+        Raises:
+            FieldsUnused: there are some, and they are refused.
+        """
+        found = tuple(dict.fromkeys(names))
+        if found and self._mode == "refuse":
+            raise FieldsUnused(place=str(place), names=found)
+        self._counts.update(found)
+
+
+def describe_unused(counts: Mapping[str, int]) -> str:
+    """Return the counts as a phrase: ``history in 1,204 records, id in 1 record``."""
+    return ", ".join(f"{name} in {count:,} record{'s' if count > 1 else ''}" for name, count in counts.items())
+
+
+def unread(record: Mapping[str, Any], read: Iterable[str]) -> Iterator[str]:
+    """Yield the keys of a record that hold something and are not among those that were ``read``."""
+    known = frozenset(read)
+    return (key for key, value in record.items() if key not in known and is_given(value))
+
+
+def is_given(value: object) -> bool:
+    """Return whether a value of a record holds something: null, blank texts, ``"[]"`` and empty lists do not."""
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}")
+    return value is not None and value not in ([], {})

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.tokenizers.config import ByteTokenizerConfig
-from nxdt_core.data.tokenizers.offsets import located
+from nxdt_core.data.tokenizers.files import located
 from nxdt_core.protocols.tokenizer import LocatedIds
 
 __all__ = ["ByteTokenizer"]

@@ -1,17 +1,21 @@
-"""What the file-based tokenizers share: finding the library and the files, or saying what is missing."""
+"""What tokenizers share: finding the library and the files, texts as libraries accept them, and positions of tokens."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
+from nxdt_core.protocols.tokenizer import LocatedIds
 from nxdt_core.regular_files import require_fetched
 
-__all__ = ["holds_ranks", "import_library", "read_file"]
+__all__ = ["encoded", "holds_ranks", "import_library", "located", "read_file", "valid"]
 
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
@@ -50,3 +54,33 @@ def read_file(path: Path, *, key: str, wanted: str) -> bytes:
 def holds_ranks(content: bytes) -> bool:
     """Return whether a file begins as those of tiktoken do: a token in base64, and its rank."""
     return _RANK.match(content) is not None
+
+
+T = TypeVar("T")
+
+
+def valid(text: str) -> str:
+    """``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot express and most libraries refuse."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def encoded(encode: Callable[[list[str]], T], texts: Sequence[str]) -> T:
+    """Return what ``encode`` of a library gives for ``texts``, made :func:`valid` only where it refuses them."""
+    try:
+        return encode(list(texts))
+    except TypeError:
+        return encode([*map(valid, texts)])
+
+
+def located(text: str, ids: Sequence[int], widths: Sequence[int]) -> LocatedIds:
+    """Return ``ids`` with the characters that their bytes belong to.
+
+    Args:
+        text: valid Unicode.
+        ids: of all of it, in order.
+        widths: bytes of each; together those of the text in UTF-8.
+    """
+    characters = np.repeat(np.arange(len(text), dtype=np.int64), [len(c.encode()) for c in text])
+    behind = np.cumsum(widths, dtype=np.int64)
+    starts = characters[behind - widths] if len(ids) else behind
+    return LocatedIds(ids=np.array(ids, dtype=np.int64), starts=starts, ends=characters[behind - 1] + 1)

@@ -6,23 +6,98 @@ a ``tokenizer.json``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nxdt_core.data.digest import digest
-from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
-from nxdt_core.data.tokenizers.files import import_library
-from nxdt_core.data.tokenizers.huggingface_chat import chat_template, special_tokens
-from nxdt_core.data.tokenizers.huggingface_files import pretrained_files
-from nxdt_core.data.tokenizers.huggingface_sources import Loaded, load_named, load_pair, load_path, local_path
-from nxdt_core.data.tokenizers.offsets import encoded
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig, MegatronTokenizerConfig
+from nxdt_core.data.tokenizers.files import encoded, import_library
+from nxdt_core.data.tokenizers.huggingface_sources import (
+    FILE,
+    Loaded,
+    load_named,
+    load_pair,
+    load_path,
+    local_path,
+    read_json,
+    read_record,
+    token_text,
+)
 from nxdt_core.errors.data import BadTokenizerConfig
 from nxdt_core.protocols.tokenizer import LocatedIds
 
-__all__ = ["HuggingFaceTokenizer"]
+__all__ = [
+    "FOR_TOOLS",
+    "HuggingFaceTokenizer",
+    "MegatronTokenizer",
+    "chat_template",
+    "pretrained_files",
+    "special_tokens",
+]
+
+FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
+"""File of the template for conversations with tools, where ``chat_template.jinja`` is another one."""
+
+
+def chat_template(loaded: Loaded) -> str | None:
+    """Return the Jinja text, sought where transformers seeks it and in its order; None where there is none.
+
+    Of several templates with names, ``tool_use`` renders conversations with tools and ``default`` all others.
+    """
+    named = {} if loaded.directory is None else _named_templates(loaded.directory)
+    default, with_tools = named.get("default"), named.get("tool_use")
+    if isinstance(default, str) and isinstance(with_tools, str):
+        with_tools, default = with_tools.removesuffix("\n"), default.removesuffix("\n")  # as Jinja does at the end
+        return f"{{% if tools is not none +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
+    return default if isinstance(default, str) else None
+
+
+def _named_templates(directory: Path) -> Mapping[str, Any]:
+    paths = {"default": directory / "chat_template.jinja", "tool_use": directory / FOR_TOOLS}
+    if found := {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}:
+        return found
+    kept = read_json(directory / "chat_template.json").get("chat_template")
+    kept = read_record(directory).get("chat_template") if kept is None else kept
+    if isinstance(kept, list):  # an older form: several of them, each with a name
+        return {str(entry.get("name")): entry.get("template") for entry in kept if isinstance(entry, dict)}
+    return {"default": kept}
+
+
+def special_tokens(loaded: Loaded, named: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the tokens by the name that a template calls them by, such as ``unk_token``; ``named`` ones replace the
+    files'."""
+    record = {} if loaded.directory is None else read_record(loaded.directory)
+    found = {key: token_text(value) for key, value in record.items() if key.endswith("_token")}
+    return {key: token for key, token in {**found, **named}.items() if token is not None}
+
+
+_BESIDE = ("chat_template.jinja", "chat_template.json", "tokenizer.model")
+"""Files that are copied unchanged where they are next to the tokenizer."""
+_CONFIG = "tokenizer_config.json"
+
+
+def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -> dict[str, bytes]:
+    """``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them.
+
+    Args:
+        loaded: the tokenizer and where it comes from.
+        special_tokens: ``bos_token``, ``eos_token``, ``pad_token`` → the token in use, or None.
+    """
+    record: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files: dict[str, bytes] = {}
+    if loaded.directory is not None:
+        record |= read_record(loaded.directory)
+        present = [name for name in _BESIDE if (loaded.directory / name).is_file()]
+        files |= {name: (loaded.directory / name).read_bytes() for name in present}
+        if (loaded.directory / FOR_TOOLS).is_file() and (template := chat_template(loaded)) is not None:
+            files["chat_template.jinja"] = template.encode()
+    own = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
+    return {**files, FILE: own, _CONFIG: (json.dumps({**record, **special_tokens}, indent=2) + "\n").encode()}
 
 
 class HuggingFaceTokenizer:
@@ -132,3 +207,24 @@ def _load(config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
     assert config.type is not None  # check() has refused a section without any source
     path = local_path(config.type)
     return load_named(config.type, library) if path is None else load_path(path, library, key="data.tokenizer.type")
+
+
+class MegatronTokenizer(HuggingFaceTokenizer):
+    """GPT-2's ids. A text that spells out ``<|endoftext|>`` has that token, as in transformers.
+
+    Raises:
+        TokenizerLibraryMissing: tokenizers is not installed.
+        TokenizerFileNotFound, BadTokenizerFile: of the files; each names the file.
+        BadTokenizerConfig: a key names a token that is not in the vocabulary.
+    """
+
+    def __init__(self, config: MegatronTokenizerConfig) -> None:
+        super().__init__(
+            HuggingFaceTokenizerConfig(
+                vocab_file=config.vocab_file,
+                merge_file=config.merge_file,
+                bos_token=config.bos_token,
+                eos_token=config.eos_token,
+                pad_token=config.pad_token,
+            )
+        )

@@ -1,23 +1,146 @@
-"""Tokenizers of a SentencePiece model file (Kudo & Richardson 2018, arXiv:1808.06226)."""
+"""Tokenizers of a SentencePiece model file (Kudo & Richardson 2018, arXiv:1808.06226).
+
+transformers ranks merges by id, of a ``tokenizer.model`` alone. Released models of Llama 2 and Mistral have pieces of
+spaces whose scores are in another order, and words behind several spaces then get other ids. So the files for
+transformers have the merges written, by score.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nxdt_core.data.digest import digest
 from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
-from nxdt_core.data.tokenizers.files import holds_ranks, import_library, read_file
-from nxdt_core.data.tokenizers.offsets import encoded, valid
-from nxdt_core.data.tokenizers.sentencepiece_files import pretrained_files
-from nxdt_core.data.tokenizers.sentencepiece_offsets import cut, located
+from nxdt_core.data.tokenizers.files import encoded, holds_ranks, import_library, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece
 from nxdt_core.protocols.tokenizer import LocatedIds
 
-__all__ = ["SentencePieceTokenizer"]
+__all__ = ["SentencePieceTokenizer", "cut", "located", "pretrained_files"]
+
+_SPACE = "▁"
+_BPE = 2
+"""Model type of the trainer's specification."""
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+"""Types of pieces."""
+
+
+def pretrained_files(content: bytes, added: Mapping[str, int], names: Mapping[str, str | None]) -> dict[str, bytes]:
+    """Return the model file, ``tokenizer.json`` and ``tokenizer_config.json``.
+
+    Empty for a model that these cannot say: one of unigrams, and one that normalises text or merges its spaces.
+
+    Args:
+        content: of the model file.
+        added: tokens that texts may spell out → their ids.
+        names: ``bos_token``, ``eos_token``, ``pad_token`` → the token in use, or None.
+    """
+    described = import_library(
+        "sentencepiece.sentencepiece_model_pb2", tokenizer="sentencepiece", extra="sentencepiece"
+    )
+    model = described.ModelProto.FromString(content)
+    normalizer = model.normalizer_spec
+    plain = normalizer.name == "identity" and not normalizer.remove_extra_whitespaces and normalizer.add_dummy_prefix
+    if model.trainer_spec.model_type != _BPE or not plain:
+        return {}
+    unknown = model.pieces[model.trainer_spec.unk_id].piece
+    record = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": unknown,
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
+    return {
+        "tokenizer.model": content,
+        "tokenizer.json": _tokenizer(model.pieces, unknown, added).to_str().encode(),
+        "tokenizer_config.json": json.dumps(record, indent=2).encode(),
+    }
+
+
+def _tokenizer(pieces: Sequence[Any], unknown: str, added: Mapping[str, int]) -> Any:
+    library = import_library("tokenizers", tokenizer="sentencepiece", extra="huggingface")
+    vocabulary = {piece.piece: id_ for id_, piece in enumerate(pieces)}
+    tokenizer = library.Tokenizer(
+        library.models.BPE(
+            {**vocabulary, **added},
+            _merges(pieces, vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=any(piece.type == _BYTE for piece in pieces),
+        )
+    )
+    normalizers, decoders = library.normalizers, library.decoders
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
+    tokenizer.add_tokens([library.AddedToken(token, normalized=False) for token in own])
+    special = [*(piece.piece for piece in pieces if piece.type == _CONTROL), *added]  # as chat templates write them
+    tokenizer.add_special_tokens([library.AddedToken(token, normalized=False, special=True) for token in special])
+    return tokenizer
+
+
+def _merges(pieces: Sequence[Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Pairs that make a piece, the piece with the highest score first."""
+    ranked = sorted(pieces, key=lambda piece: -piece.score)  # stable: equal scores stay in the order of ids
+    return [
+        (text[:cut], text[cut:])
+        for text in (piece.piece for piece in ranked)
+        for cut in range(1, len(text))
+        if text[:cut] in vocabulary and text[cut:] in vocabulary
+    ]
+
+
+def cut(tokens: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
+    """Yield ``text`` in parts, split before and after each of ``tokens``, with the position where each part begins."""
+    at = 0
+    for found in tokens.finditer(text):
+        yield at, text[at : found.start()]
+        yield found.start(), found[0]
+        at = found.end()
+    yield at, text[at:]
+
+
+def located(processor: Any, text: str, tokens: re.Pattern[str], ids: Mapping[str, int]) -> LocatedIds:
+    """Return the ids of ``text`` with their characters.
+
+    Args:
+        processor: of the model.
+        text: what is tokenised.
+        tokens: finds those that stand for themselves.
+        ids: of these.
+    """
+    found: list[int] = []
+    places: list[tuple[int, int]] = []
+    for at, part in cut(tokens, text):
+        if part in ids:
+            found.append(ids[part])
+            places.append((at, at + len(part)))
+        elif part:
+            pieces = processor.encode(part, return_type="proto").pieces
+            found += [piece.id for piece in pieces]
+            places += _places(processor, pieces, at)
+    starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    return LocatedIds(ids=np.array(found, dtype=np.int64), starts=starts, ends=ends)
+
+
+def _places(processor: Any, pieces: Any, at: int) -> list[tuple[int, int]]:
+    """Together the surfaces are the text. Of a character's bytes only the last has it; all of them are given it."""
+    places: list[tuple[int, int]] = []
+    for piece in pieces:
+        places.append((at, at := at + len(piece.surface)))
+    for number in reversed(range(len(places) - 1)):
+        start, end = places[number]
+        if start == end and processor.is_byte(pieces[number].id):
+            places[number] = start, places[number + 1][1]
+    return places
 
 
 class SentencePieceTokenizer:

@@ -13,8 +13,7 @@ from typing import Any
 
 from nxdt_core.data.digest import digest
 from nxdt_core.data.tokenizers.config import TiktokenTokenizerConfig
-from nxdt_core.data.tokenizers.files import import_library, read_file
-from nxdt_core.data.tokenizers.offsets import located, valid
+from nxdt_core.data.tokenizers.files import import_library, located, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile
 from nxdt_core.protocols.tokenizer import LocatedIds
 

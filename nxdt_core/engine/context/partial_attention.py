@@ -18,7 +18,7 @@ from nxdt_core.engine.context.kernels import (
     accumulation_dtype,
     dense_heads,
 )
-from nxdt_core.models.attention.window import block_rows
+from nxdt_core.models.attention.grouped_query import block_rows
 
 __all__ = ["AttentionGradients", "Block", "MergedAttention", "Window", "kernel_for"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_profiles import register_profile_of
+from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, DeviceProfile, available_type, profile_of
 from nxdt_core.engine.estimate.weights import StateOf, needs_stand_ins, optimizer_state
 from nxdt_core.engine.layout import LayoutOptions

@@ -21,7 +21,7 @@ from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.layers import local_part
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
-from nxdt_core.models.moe.token_shards import TokenShards, WholeMicroBatch, exclusive_sum
+from nxdt_core.models.moe.router import TokenShards, WholeMicroBatch, exclusive_sum
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
@@ -169,7 +169,7 @@ class ZigZagTokens:
 
     group: dist.ProcessGroup
     copies: int = 1
-    """As in :class:`~nxdt_core.models.moe.token_shards.TokenShards`."""
+    """As in :class:`~nxdt_core.models.moe.router.TokenShards`."""
     segments: int = 2
 
     @property

@@ -26,7 +26,7 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.gathered_again import gathers_ahead
 from nxdt_core.engine.tensor.layers import sum_over_ranks
 from nxdt_core.models.autocast import compute_dtype
-from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.plan import ParallelPlan

@@ -7,9 +7,39 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range
-from nxdt_core.launch.launchers.instances import INSTANCES, Instance
 
 __all__ = ["ClusterOptions", "HyperPodOptions", "KubernetesOptions", "LocalOptions", "SlurmOptions"]
+
+_CORES = "aws.amazon.com/neuroncore"
+"""Resource of the Neuron device plugin; it counts cores."""
+_GPUS = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One type of instance."""
+
+    devices: int
+    """Processes, one per device."""
+    efa: int
+    """EFA interfaces."""
+    resource: str
+    """Kubernetes' name of the devices."""
+    resources: int
+    """How many of these it has: Kubernetes counts physical cores."""
+
+
+INSTANCES: Mapping[str, Instance] = {
+    "trn1.2xlarge": Instance(devices=2, efa=0, resource=_CORES, resources=2),
+    "trn1.32xlarge": Instance(devices=32, efa=8, resource=_CORES, resources=32),
+    "trn1n.32xlarge": Instance(devices=32, efa=16, resource=_CORES, resources=32),
+    "trn2.48xlarge": Instance(devices=64, efa=16, resource=_CORES, resources=128),
+    "p4d.24xlarge": Instance(devices=8, efa=4, resource=_GPUS, resources=8),
+    "p4de.24xlarge": Instance(devices=8, efa=4, resource=_GPUS, resources=8),
+    "p5.48xlarge": Instance(devices=8, efa=32, resource=_GPUS, resources=8),
+    "p5en.48xlarge": Instance(devices=8, efa=16, resource=_GPUS, resources=8),
+}
+"""By type without SageMaker's prefix ``ml.``."""
 
 
 @dataclass(frozen=True, kw_only=True)

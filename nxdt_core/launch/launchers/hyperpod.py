@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nxdt_core.distributed.slurm import join_slurm
+from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import HyperPodOptions
 from nxdt_core.launch.launchers.kubernetes import manifests
 from nxdt_core.launch.launchers.slurm import SCRIPT, batch_script

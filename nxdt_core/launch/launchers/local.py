@@ -1,15 +1,19 @@
-"""The nodes of a run as launchers on this machine, to try a run over several nodes and what becomes of a lost one."""
+"""Launchers without a scheduler: nodes on this machine, torchrun and others with its variables, and MPI."""
 
 from __future__ import annotations
 
 import shlex
+import socket
 from collections.abc import Mapping
+from typing import Any
 
+from nxdt_core.distributed.environment import join_mpi, join_usual
+from nxdt_core.errors.clusters import CannotSubmit
 from nxdt_core.launch.launchers.config import LocalOptions
 from nxdt_core.launch.launchers.shell import exports, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
-__all__ = ["LocalLauncher"]
+__all__ = ["EnvironmentLauncher", "LocalLauncher", "MPILauncher"]
 
 _SCRIPT = "job.sh"
 _NODES = """\
@@ -52,3 +56,27 @@ class LocalLauncher:
             *_NODES.format(command=command, last=job.nodes - 1).splitlines(),
         ]
         return Submission(files={_SCRIPT: "\n".join(lines) + "\n"}, command=("bash", _SCRIPT))
+
+
+class EnvironmentLauncher:
+    """``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``."""
+
+    def join(self, environment: Mapping[str, str]) -> Place | None:
+        """Return the place that the usual variables say."""
+        return join_usual(environment, socket.gethostname())
+
+    def submission(self, job: Job, options: Any) -> Submission:
+        """Raise CannotSubmit: torchrun is started by hand or by a scheduler."""
+        raise CannotSubmit(launcher="environment")
+
+
+class MPILauncher:
+    """Variables of ``mpirun``."""
+
+    def join(self, environment: Mapping[str, str]) -> Place | None:
+        """Return the place that MPI's variables say."""
+        return join_mpi(environment, socket.gethostname())
+
+    def submission(self, job: Job, options: Any) -> Submission:
+        """Raise CannotSubmit: ``mpirun`` is called by hand or in a job of a scheduler."""
+        raise CannotSubmit(launcher="mpi")

@@ -6,7 +6,7 @@ import shlex
 import socket
 from collections.abc import Mapping, Sequence
 
-from nxdt_core.distributed.slurm import join_slurm
+from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import SlurmOptions
 from nxdt_core.launch.launchers.shell import exports, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission

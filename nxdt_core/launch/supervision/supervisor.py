@@ -17,7 +17,6 @@ from contextlib import suppress
 from typing import Any
 
 from nxdt_core.errors.ranks import RankDied, RanksMissing
-from nxdt_core.launch.supervision.hangs import Hang, HangWatch
 from nxdt_core.launch.supervision.heartbeat import is_stopped, wake
 from nxdt_core.launch.supervision.messages import (
     Beat,
@@ -34,7 +33,7 @@ from nxdt_core.launch.supervision.messages import (
     decode,
     encode,
 )
-from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause, decide, hung
+from nxdt_core.launch.supervision.root_cause import INTERRUPTION, Hang, HangWatch, RootCause, decide, hung
 
 __all__ = ["Supervisor", "keep_alive"]
 

@@ -1,27 +1,84 @@
-"""Cross-entropy over the vocabulary, a token or summed and weighted, in bounded memory."""
+"""Cross-entropy over the vocabulary, a token or summed and weighted, in bounded memory.
+
+Logits are the largest tensor of many a run. A head that receives the labels returns :class:`TokenLosses` in their place
+and need not hold them all at once. An objective that takes logits only for their cross-entropy sees no difference.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from nxdt_core.errors.models import LossesAreNotLogits
 from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels, row_chunks, row_cross_entropies
-from nxdt_core.models.loss.token_losses import TokenLosses
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = [
+    "TokenLosses",
     "cross_entropies",
     "cross_entropy_sum",
+    "head_output",
     "log_partition",
     "log_probs",
     "row_weights",
     "whole_vocabulary_cross_entropies",
 ]
+
+_HARMLESS = frozenset(
+    (
+        *("__get__", "__repr__", "_is_view", "dim", "is_complex", "is_floating_point", "numel", "size"),
+        *("detach", "detach_", "register_hook", "untyped_storage"),
+    )
+)
+"""What pipelines, hooks and debuggers ask of an output without reading its values."""
+
+
+def head_output(head: nn.Module, hidden: torch.Tensor, step: StepContext | None) -> torch.Tensor:
+    """Return the logits of ``hidden`` [batch, seq, hidden]. A head that an engine lets compute losses takes ``step``,
+    too, and gives those of its labels if it has any (:class:`TokenLosses`)."""
+    output: torch.Tensor = head(hidden, step) if hasattr(head, "computes_losses") else head(hidden)
+    return output
+
+
+class TokenLosses(torch.Tensor):
+    """Cross-entropies [batch, seq] of one micro-batch, which only :func:`~nxdt_core.models.loss.cross_entropies` takes.
+
+    Any other use fails instead of being wrong silently.
+    """
+
+    labels: torch.Tensor
+
+    @classmethod
+    def wrap(cls, losses: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
+        """``losses`` of ``labels``, both [batch, seq]."""
+        wrapped = losses.as_subclass(cls)
+        wrapped.labels = labels
+        return wrapped
+
+    def of(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return the losses, as a plain tensor.
+
+        Raises:
+            LossesAreNotLogits: ``labels`` are not those that the losses are of.
+        """
+        if labels is not self.labels:
+            raise LossesAreNotLogits(use="the loss of other labels than the batch's")
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every operation that would read the values."""
+        name = getattr(func, "__name__", str(func))
+        if name not in _HARMLESS:
+            raise LossesAreNotLogits(use=name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
@@ -34,7 +91,7 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContex
 
     Args:
         logits: [..., vocab], any floating dtype, or what the engine's loss in ``step`` takes; or the losses of a head
-            that computes these itself (:class:`~nxdt_core.models.loss.token_losses.TokenLosses`).
+            that computes these itself (:class:`~nxdt_core.models.loss.cross_entropy.TokenLosses`).
         labels: int64 [...]; −100 takes no part.
         step: as the objective got it.
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing
-from nxdt_core.models.random.row_masks import TokenNumbers, run_numbered
+from nxdt_core.models.random.dropout_masks import TokenNumbers, run_numbered
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import StepContext
 

@@ -10,13 +10,38 @@ from torch.nn import functional
 
 from nxdt_core.distributed.devices import groups_on_device
 from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.host_values import host_values
 from nxdt_core.models.mlp import GatedSiLU
-from nxdt_core.models.moe.groups import RowGroups
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import unchanged
 from nxdt_core.torch_versions import grouped_mm
 
-__all__ = ["SwiGLUExperts", "grouped_linear"]
+__all__ = ["RowGroups", "SwiGLUExperts", "grouped_linear"]
+
+
+class RowGroups:
+    """Rows in consecutive groups, some of which may be empty. All products of a layer share one."""
+
+    def __init__(self, counts: torch.Tensor, sizes: list[int] | None = None) -> None:
+        """``counts``: int [groups], rows of each; ``sizes``: the same on the host, where it knows them."""
+        self.counts = counts
+        self._offsets: torch.Tensor | None = None
+        self._sizes = sizes
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Return the end of each group, int32 [groups]."""
+        if self._offsets is None:
+            self._offsets = self.counts.cumsum(0).to(torch.int32)
+        return self._offsets
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the number of rows of each group. The host waits for the device, the first time."""
+        if self._sizes is None:
+            self._sizes = host_values(self.counts)
+        return self._sizes
+
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRACED_GROUPED_DTYPES = (torch.bfloat16,)

@@ -1,20 +1,150 @@
-"""Top-k routing of tokens to experts, with capacity and the losses that keep it balanced."""
+"""Top-k routing of tokens to experts, with capacity and the losses that keep it balanced.
+
+Auxiliary losses are sums over the tokens that this process has (:mod:`nxdt_core.models.moe.layer`): the step divides
+them by the weight of the global batch, as it divides the main loss. What a coefficient multiplies is therefore
+
+    (sum over the micro-batches m of the global batch of  tokens_m · L_m)  /  weight of the global batch
+
+with ``L_m`` the published, dimensionless loss of one layer over one micro-batch. Where every token bears loss with
+weight 1 that is the mean of ``L_m`` over the tokens; where few do, it grows as each loss token's share of the main loss
+does. Layers add up. A micro-batch has its statistics to itself, whichever data parallel rank computes it, so the same
+micro-batches give the same losses in every layout; context parallel ranks hold parts of one micro-batch and share them.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from nxdt_core.models.autocast import without_autocast
-from nxdt_core.models.moe.capacity import expert_capacity, slots_within
-from nxdt_core.models.moe.router_losses import balance_loss_sum, z_loss_sum
-from nxdt_core.models.moe.token_shards import TokenShards, WholeMicroBatch
 
-__all__ = ["RouterOrder", "RouterStatistics", "Routing", "TopKRouter"]
+__all__ = [
+    "RouterOrder",
+    "RouterStatistics",
+    "Routing",
+    "TokenShards",
+    "TopKRouter",
+    "WholeMicroBatch",
+    "balance_loss_sum",
+    "exclusive_sum",
+    "expert_capacity",
+    "slots_within",
+    "z_loss_sum",
+]
+
+
+class TokenShards(Protocol):
+    """Which part of the micro-batch this process has.
+
+    Capacity and load are defined over the whole micro-batch, independent of the ranks that hold its tokens; this is
+    what turns counts of one process's tokens into those.
+    """
+
+    @property
+    def shards(self) -> int:
+        """Processes over which the sequences are divided, in equal parts."""
+        ...
+
+    @property
+    def segments(self) -> int:
+        """Runs of neighbouring tokens, of equal length, that this process holds of each sequence."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """Processes that compute the router on these very tokens and whose gradients are summed."""
+        ...
+
+    def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the counts of this process's segments into their places in the micro-batch. Collective.
+
+        Args:
+            counts: int64 [batch, segments, experts].
+
+        Returns:
+            ``(before, total)``: what all earlier segments of the micro-batch hold, those of earlier rows included,
+            [batch, segments, experts]; and what the whole micro-batch holds, [experts].
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeMicroBatch:
+    """Counts tokens where every rank has the whole micro-batch."""
+
+    copies: int = 1
+    """As in :class:`TokenShards`."""
+    shards: int = 1
+    segments: int = 1
+
+    def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the counts of :meth:`TokenShards.count`, without communication."""
+        return exclusive_sum(counts), counts.sum((0, 1))
+
+
+def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
+    """``counts`` [batch, segments, experts] of what comes before each segment, rows first."""
+    flat = counts.flatten(0, 1)
+    return (flat.cumsum(0) - flat).view_as(counts)
+
+
+def expert_capacity(factor: float, *, tokens: int, top_k: int, experts: int) -> int:
+    """Return how many assignments of a micro-batch an expert takes: ``factor`` times its equal share, rounded up."""
+    share = factor * tokens * top_k / experts
+    return math.ceil(share - 1e-9 * share)  # 1.1 · 10 is 11.000000000000002
+
+
+def slots_within(capacity: int, segments: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Number the assignments to each expert, and refuse those over capacity.
+
+    Refused assignments come last in the micro-batch. This process therefore keeps the first of its assignments to an
+    expert, and their numbers have no gaps.
+
+    Args:
+        capacity: of each expert, for the micro-batch.
+        segments: int64 [batch, segments, tokens, experts], 1 where a token chose the expert.
+        before: int64 [batch, segments, experts], assignments in earlier segments of the whole micro-batch.
+
+    Returns:
+        int64 [batch, segments, tokens, experts]: the number, from 0, among this process's assignments to the expert;
+        −1 where it is refused. Meaningless where the token did not choose the expert.
+    """
+    in_segment = segments.cumsum(2) - 1
+    here = in_segment + exclusive_sum(segments.sum(2)).unsqueeze(2)
+    return torch.where(in_segment + before.unsqueeze(2) < capacity, here, -1)
+
+
+def balance_loss_sum(
+    probabilities: torch.Tensor, assigned: torch.Tensor, *, top_k: int, micro_batch_tokens: int
+) -> torch.Tensor:
+    """``tokens · L`` with ``L = experts · Σ_e f_e P_e`` (Fedus et al. 2021, arXiv:2101.03961, equation 4; GShard,
+    arXiv:2006.16668), as far as the tokens of this process contribute to it.
+
+    ``f_e`` is the share of the micro-batch's assignments that chose expert e, before any are dropped (the shares add
+    up to 1 for any ``top_k``; Hugging Face's add up to ``top_k``); ``P_e`` is the mean probability. Perfect balance is
+    ``L = 1``. ``f`` is a count without a gradient, so ``L`` is linear in the tokens' probabilities: the parts of all
+    processes add up to the whole, and so do their gradients.
+
+    Args:
+        probabilities: [..., experts] of this process's tokens, over all experts.
+        assigned: int [experts], assignments of the whole micro-batch.
+        top_k: assignments a token.
+        micro_batch_tokens: tokens of the whole micro-batch.
+    """
+    experts = probabilities.shape[-1]
+    shares = assigned.to(probabilities.dtype) / (top_k * micro_batch_tokens)
+    return experts * (probabilities.flatten(0, -2).sum(0) * shares).sum()
+
+
+def z_loss_sum(logits: torch.Tensor) -> torch.Tensor:
+    """``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5); ``logits`` [..., experts]."""
+    return logits.logsumexp(-1).square().sum()
+
 
 RouterOrder = Literal["softmax_topk", "topk_softmax"]
 """Whether weights are the chosen ones of the probabilities over all experts, or a softmax over the chosen logits."""
@@ -54,7 +184,7 @@ class Routing:
     capacity: int | None = None
     """With capacity: how many assignments of this process an expert can get at the most; a function of shapes."""
     aux_loss: torch.Tensor | None = None
-    """Scalar for :func:`nxdt_core.models.moe.aux_loss.add_aux_loss`, or None where there is none."""
+    """Scalar for :func:`nxdt_core.models.moe.layer.add_aux_loss`, or None where there is none."""
 
 
 class TopKRouter(nn.Module):
@@ -87,8 +217,8 @@ class TopKRouter(nn.Module):
             capacity_factor: an expert takes ``ceil(capacity_factor · tokens · top_k / experts)`` assignments of each
                 micro-batch, those of the earliest positions (row after row); the others are dropped, and the weights
                 of a token's other experts stay what they are. None drops nothing.
-            balance_coefficient: of :func:`~nxdt_core.models.moe.router_losses.balance_loss_sum`.
-            z_coefficient: of :func:`~nxdt_core.models.moe.router_losses.z_loss_sum`.
+            balance_coefficient: of :func:`~nxdt_core.models.moe.router.balance_loss_sum`.
+            z_coefficient: of :func:`~nxdt_core.models.moe.router.z_loss_sum`.
 
         Raises:
             ValueError: ``top_k`` is not among 1 … ``experts``, or the capacity factor is not above 0.

@@ -1,1 +1,0 @@
-"""Random numbers by position: initial weights, dropout and stochastic rounding that no layout changes."""

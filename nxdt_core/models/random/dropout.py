@@ -2,7 +2,7 @@
 hold the same.
 
 Masks of hidden states and of experts' rows follow from positions and are the same in every layout
-(:mod:`nxdt_core.models.random.dropout_masks`, :mod:`nxdt_core.models.random.row_masks`). Those of attention
+(:mod:`nxdt_core.models.random.dropout_masks`, :mod:`nxdt_core.models.random.dropout_masks`). Those of attention
 probabilities
 depend on the layout, by salts: every rank of a run has the same global generator, so that all that is drawn from it
 agrees. A module with a ``salt`` draws one number there and combines it with its salt, so that masks differ where an
@@ -22,8 +22,7 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.models.random.dropout_masks import MaskPart
-from nxdt_core.models.random.row_masks import RowPart
+from nxdt_core.models.random.dropout_masks import MaskPart, RowPart
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import StepContext
 

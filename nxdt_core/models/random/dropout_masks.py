@@ -7,21 +7,39 @@ initial weights, would cost more than the layer after the dropout.
 
 For ``torch.compile``, drawing is one operator. It depends on tensors on the host, so that neither a step nor a layer
 needs a separate graph.
+
+Rows of experts have masks that are a function of each element, as for stochastic rounding: of the run's seed, the step,
+the module, the token's place in the global batch, the expert and the feature. Rows reach an expert in an order that
+depends on the layout, and often from other processes, so each row brings the number of its token. A dispatcher moves
+these numbers as it moves hidden states: :func:`run_numbered` lets it run once more before, without gradients, over
+tokens of eight features that spell them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.models.random.rounding import noise, rounding_key
+from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["MaskPart", "decoded_name", "encoded_name", "step_numbers", "whole_sequence"]
+__all__ = [
+    "MaskPart",
+    "RowPart",
+    "TokenNumbers",
+    "decoded_name",
+    "encoded_name",
+    "run_numbered",
+    "step_numbers",
+    "whole_sequence",
+]
 
 _NAME_BYTES = 128
 """Names of modules fill up to a multiple of this, so that those of all layers are tensors of one shape."""
@@ -152,3 +170,150 @@ def _(
 def _seed(seed: int, step: int, name: str, row: int) -> int:
     digest = hashlib.blake2b(f"{seed}\0{step}\0{name}\0{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+_BYTES = 8
+"""Features of a spelled number. Each is a byte, which every dtype of activations holds exactly."""
+_LEVELS = 1 << 16
+"""Different values of :func:`noise`: probabilities are rounded to this share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenNumbers:
+    """How a process numbers its tokens in the global batch; filled by engines into dispatchers."""
+
+    shards: int = 1
+    """As of :class:`~nxdt_core.models.random.dropout_masks.MaskPart`, like ``runs``."""
+    runs: Callable[[int], Sequence[int]] = whole_sequence
+
+    def of(self, tokens: int, device: torch.device, step: StepContext) -> torch.Tensor | None:
+        """Return int64 [tokens]; None where the rows of the micro-batch are unknown, or it has other tokens."""
+        numbers, ids = step.numbers, step.ids
+        if numbers is None or ids is None or ids.numel() != tokens or ids.is_meta:
+            return None
+        rows, own = ids.shape
+        length = own * self.shards
+        found: torch.Tensor = _token_numbers(numbers, rows, length, list(self.runs(length)), device)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPart:
+    """The masks of one module's rows; filled by engines."""
+
+    name: torch.Tensor
+    """:func:`~nxdt_core.models.random.dropout_masks.encoded_name` of the module in the whole model."""
+    feature_part: int = 0
+    """Which of equal parts of the features this process holds."""
+
+    def mask(self, rows: torch.Tensor, p: float, step: StepContext) -> torch.Tensor | None:
+        """Return what is kept of ``rows`` [..., features], of its shape; None where their tokens are unknown."""
+        numbers, keys = step.numbers, step.expert_rows
+        if numbers is None or keys is None or rows.is_meta:
+            return None
+        width = rows.shape[-1]
+        first = self.feature_part * width
+        kept: torch.Tensor = _row_mask(numbers, self.name, keys, width, first, p)
+        return kept.view(rows.shape)
+
+
+def run_numbered(
+    run: Callable[[torch.Tensor, Any], torch.Tensor],
+    hidden: torch.Tensor,
+    experts: Callable[..., torch.Tensor],
+    *,
+    step: StepContext,
+    numbers: torch.Tensor,
+    count: int,
+    rank: int,
+) -> torch.Tensor:
+    """Return ``run(hidden, experts)``, within which the dropouts of ``experts`` know the token of each row.
+
+    Args:
+        run: moves tokens [..., features] to experts and back; called twice.
+        hidden: of the tokens.
+        experts: called with rows, and perhaps with their groups.
+        step: of the micro-batch; experts get it at the border, since dispatchers call them with rows alone.
+        numbers: int64 [tokens], of :class:`TokenNumbers`.
+        count: experts of the whole model.
+        rank: which of equal parts of the experts this process has.
+    """
+    keys: list[torch.Tensor] = []
+
+    def keep(rows: torch.Tensor, *groups: Any) -> torch.Tensor:
+        keys.append(_keys(rows, *groups, count=count, rank=rank))
+        return rows
+
+    with torch.no_grad():
+        run(_spelled(numbers, hidden.dtype).view(*hidden.shape[:-1], _BYTES), keep)
+    due: Iterator[torch.Tensor] = iter(keys)
+
+    def numbered(rows: torch.Tensor, *groups: Any) -> torch.Tensor:
+        with at_border(replace(step, expert_rows=next(due))):
+            return experts(rows, *groups)
+
+    return run(hidden, numbered)
+
+
+def _spelled(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    shifts = torch.arange(0, 8 * _BYTES, 8, device=numbers.device)
+    return (numbers.unsqueeze(-1) >> shifts).bitwise_and_(255).to(dtype)
+
+
+def _keys(rows: torch.Tensor, groups: Any = None, *, count: int, rank: int) -> torch.Tensor:
+    """Return a number for each row, of its token and its expert: int64 of the shape of ``rows`` without features."""
+    shifts = torch.arange(0, 8 * _BYTES, 8, device=rows.device)
+    tokens = (rows.to(torch.int64) << shifts).sum(-1)
+    if groups is None:  # [experts, rows of each]
+        experts = torch.arange(len(rows), device=rows.device).unsqueeze(1) + rank * len(rows)
+    else:
+        here = torch.arange(len(groups.counts), device=rows.device)
+        experts = here.repeat_interleave(groups.counts, output_size=len(rows)) + rank * len(here)
+    return tokens * count + experts
+
+
+@torch.library.custom_op("nxdt::token_numbers", mutates_args=())
+def _token_numbers(
+    numbers: torch.Tensor, rows: int, length: int, runs: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    first = int(numbers[2])
+    places = torch.cat([torch.arange(begin, end) for begin, end in zip(runs[::2], runs[1::2], strict=True)])
+    row = torch.arange(first, first + rows).unsqueeze(1)
+    return (row * length + places).flatten().to(device)
+
+
+@_token_numbers.register_fake
+def _(numbers: torch.Tensor, rows: int, length: int, runs: Sequence[int], device: torch.device) -> torch.Tensor:
+    own = sum(end - begin for begin, end in zip(runs[::2], runs[1::2], strict=True))
+    return torch.empty(rows * own, dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op("nxdt::row_mask", mutates_args=())
+def _row_mask(
+    numbers: torch.Tensor, name: torch.Tensor, keys: torch.Tensor, width: int, first_feature: int, p: float
+) -> torch.Tensor:
+    """Draw the mask [*keys, width]. Each row gets two separate words, so that no two rows have shifted masks."""
+    seed, step, _ = numbers.tolist()
+    module = decoded_name(name)
+    words = [
+        torch.tensor(rounding_key(seed, f"{step}\0{module}\0{part}"), dtype=torch.int32, device=keys.device)
+        for part in ("token", "step", "feature")
+    ]
+    low = keys.bitwise_and(0xFFFF_FFFF).to(torch.int32)
+    high = (keys >> 32).to(torch.int32)
+    start, stride = (_word(low, high, each).unsqueeze(-1) for each in words[:2])
+    features = torch.arange(first_feature, first_feature + width, dtype=torch.int32, device=keys.device)
+    return noise(start + features * (stride | 1), words[2]) >= round(p * _LEVELS)
+
+
+@_row_mask.register_fake
+def _(
+    numbers: torch.Tensor, name: torch.Tensor, keys: torch.Tensor, width: int, first_feature: int, p: float
+) -> torch.Tensor:
+    return torch.empty(*keys.shape, width, dtype=torch.bool, device=keys.device)
+
+
+def _word(low: torch.Tensor, high: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits for each row."""
+    upper = noise(low + high * 0x3779B1, key)
+    return (upper << 16) | noise(low ^ (upper * 0x5BD1E9), key)

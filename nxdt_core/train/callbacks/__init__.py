@@ -1,1 +1,0 @@
-"""What happens around the steps, one concern a file."""

@@ -9,15 +9,15 @@ from typing import final
 
 from nxdt_core.callback import Callback, Run
 from nxdt_core.checkpoint.hf.source import HFSource
-from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import prompt_ids, stop_ids
+from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.training import GenerationsNeedTokenizer
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.regular_files import regular_opener
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.config import GenerationsConfig
-from nxdt_core.train.inference.sampling import Sampling, continue_ids
+from nxdt_core.train.generate import Sampling, continue_ids
 from nxdt_core.visible_text import visible
 
 __all__ = ["Generations"]

@@ -18,7 +18,7 @@ from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.callbacks.validation_figures import scalars
 from nxdt_core.train.run.metric_files import FigureFiles
-from nxdt_core.train.run.versions import versions_of
+from nxdt_core.train.state import versions_of
 
 __all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter"]
 

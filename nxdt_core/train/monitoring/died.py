@@ -11,8 +11,8 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.regular_files import read_text, replace_text
 from nxdt_core.train.monitoring.log_lines import strict_json
-from nxdt_core.train.run.metric_rows import json_object
-from nxdt_core.train.run.ownership import directory_lock
+from nxdt_core.train.run.files import directory_lock
+from nxdt_core.train.run.metric_files import json_object
 
 __all__ = ["mark_failed"]
 

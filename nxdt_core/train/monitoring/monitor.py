@@ -11,19 +11,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, final, get_args
 
 from nxdt_core import __version__
+from nxdt_core.callback import Callback, Run
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.regular_files import replace_text
+from nxdt_core.train.callbacks.metrics import MetricsWriter
 from nxdt_core.train.monitoring.log_lines import strict_json
-from nxdt_core.train.monitoring.prometheus import Sample, exposition, samples_of_row
-from nxdt_core.train.monitoring.server import MonitorServer
+from nxdt_core.train.monitoring.prometheus import MonitorServer, Sample, exposition, samples_of_row
 
-__all__ = ["STATES", "Monitor", "State", "monitored"]
+__all__ = ["Monitor", "MonitorReports", "monitored"]
 
 _log = logging.getLogger(__name__)
 
@@ -208,3 +209,46 @@ def _date(seconds: float) -> str:
 
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
+
+
+@final
+class MonitorReports(Callback):
+    """Updates the monitor after steps and batches of validations; reads no value from the device."""
+
+    def __init__(self, monitor: Monitor, metrics: MetricsWriter) -> None:
+        self._monitor = monitor
+        self._metrics = metrics
+
+    def on_fit_start(self, run: Run) -> None:
+        """Say that training begins."""
+        self._take(run)
+        self._monitor.enter("running")
+
+    def on_step_end(self, run: Run) -> None:
+        """Say which step is done."""
+        self._take(run)
+        self._monitor.update()
+
+    def on_validation_batch_end(self, run: Run) -> None:
+        """Show that a validation makes progress."""
+        self._monitor.update()
+
+    def on_validation_end(self, run: Run) -> None:
+        """Take the metrics of the validation."""
+        self._monitor.row({name: value for name, value in run.metrics.items() if name.startswith("val_")})
+        self._monitor.update()
+
+    def close(self, run: Run) -> None:
+        """Take a checkpoint that was committed since the last step."""
+        self._take(run)
+
+    def _take(self, run: Run) -> None:
+        state, newest = run.session.state, run.saved or run.session.resumed
+        counters = {
+            "step": state.step,
+            "consumed_samples": state.consumed_samples,
+            "consumed_tokens": state.consumed_tokens,
+        }
+        self._monitor.row({**self._metrics.last, **counters})
+        if newest is not None:
+            self._monitor.checkpoint(newest.step, newest.created)

@@ -1,1 +1,0 @@
-"""One run from its configuration to its end: start, directory, log, metrics, summary."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from nxdt_core.errors.training import NothingToPlot
 from nxdt_core.regular_files import replacing
-from nxdt_core.train.run.metric_rows import Row, drawable, finite, lines_of, rows_by_step
+from nxdt_core.train.run.metric_files import Row, drawable, finite, lines_of, rows_by_step
 from nxdt_core.visible_text import visible
 
 __all__ = ["PlottedRun", "draw", "read_run"]

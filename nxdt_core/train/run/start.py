@@ -16,13 +16,29 @@ from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.sources.node import Node
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
-from nxdt_core.errors.training import NoCheckpointToResume, PluginVersionChanged, RunAlreadyHasCheckpoints
+from nxdt_core.errors.training import (
+    LengthUnknown,
+    NoCheckpointToResume,
+    PluginVersionChanged,
+    RunAlreadyHasCheckpoints,
+)
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
 
-__all__ = ["ForeignStart", "Start", "check_adapter", "check_versions", "decide_base", "decide_start", "with_start_step"]
+__all__ = [
+    "ForeignStart",
+    "Start",
+    "as_trial",
+    "check_adapter",
+    "check_versions",
+    "counts_passes",
+    "decide_base",
+    "decide_start",
+    "in_steps",
+    "with_start_step",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +172,83 @@ def _check_fits(config: ResolvedConfig, path: Path) -> None:
     """Compare names and shapes before the run takes memory for the model that its configuration describes."""
     _, found = open_checkpoint(path, config.kernel)
     found.listing(build.model_builder(config), weights_only=True)
+
+
+def counts_passes(config: ResolvedConfig) -> bool:
+    """Return whether a setting of the run is given in passes over the data."""
+    trainer, saves = config.run.trainer, config.run.checkpoint.every_n_epochs
+    passes = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch, saves)
+    return any(count is not None and count > 0 for count in passes)
+
+
+def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
+    """Return the configuration with ``max_epochs``, ``min_epochs``, ``check_val_every_n_epoch`` and ``every_n_epochs``
+    as steps.
+
+    Passes follow each other without a gap, so that one may end within a step; n passes are the whole steps in them.
+
+    Args:
+        config: of the run.
+        samples: in the training data; None where they do not know.
+
+    Raises:
+        LengthUnknown: a setting counts passes over such data.
+    """
+    run, trainer = config.run, config.run.trainer
+
+    def steps(key: str, passes: int | None) -> int | None:
+        if passes is None or passes < 1:
+            return None
+        if samples is None:
+            raise LengthUnknown(key=key)
+        return max(1, passes * samples // run.data.global_batch_size)
+
+    end = steps("trainer.max_epochs", trainer.max_epochs)
+    last = trainer.max_steps if end is None else min(end, trainer.max_steps)
+    least = steps("trainer.min_epochs", trainer.min_epochs)
+    validation = steps("trainer.check_val_every_n_epoch", trainer.check_val_every_n_epoch)
+    save = steps("checkpoint.every_n_epochs", run.checkpoint.every_n_epochs)
+    sched = run.model.optim.sched
+    if sched.max_steps == trainer.max_steps:
+        sched = replace(sched, max_steps=last)
+    return replace(
+        config,
+        run=replace(
+            run,
+            trainer=replace(
+                trainer,
+                max_steps=last,
+                min_steps=max(trainer.min_steps or 0, least or 0),
+                val_check_interval=validation or trainer.val_check_interval,
+            ),
+            checkpoint=replace(run.checkpoint, every_n_train_steps=save or run.checkpoint.every_n_train_steps),
+            model=replace(run.model, optim=replace(run.model.optim, sched=sched)),
+        ),
+    )
+
+
+def as_trial(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration of the trial where it asks for one, else itself. Learning rates are those of the run."""
+    run, steps = config.run, int(config.run.trainer.fast_dev_run)
+    if not steps:
+        return config
+    return replace(
+        config,
+        run=replace(
+            run,
+            trainer=replace(
+                run.trainer,
+                max_steps=steps,
+                max_epochs=-1,
+                val_check_interval=steps,
+                check_val_every_n_epoch=None,
+                limit_val_batches=steps,
+                num_sanity_val_steps=0,
+                log_every_n_steps=1,
+            ),
+            checkpoint=replace(run.checkpoint, enabled=False, resume_if_exists=False),
+            exp_manager=replace(run.exp_manager, create_early_stopping_callback=False),
+        ),
+        loggers=(),
+        run_dir=config.run_dir / "fast_dev_run",
+    )

@@ -29,39 +29,31 @@ from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build
-from nxdt_core.train.callbacks.checkpoints import CheckpointSaver
+from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveFigures
 from nxdt_core.train.callbacks.console import Console
-from nxdt_core.train.callbacks.early_stop import EarlyStop
 from nxdt_core.train.callbacks.metrics import MetricsWriter
-from nxdt_core.train.callbacks.nonfinite import NonFiniteGuard
 from nxdt_core.train.callbacks.profiler import Profiler
-from nxdt_core.train.callbacks.save_figures import SaveFigures
-from nxdt_core.train.callbacks.signals import StopSignals, Supervisor
-from nxdt_core.train.callbacks.time_limit import TimeLimit
+from nxdt_core.train.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
 from nxdt_core.train.data import RunData
 from nxdt_core.train.loop import fit
-from nxdt_core.train.monitoring.callback import MonitorReports
-from nxdt_core.train.monitoring.monitor import Monitor, monitored
-from nxdt_core.train.run.banner import banner
-from nxdt_core.train.run.epochs import counts_passes, in_steps
-from nxdt_core.train.run.fast_dev_run import as_trial
-from nxdt_core.train.run.files import dated, keep_inputs, other_source, run_dir_explained
+from nxdt_core.train.monitoring.monitor import Monitor, MonitorReports, monitored
+from nxdt_core.train.run.files import dated, keep_inputs, other_source, owned_on_rank_zero, run_dir_explained
 from nxdt_core.train.run.log import printed, run_log
 from nxdt_core.train.run.metric_files import FigureFiles
 from nxdt_core.train.run.out_of_memory import memory_errors_explained
-from nxdt_core.train.run.ownership import owned_on_rank_zero
-from nxdt_core.train.run.resume_command import resume_command
-from nxdt_core.train.run.resumed import resume_notes
+from nxdt_core.train.run.report import RunSummary, banner, resume_command, resume_notes
 from nxdt_core.train.run.start import (
     ForeignStart,
     Start,
+    as_trial,
     check_adapter,
     check_versions,
+    counts_passes,
     decide_base,
     decide_start,
+    in_steps,
     with_start_step,
 )
-from nxdt_core.train.run.summary import RunSummary
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
 

@@ -1,1 +1,0 @@
-"""Weights outside the training step: averages, export, import, frozen and reference weights."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from nxdt_core import checkpoint
@@ -15,14 +19,86 @@ from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
 from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.placement import piece_of
+from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.models.random.init import draw, fresh_rules, rule_for
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
-from nxdt_core.train.weights.frozen import digest_of, samples_of
 
-__all__ = ["BaseWeights", "base_weights"]
+__all__ = [
+    "BaseWeights",
+    "Sample",
+    "base_digest",
+    "base_weights",
+    "digest_of",
+    "load_weights",
+    "samples_of",
+    "trained_parameters",
+    "without_base",
+]
+
+_SAMPLES = 8
+"""Elements of each parameter that a digest sees, evenly spaced. Training changes nearly all; a digest of all of a large
+model would take minutes."""
+
+Sample = tuple[str, int, int]
+"""Parameter, number of the sample, and the element's bits in bfloat16, which all dtypes of one model agree on."""
+
+_digests: WeakKeyDictionary[ParallelModel, str] = WeakKeyDictionary()
+
+
+def trained_parameters(model: ParallelModel) -> frozenset[str]:
+    """Return the names of this rank's parameters that are not frozen."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def without_base(model: ParallelModel, weights: Mapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
+    """Return those of ``weights`` that train."""
+    trained = trained_parameters(model)
+    return {name: weight for name, weight in weights.items() if name in trained}
+
+
+def base_digest(model: ParallelModel, ranks: RankAgreement) -> str:
+    """Digest of the frozen weights, equal on all ranks and in every layout. Collective; computed once a model, after
+    its base has its weights."""
+    known = _digests.get(model)
+    if known is None:
+        trained, held = trained_parameters(model), model.state_dict()
+        names = [name for name, _ in model.named_parameters() if name not in trained]
+        own = list(samples_of((name, held[name]) for name in names))
+        known = _digests[model] = digest_of(chain.from_iterable(ranks.all_gather_object(own)))
+    return known
+
+
+def digest_of(samples: Iterable[Sample]) -> str:
+    """Return a digest of samples, in any order, with repeated ones counted once."""
+    text = "\n".join(f"{name}\0{number}\0{bits}" for name, number, bits in sorted(set(samples)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[Sample]:
+    """Return the samples in this rank's pieces; the host waits for the device once."""
+    places: list[tuple[str, int]] = []
+    found: list[torch.Tensor] = []
+    for name, weight in weights:
+        piece = piece_of(weight, name)
+        elements = int(np.prod(piece.shape))
+        for number in range(_SAMPLES):
+            flat = number * (elements - 1) // (_SAMPLES - 1)
+            index = np.unravel_index(flat, piece.shape)
+            local = tuple(int(at) - start for at, start in zip(index, piece.box.offsets, strict=True))
+            if all(0 <= at < size for at, size in zip(local, piece.box.shape, strict=True)):
+                places.append((name, number))
+                found.append(piece.tensor[local].detach().bfloat16())
+    bits = torch.stack(found).view(torch.int16).tolist() if found else []
+    return [(name, number, value) for (name, number), value in zip(places, bits, strict=True)]
+
 
 _log = logging.getLogger(__name__)
 
@@ -118,3 +194,63 @@ def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
             yield draw(specs[name].shape, rule_for(name, rules), name=name, seed=seed, dtype=getattr(torch, dtype))
 
     return BaseWeights(origin=f"a fresh model of seed {seed}", specs=specs, read=read)
+
+
+def load_weights(
+    storage: CheckpointStore,
+    manifest: Manifest,
+    *,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    strict: bool = True,
+    with_optimizer: bool = False,
+) -> dict[str, torch.Tensor | Piece]:
+    """Replace the weights of ``model`` by those of a checkpoint. Collective.
+
+    Args:
+        storage: where from.
+        manifest: of the step to load.
+        engine: of ``model``.
+        model: in its layout.
+        strict: refuse a checkpoint that lacks parameters of the model or has others; otherwise what it lacks stays as
+            it is, what else it has is left out, and a warning names both.
+        with_optimizer: whether optimizer state will be loaded, too. Without it, a checkpoint may lack what adapters
+            added to the model.
+
+    Returns:
+        What was loaded, by name.
+
+    Raises:
+        AdapterOfAnotherBase: it leaves out what is frozen, and that is something else here.
+        WeightsDoNotFit: names or shapes differ.
+    """
+    ranks, weights = engine.ranks, _expected(storage, manifest, engine, model, with_optimizer=with_optimizer)
+    unmatched = checkpoint.load_model_into(
+        storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
+    )
+    for names, fate in ((unmatched.missing, "keep their fresh values"), (unmatched.extra, "are left out")):
+        if names and ranks.rank == 0:
+            which = "that the checkpoint lacks" if names is unmatched.missing else "that the model lacks"
+            _log.warning("%d parameters %s %s: %s", len(names), which, fate, listing(names))
+    model.load_state_dict(weights, strict=False)  # whether names match was decided above
+    return weights
+
+
+def _expected(
+    storage: CheckpointStore,
+    manifest: Manifest,
+    engine: ParallelEngine,
+    model: ParallelModel,
+    *,
+    with_optimizer: bool,
+) -> dict[str, torch.Tensor | Piece]:
+    """The weights of ``model`` that the checkpoint fills: all; or those that train, where it has no others; or all but
+    those that adapters added, where it has none of them."""
+    weights = model.state_dict()
+    if manifest.facts.without_base:
+        if manifest.facts.base != base_digest(model, engine.ranks):
+            raise AdapterOfAnotherBase(where=build.step_uri(storage, manifest.step), base="this run")
+        return without_base(model, weights)
+    if not with_optimizer and not model.added & manifest.tensors.get("model", {}).keys():
+        return {name: weight for name, weight in weights.items() if name not in model.added}
+    return weights

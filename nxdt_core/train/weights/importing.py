@@ -27,8 +27,7 @@ from nxdt_core.protocols.parallel.piece import Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
-from nxdt_core.train.run.versions import versions_of
-from nxdt_core.train.state import TrainState
+from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
 
 __all__ = ["Imported", "check_empty", "import_checkpoint"]

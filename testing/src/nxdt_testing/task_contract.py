@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from nxdt_core.protocols.evaluation import TaskSuite
 
 if TYPE_CHECKING:
-    from nxdt_core.train.inference.load import LoadedModel
+    from nxdt_core.train.generate import LoadedModel
 
 __all__ = ["TaskContract"]
 
@@ -126,7 +126,7 @@ class TaskContract:
 
 @cache
 def _small_model() -> LoadedModel:
-    from nxdt_core.train.inference.load import load_model
+    from nxdt_core.train.generate import load_model
     from nxdt_testing.runs.small_run import small_config, train_small
 
     with tempfile.TemporaryDirectory(prefix="nxdt-suite-") as place:

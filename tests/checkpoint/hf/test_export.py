@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, StorageFull
 from nxdt_core.errors.models import HFNotWritable, WeightsDoNotFit
 from nxdt_core.train import build
-from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.generate import generate
 from nxdt_core.train.weights.export import export_hf, plan_export
 from nxdt_core.train.weights.saved_config import own_run, saved_run
 from tests.checkpoint.hf.exchange import VOCABULARY, export_together, llama, newest, save_run, write_tokenizer

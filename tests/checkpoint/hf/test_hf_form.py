@@ -20,9 +20,8 @@ from nxdt_core.protocols.launcher import Place
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model
-from nxdt_core.train.weights import hf_form
-from nxdt_core.train.weights.export import export_hf
-from nxdt_core.train.weights.hf_form import HFForm
+from nxdt_core.train.weights import export
+from nxdt_core.train.weights.export import HFForm, export_hf
 from tests.checkpoint.hf.exchange import llama
 from tests.sampling import slow
 
@@ -92,6 +91,6 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
 
 
 def test_a_model_without_a_counterpart_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_form.build, "model_builder", lambda config: SimpleNamespace())
+    monkeypatch.setattr(export.build, "model_builder", lambda config: SimpleNamespace())
     with raises(HFExchangeUnsupported):
         HFForm(llama(), LocalStorage(str(tmp_path)), Ranks(Place(host="here")), every=1)

@@ -13,7 +13,7 @@ from nxdt_core.checkpoint.hf.json_files import json_bytes
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.cli import main
 from nxdt_core.errors.models import HFFileDamaged
-from nxdt_core.train.inference.load import load_model
+from nxdt_core.train.generate import load_model
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.importing import import_checkpoint
 from tests.checkpoint.hf.exchange import TEXT, newest, write_tokenizer

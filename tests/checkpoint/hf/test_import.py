@@ -34,7 +34,7 @@ from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
 from nxdt_core.errors.plugins import UnknownComponent
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.train import TrainSession, build
-from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.generate import generate
 from nxdt_core.train.run.start import ForeignStart, decide_start
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights import importing

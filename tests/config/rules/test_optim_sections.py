@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core.protocols.schedule import ScheduleHorizon
-from nxdt_core.train.optimizers.records import OPTIMIZERS
-from nxdt_core.train.schedules.records import SCHEDULES
+from nxdt_core.train.records import OPTIMIZERS, SCHEDULES
 
 OPTIMIZERS_THERE = """
 adamw adamw_fp32OptState sgd adam adadelta adamax adagrad rmsprop rprop novograd adafactor

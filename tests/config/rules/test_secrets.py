@@ -17,7 +17,7 @@ from nxdt_core.config.sources.node import MASK
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.ranks import RanksDisagree
 from nxdt_core.launch.agreement import check_agreement
-from nxdt_core.train.run.resume_command import resume_command
+from nxdt_core.train.run.report import resume_command
 
 CANARY = "canary-4711-value"
 BOARD = (

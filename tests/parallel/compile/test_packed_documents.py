@@ -16,7 +16,7 @@ from nxdt_core.distributed.devices import PROFILES
 from nxdt_core.engine.compile import compile_layers
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.models.attention.blocks import BlockAttention
+from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.train import build

@@ -15,8 +15,7 @@ from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_m
 from nxdt_core.engine.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
 from nxdt_core.engine.pipeline.schedules import schedule_operations
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
-from nxdt_core.models.moe.experts import grouped_linear
-from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.moe.experts import RowGroups, grouped_linear
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.protocols.optimizer import as_torch
 from nxdt_core.protocols.parallel.mesh import MeshSizes

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.engine.chunked_loss import chunk_loss, linear_cross_entropies
 from nxdt_core.errors.models import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.models.loss.token_losses import TokenLosses, head_output
+from nxdt_core.models.loss.cross_entropy import TokenLosses, cross_entropy_sum, head_output
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext

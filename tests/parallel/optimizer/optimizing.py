@@ -15,7 +15,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.optimizer import as_torch
 from nxdt_core.train import TrainSession, build
-from nxdt_core.train.optimizers.records import OPTIMIZERS
+from nxdt_core.train.records import OPTIMIZERS
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.parallel.matrix.training import whole

@@ -13,7 +13,7 @@ from nxdt_core.engine.parameter_groups import parameter_groups
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.optimizers.config import AdamWConfig
-from nxdt_core.train.optimizers.stock import adamw
+from nxdt_core.train.optimizers.elementwise import adamw
 
 PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
 

@@ -21,7 +21,7 @@ from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.stages import cut_stage, stages_of_rank
 from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
-from nxdt_core.models.moe.aux_loss import add_aux_loss
+from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.models.random.init import draw, rule_for
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 from nxdt_testing.launcher_contract import LauncherContract
 
-from nxdt_core.distributed.variables import read_variable, require
+from nxdt_core.distributed.environment import read_variable, require
 from nxdt_core.errors.clusters import CannotSubmit
 from nxdt_core.protocols.launcher import Place, Submission
 

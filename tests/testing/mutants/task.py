@@ -11,7 +11,7 @@ import pytest
 import torch
 from nxdt_testing.task_contract import TaskContract
 
-from nxdt_core.train.inference.sampling import Sampling
+from nxdt_core.train.generate import Sampling
 
 MUTANTS = []
 TASKS = {"counting": (("1,", "2"), ("3,", "4"), ("5,", "6")), "letters": (("a b", "c"), ("d e", "f"))}

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from nxdt_core.launch.supervision.hangs import BUSY_FACTOR, HangWatch
 from nxdt_core.launch.supervision.messages import Beat
+from nxdt_core.launch.supervision.root_cause import BUSY_FACTOR, HangWatch
 from tests.sampling import slow
 from tests.training.launch.launching import faulty, finish, gone, ranks_of, start, wait_for_rows, words
 

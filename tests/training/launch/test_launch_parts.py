@@ -15,9 +15,8 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.callback import Run
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import first_host, place_from_environment
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.distributed.slurm import first_host
 from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound
@@ -29,14 +28,14 @@ from nxdt_core.errors.ranks import (
     OutOfMemory,
     PortTaken,
 )
-from nxdt_core.launch.node import node_from_environment
+from nxdt_core.launch.launcher import node_from_environment
 from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.progress import process_age_s
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.train.callbacks.console import Console
-from nxdt_core.train.callbacks.signals import StopSignals
+from nxdt_core.train.callbacks.stopping import StopSignals
 from nxdt_core.train.run.out_of_memory import MemoryUse, compare, memory_errors_explained
 
 USUAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

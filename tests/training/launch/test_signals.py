@@ -116,7 +116,7 @@ def test_a_signal_ends_a_validation_and_nothing_is_lost(validated, metric_rows, 
 def test_a_time_limit_ends_a_validation(validated, monkeypatch):
     config = validated(4, "trainer.max_time=1")
     monkeypatch.setattr("nxdt_core.train.run.train.seconds_of", lambda limit: 0.0)
-    monkeypatch.setattr("nxdt_core.train.callbacks.time_limit.TimeLimit.on_step_end", lambda *_: None)
+    monkeypatch.setattr("nxdt_core.train.callbacks.stopping.TimeLimit.on_step_end", lambda *_: None)
     assert train(config).step == 2
     assert seen(config) == [(2, 0)]
 

@@ -196,7 +196,7 @@ def test_odd_numbers_for_generate_are_refused_before_anything_is_loaded(option, 
 
 
 def test_a_tiny_temperature_is_greedy(small_run):
-    from nxdt_core.train.inference.generate import generate
+    from nxdt_core.train.generate import generate
 
     config = small_run("trainer.max_steps=1")
     train(config)

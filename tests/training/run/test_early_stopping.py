@@ -12,7 +12,7 @@ from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MetricNotLogged
 from nxdt_core.train import build, train
-from nxdt_core.train.callbacks.early_stop import EarlyStop
+from nxdt_core.train.callbacks.stopping import EarlyStop
 from tests.training.ema_run import averaged_run
 
 PARAMS = "exp_manager.early_stopping_callback_params"

@@ -15,7 +15,7 @@ from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.train import build, train
-from nxdt_core.train.loggers.clients import TensorBoard
+from nxdt_core.train.loggers import TensorBoard
 from tests import private_mounts
 from tests.training.small import SMALL
 

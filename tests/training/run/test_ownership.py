@@ -24,7 +24,7 @@ from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.train import build, train
 from nxdt_core.train.monitoring.died import mark_failed
-from nxdt_core.train.run.ownership import directory_lock
+from nxdt_core.train.run.files import directory_lock
 from nxdt_core.train.run.start import decide_start
 from tests import processes
 from tests.sampling import slow

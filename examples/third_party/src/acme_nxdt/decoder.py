@@ -6,10 +6,8 @@ import torch
 
 from acme_nxdt.decoder_config import DecoderConfig
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.decoder import RotaryDecoder
-from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
-from nxdt_core.models.decoder_layer import RotaryDecoderLayer
-from nxdt_core.models.decoder_plan import LAYER, MLP, NORMS, rotary_decoder_plan
+from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer
+from nxdt_core.models.decoder_builder import LAYER, MLP, NORMS, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.protocols.plan import ParallelPlan
 
 

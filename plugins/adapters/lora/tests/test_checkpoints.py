@@ -27,7 +27,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.train.inference.generate import generate
+from nxdt_core.train.generate import generate
 from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
 from tests.checkpoint.signed import load_trusted, write_key

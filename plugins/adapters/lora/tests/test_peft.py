@@ -24,7 +24,7 @@ from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.train import TrainSession
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.weights.frozen import base_digest
+from nxdt_core.train.weights.base import base_digest
 from tests.sampling import slow_except
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")

@@ -19,8 +19,7 @@ from nxdt_core import config
 from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.schedule import ScheduleHorizon
-from nxdt_core.train.schedules.annealing import cosine_annealing
-from nxdt_core.train.schedules.config import CosineAnnealingConfig
+from nxdt_core.train.schedules import CosineAnnealingConfig, cosine_annealing
 from tests.sampling import slow_except
 
 HERE = Path(__file__).parent

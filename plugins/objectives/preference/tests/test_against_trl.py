@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.data.collate import collate
 from nxdt_core.data.references import Referenced
+from nxdt_core.data.sources import collate
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.step import initialize_parallel_model

@@ -22,7 +22,7 @@ from nxdt_core.engine.estimate.weights import optimizer_state
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.optimizers.config import AdamWConfig
-from nxdt_core.train.optimizers.stock import adamw
+from nxdt_core.train.optimizers.elementwise import adamw
 from nxdt_core.train.plan import plan
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step

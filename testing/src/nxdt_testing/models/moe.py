@@ -15,7 +15,7 @@ from torch import nn
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
-from nxdt_core.models.loss.token_losses import head_output
+from nxdt_core.models.loss.cross_entropy import head_output
 from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts

@@ -20,7 +20,7 @@ from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.train import build
-from nxdt_core.train.weights.frozen import base_digest, without_base
+from nxdt_core.train.weights.base import base_digest, without_base
 from nxdt_core.train.weights.saved_config import saved_adapter
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.models.moe.experts import grouped_linear
-from nxdt_core.models.moe.groups import RowGroups
+from nxdt_core.models.moe.experts import RowGroups, grouped_linear
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.files.compressed import COMPRESSED
-from nxdt_core.data.files.paths import JSON_LINES, near
+from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, near
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName

@@ -8,9 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nxdt_core.data.files.changes import WatchedFiles
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
-from nxdt_core.data.files.paths import JSON_LINES, expand, json_object
+from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, expand, json_object
 from nxdt_core.errors.data import BadJsonLine, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import require_fetched

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files.changes import WatchedFiles
+from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.tokens import tokenize
 from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files.changes import WatchedFiles
+from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens

@@ -19,8 +19,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.data.files.changes import WatchedFiles
-from nxdt_core.data.permutation import Permutation
+from nxdt_core.data.files.paths import WatchedFiles
+from nxdt_core.data.sampler import Permutation
 from nxdt_core.data.tokens import encode_documents
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileUnreadable, TooFewTokens

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.files.changes import WatchedFiles
+from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_plugin_hf_data.columns import TokenColumns

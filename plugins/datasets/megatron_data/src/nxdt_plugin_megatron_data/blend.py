@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
-from nxdt_core.data.head import Head
+from nxdt_core.data.limits import Head
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import MapDataset
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.chat.conversation import ROLES
-from nxdt_core.data.files.unused_fields import UnusedFields
+from nxdt_core.data.files.records import UnusedFields
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_plugin_sft_chat.config import Truncation

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.templates import ChatKeys
 
 __all__ = ["ChatConfig", "Truncation"]
 

@@ -12,9 +12,8 @@ from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files.array_cache import cached_arrays
-from nxdt_core.data.files.records import Record, read_records
-from nxdt_core.data.files.unused_fields import UnusedFields, describe_unused
-from nxdt_core.data.permutation import draw
+from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer

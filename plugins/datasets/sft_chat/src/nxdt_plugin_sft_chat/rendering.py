@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from nxdt_core.data.chat.conversation import Conversation, Message
-from nxdt_core.data.chat.ignored_parts import ignored_fields
+from nxdt_core.data.chat.conversation import Conversation, Message, ignored_fields
 from nxdt_core.data.chat.rendering import Span, TemplateRunner
 from nxdt_core.errors.chats import EndOfTurnUntrained, TemplateRefuses
 from nxdt_plugin_sft_chat.errors import TurnsInseparable

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import runner_of
-from nxdt_core.data.chat.templates import shipped_template, template_names
+from nxdt_core.data.chat.templates import ChatKeys, shipped_template, template_names
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX

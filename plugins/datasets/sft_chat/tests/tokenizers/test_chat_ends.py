@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from nxdt_core.cli import main
-from nxdt_core.data.chat.keys import ChatKeys
 from nxdt_core.data.chat.rendering import stop_ids
-from nxdt_core.data.chat.templates import template_names
+from nxdt_core.data.chat.templates import ChatKeys, template_names
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer

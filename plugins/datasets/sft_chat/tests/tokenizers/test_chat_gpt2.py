@@ -7,7 +7,7 @@ import pytest
 
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.tokenizers.config import MegatronTokenizerConfig
-from nxdt_core.data.tokenizers.megatron import MegatronTokenizer
+from nxdt_core.data.tokenizers.huggingface import MegatronTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from tests.carried import carried
 

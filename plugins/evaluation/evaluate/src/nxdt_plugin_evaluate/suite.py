@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nxdt_plugin_evaluate.errors import EvaluationLibraryMissing
 
 if TYPE_CHECKING:
-    from nxdt_core.train.inference.load import LoadedModel
+    from nxdt_core.train.generate import LoadedModel
 
 __all__ = ["Harness"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
-from nxdt_core.models.decoder_plan import LAYER, MLP, NORMS, SWIGLU_STYLES, rotary_decoder_plan
+from nxdt_core.models.decoder_builder import LAYER, MLP, NORMS, SWIGLU_STYLES, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_llama.config import LlamaConfig, MistralConfig
 from nxdt_plugin_llama.modeling import Llama

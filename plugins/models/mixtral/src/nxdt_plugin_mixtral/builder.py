@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
-from nxdt_core.models.decoder_plan import LAYER, MLP, NORMS, SWIGLU_STYLES, rotary_decoder_plan
+from nxdt_core.models.decoder_builder import LAYER, MLP, NORMS, SWIGLU_STYLES, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, TensorStyle
 from nxdt_plugin_mixtral.config import MixtralConfig
 from nxdt_plugin_mixtral.errors import NoHFForm

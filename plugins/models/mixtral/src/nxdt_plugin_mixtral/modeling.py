@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.decoder import RotaryDecoder
-from nxdt_core.models.decoder_layer import RotaryDecoderLayer
+from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer
 from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.templates import ChatKeys
 
 __all__ = ["DpoConfig", "OrpoConfig", "PreferenceConfig", "TruncationMode"]
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files.records import Record, read_records
-from nxdt_core.data.files.unused_fields import UnusedFields, describe_unused
-from nxdt_core.data.permutation import draw
+from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataset import DataContext, SplitName

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.data.chat.conversation import Conversation, Message, check_order, in_order_of_calls
-from nxdt_core.data.chat.records import check_text_only, read_message, unused_fields, with_system
-from nxdt_core.data.chat.tool_calls import read_tools
-from nxdt_core.data.files.records import Place
-from nxdt_core.data.files.unused_fields import unread
+from nxdt_core.data.chat.records import check_text_only, read_message, read_tools, unused_fields, with_system
+from nxdt_core.data.files.records import Place, unread
 from nxdt_core.errors.base import listing
 from nxdt_plugin_preference.errors import (
     AnswerEmpty,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nxdt_core.data.chat.conversation import Conversation
-from nxdt_core.data.chat.ignored_parts import ignored_fields
+from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest

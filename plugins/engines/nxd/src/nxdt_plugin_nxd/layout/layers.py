@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.engine.expert_dispatch import ExchangingDispatcher
-from nxdt_core.models.moe.token_shards import WholeMicroBatch
+from nxdt_core.models.moe.router import WholeMicroBatch
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, updated_linear
 from nxdt_plugin_nxd.layout.sharded_logits import ShardedLogits

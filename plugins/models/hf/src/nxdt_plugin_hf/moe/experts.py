@@ -17,8 +17,7 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.mlp import GatedSiLU
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.moe.experts import SwiGLUExperts
-from nxdt_core.models.moe.router import Routing
-from nxdt_core.models.moe.token_shards import TokenShards, WholeMicroBatch
+from nxdt_core.models.moe.router import Routing, TokenShards, WholeMicroBatch
 from nxdt_core.models.patterns import matches
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.models.moe.aux_loss import add_aux_loss
+from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.moe.experts import routed_experts
 
@@ -41,7 +41,7 @@ class RouterBalance:
     def join(self, base: nn.Module, args: Any, output: Any) -> Any:
         """After forward: let backward through the hidden states also follow the loss.
 
-        transformers adds a mean over tokens to a mean; ours are sums (:mod:`nxdt_core.models.moe.aux_loss`).
+        transformers adds a mean over tokens to a mean; ours are sums (:mod:`nxdt_core.models.moe.layer`).
         """
         if output.get("router_logits") is None:
             return output

@@ -1,21 +1,78 @@
-"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) over shards: the means of rows and columns are the whole's.
+"""Optimizers that look at whole parameters in any layout, by sums over their shards: Adafactor and NovoGrad.
 
-The update is that of ``torch.optim.Adafactor``. Ranks add up what they found over their pieces, in two calls per step;
-the means are then whole on each of them, a row and a column a matrix, and so fit any layout.
+Ranks add up what they found over their pieces, so that norms and means on each are those of the whole parameter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from nxdt_core.distributed.bucketed_sums import sum_over
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
-from nxdt_core.train.optimizers.config import AdafactorConfig
-from nxdt_core.train.optimizers.pieces import TrainedPiece, square_sum, sum_over_pieces, trained_pieces, wide
+from nxdt_core.train.optimizers.config import AdafactorConfig, NovogradConfig
 
-__all__ = ["Adafactor"]
+__all__ = ["Adafactor", "Novograd", "TrainedPiece", "trained_pieces"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedPiece:
+    """This rank's elements of a parameter that has a gradient; without the zeros that fill up padded ones."""
+
+    parameter: torch.Tensor
+    """As the optimizer holds it; the key of its state."""
+    shard: ParameterShard
+    group: dict[str, Any]
+    weight: torch.Tensor
+    grad: torch.Tensor
+
+    def real(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the part of a state tensor of the parameter's shape that belongs to ``weight``."""
+        return self.shard.real(state)
+
+
+def trained_pieces(
+    param_groups: Iterable[dict[str, Any]], shards: Mapping[torch.Tensor, ParameterShard]
+) -> list[TrainedPiece]:
+    """Return the parameters that have a gradient, in an order that all ranks share: it is there on all of them or on
+    none."""
+    return [
+        TrainedPiece(
+            parameter=parameter,
+            shard=shards[parameter],
+            group=group,
+            weight=shards[parameter].real(parameter),
+            grad=shards[parameter].real(parameter.grad),
+        )
+        for group in param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def sum_over_pieces(pieces: Sequence[TrainedPiece], figures: Sequence[torch.Tensor]) -> None:
+    """Add to each figure what other ranks found over their pieces of the same parameter, in place. Collective."""
+    alike: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for piece, figure in zip(pieces, figures, strict=True):
+        alike.setdefault(piece.shard.groups, []).append(figure)
+    for groups, tensors in alike.items():
+        for group in groups:
+            sum_over(group, tensors)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in float32, or in float64 if it is that: what sums over many elements are made in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def square_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all squares, a scalar on the device."""
+    return wide(tensor).square().sum()
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -106,3 +163,34 @@ def _boxes(shard: ParameterShard) -> tuple[tuple[slice, ...], tuple[slice, ...]]
 def _eps(piece: TrainedPiece) -> float:
     lowest: float | None = piece.group["eps"][0]
     return float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
+
+
+class Novograd(torch.optim.Optimizer):
+    """One running mean a weight and one running square a parameter."""
+
+    def __init__(self, groups: list[ParameterGroup], config: NovogradConfig) -> None:
+        defaults = {"betas": config.betas, "eps": config.eps, "grad_averaging": config.grad_averaging}
+        super().__init__(as_torch(groups), defaults)
+        self._shards = shards_of(groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        trained = trained_pieces(self.param_groups, self._shards)
+        squares = [square_sum(piece.grad) for piece in trained]
+        sum_over_pieces(trained, squares)
+        for piece, square in zip(trained, squares, strict=True):
+            group, state = piece.group, self.state[piece.parameter]
+            beta1, beta2 = group["betas"]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(piece.parameter)
+                state["exp_avg_sq"] = square
+            else:
+                state["exp_avg_sq"].lerp_(square, 1 - beta2)
+            update = piece.grad.div_((state["exp_avg_sq"].sqrt() + group["eps"]).to(piece.grad.dtype))
+            update.add_(piece.weight, alpha=group["weight_decay"])
+            if group["grad_averaging"]:
+                update.mul_(1 - beta1)
+            mean = piece.real(state["exp_avg"])
+            mean.mul_(beta1).add_(update)
+            piece.weight.add_(mean, alpha=-group["lr"])

@@ -8,21 +8,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.data.chat.conversation import Conversation
-from nxdt_core.data.chat.ignored_parts import ignored_fields
-from nxdt_core.data.chat.keys import ChatKeys
+from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, prompt_ids, runner_of
-from nxdt_core.data.files.records import Place, read_records
-from nxdt_core.data.files.unused_fields import UnusedFields, unread
+from nxdt_core.data.chat.templates import ChatKeys
+from nxdt_core.data.files.records import Place, UnusedFields, read_records, unread
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.chats import UnknownRecord
 from nxdt_core.errors.evaluation import NoAnswerToJudge, NothingToJudge, QuestionTooLong
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_core.train.inference.load import LoadedModel
-from nxdt_core.train.inference.sampling import Sampling
+from nxdt_core.train.generate import LoadedModel, Sampling
 
 __all__ = ["Answer", "Question", "evaluate", "metrics", "questions", "scores"]
 

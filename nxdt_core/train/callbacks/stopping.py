@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM: stop after a step or a validation's batch, with a checkpoint. A second signal stops at once."""
+"""Callbacks that end a run before its last step: signals, the time limit, early stopping, non-finite losses."""
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -10,13 +11,16 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from nxdt_core.callback import Callback, Run
+from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
 from nxdt_core.train.callbacks.console import Console
 
 if TYPE_CHECKING:
     from nxdt_core.protocols.parallel.ranks import RankAgreement
 
-__all__ = ["StopSignals", "Supervisor"]
+__all__ = ["EarlyStop", "NonFiniteGuard", "StopSignals", "Supervisor", "TimeLimit"]
 
 _VALIDATION = "signals in a validation"
 _BY_CALLBACK = 1
@@ -144,3 +148,129 @@ class StopSignals(Callback):
             self._console.say(f"{self._because}: stopping after this step")
         else:
             self._console.say(f"{number.name}: stopping after this step; another signal stops at once, without saving")
+
+
+@final
+class EarlyStop(Callback):
+    """Judges a metric after each validation; all ranks stop where one would.
+
+    Args:
+        params: what is judged, and how.
+        min_steps: steps before which it does not stop the run.
+    """
+
+    def __init__(self, params: EarlyStoppingParams, *, min_steps: int = 0) -> None:
+        self._params = params
+        self._min_steps = min_steps
+        self._sign = 1.0 if params.mode == "min" else -1.0
+        self._best: float | None = None
+        self._waited = 0
+        """Validations since the best one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen, of the metric that is judged."""
+        judged = {"monitor": self._params.monitor, "mode": self._params.mode}
+        return {**judged, "best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was seen, unless another metric is judged now."""
+        if (state["monitor"], state["mode"]) == (self._params.monitor, self._params.mode):
+            self._best, self._waited = state["best"], state["waited"]
+
+    def on_fit_start(self, run: Run) -> None:
+        """Stop a run that is resumed after it was stopped."""
+        if self._waited >= self._params.patience and run.step >= self._min_steps:
+            run.say(f"early stopping: {self._params.monitor} had not improved in {self._waited} validations")
+            run.stopping = True
+
+    def on_validation_end(self, run: Run) -> None:
+        """Stop the run where the metric has not improved for ``patience`` validations, after the least length.
+
+        Raises:
+            MetricNotLogged: there is no such metric.
+        """
+        name, value = self._params.monitor, run.metrics.get(self._params.monitor)
+        if value is None:
+            if self._params.strict:
+                raise MetricNotLogged(metric=name, known=sorted(run.metrics))
+            return
+        why = self._judge(value)
+        stops = run.session.engine.ranks.any_rank(why is not None) and run.step >= self._min_steps
+        if stops and not run.stopping:
+            run.stopping = True
+            run.say(f"step {run.step}: early stopping. {why or 'another rank stops'}")
+
+    def _judge(self, value: float) -> str | None:
+        """Return why the run ends with this value; None where it continues."""
+        params, sign = self._params, self._sign
+        best = math.inf * sign if self._best is None else self._best
+        if params.check_finite and not math.isfinite(value):
+            return f"{params.monitor} is {value}"
+        if params.stopping_threshold is not None and sign * value < sign * params.stopping_threshold:
+            return f"{params.monitor} is {value:.6g}, better than stopping_threshold {params.stopping_threshold}"
+        if params.divergence_threshold is not None and sign * value > sign * params.divergence_threshold:
+            return f"{params.monitor} is {value:.6g}, worse than divergence_threshold {params.divergence_threshold}"
+        if sign * value < sign * best - params.min_delta:  # never so for NaN
+            self._best, self._waited = value, 0
+            return None
+        self._waited += 1
+        if self._waited < params.patience:
+            return None
+        return f"{params.monitor} has not improved in {self._waited} validations (best: {best:.6g})"
+
+
+@final
+class TimeLimit(Callback):
+    """Asks for a stop as SIGTERM would, once ``limit_s`` have passed since it was made.
+
+    The first rank's clock decides for all. A resumed run has the whole limit again: else the second of two jobs with
+    the same limit would stop at once.
+
+    Args:
+        limit_s: seconds.
+        signals: stops the run.
+    """
+
+    def __init__(self, limit_s: float, signals: StopSignals) -> None:
+        self._ends_at_s = time.monotonic() + limit_s
+        self._signals = signals
+
+    def on_step_end(self, run: Run) -> None:
+        """Look at the clock, unless the run ends here anyway."""
+        self._look(run)
+
+    def on_validation_batch_end(self, run: Run) -> None:
+        """Look at the clock during a validation, too."""
+        self._look(run)
+
+    def _look(self, run: Run) -> None:
+        if run.rank == 0 and time.monotonic() >= self._ends_at_s and run.step < run.max_steps:
+            self._signals.request(signal.SIGTERM, because="trainer.max_time is over")
+
+
+@final
+class NonFiniteGuard(Callback):
+    """Ends a run with an error after a step that was left out.
+
+    The count of such steps is on the device. It is read every ``every`` steps, when the metrics wait for the device
+    anyway, and after each step where that costs no wait. Until then such steps change nothing.
+
+    Args:
+        every: steps between two looks.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def on_step_end(self, run: Run) -> None:
+        """Look, where it is time to.
+
+        Raises:
+            StepNotFinite: on all ranks.
+        """
+        session, result = run.session, run.last
+        looks = run.step % self._every == 0 or run.step == run.max_steps or profile_of(session.engine.device).host
+        skipped = int(session.optimizer.skipped_steps) if looks else 0
+        if skipped and result is not None:
+            loss, norm = float(result.loss.loss), float(result.grad_norm)
+            raise StepNotFinite(step=run.step, skipped=skipped, loss=loss, grad_norm=norm)

@@ -1,4 +1,4 @@
-"""Sections of ``precision`` for the built-in policies. No torch here."""
+"""The precisions: their sections of the configuration, and what each says of the dtypes of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Literal
 
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
-__all__ = ["BF16SRConfig", "ManualConfig"]
+__all__ = [
+    "BF16SRConfig",
+    "ManualConfig",
+    "autocast",
+    "bf16_sr",
+    "fp32",
+    "manual",
+    "mixed_precision",
+    "mixed_precision_sr",
+]
 
 Switch = Literal[False, True, 0, 1, "0", "1"]
 """NxD Training hands these to the environment, so its files write them as text."""
@@ -104,3 +113,37 @@ class ManualConfig:
         computed = "bf16" if self.computes_in_bfloat16 else "fp32"
         if self.parallel_layers_reduce_dtype not in (None, computed):
             yield "parallel_layers_reduce_dtype", f"partial sums are in what is computed in: {computed}"
+
+
+def fp32(config: object) -> PrecisionPolicy:
+    """Return a policy with everything in float32."""
+    return PrecisionPolicy(name="fp32")
+
+
+def autocast(config: object) -> PrecisionPolicy:
+    """float32 parameters, gradients and optimizer state; matrix products in bfloat16 under ``torch.autocast``."""
+    return PrecisionPolicy(name="autocast", autocast="bfloat16")
+
+
+def mixed_precision(config: object) -> PrecisionPolicy:
+    """Forward and backward in bfloat16; weights, sums of gradients and optimizer state in float32."""
+    return PrecisionPolicy(name="mixed_precision", parameters="bfloat16", master_weights=True)
+
+
+def mixed_precision_sr(config: object) -> PrecisionPolicy:
+    """Return :func:`mixed_precision` with stochastic rounding: the copies that forward and backward use are rounded
+    stochastically."""
+    return PrecisionPolicy(
+        name="mixed_precisionSR", parameters="bfloat16", master_weights=True, stochastic_rounding=True
+    )
+
+
+def bf16_sr(config: BF16SRConfig) -> PrecisionPolicy:
+    """Return the weights and gradients in bfloat16 alone; the optimizer's update is rounded into the weights
+    stochastically."""
+    return config.policy()
+
+
+def manual(config: ManualConfig) -> PrecisionPolicy:
+    """Return what NxD Training's switches ask for."""
+    return config.policy()

@@ -1,0 +1,204 @@
+"""Optimizers that work element by element, so that they may see shards: those of torch, and Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw as adamw_update
+
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
+from nxdt_core.train.optimizers.config import (
+    AdadeltaConfig,
+    AdagradConfig,
+    AdamaxConfig,
+    AdamConfig,
+    AdamWConfig,
+    LionConfig,
+    RMSpropConfig,
+    RpropConfig,
+    SGDConfig,
+)
+
+__all__ = [
+    "BUCKET_ELEMENTS",
+    "Lion",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "adamw_fp32_state",
+    "rmsprop",
+    "rprop",
+    "sgd",
+]
+
+
+def adamw(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:
+    """Torch's AdamW; learning rate and weight decay are those of each group."""
+    return torch.optim.AdamW(as_torch(groups), **_adam(groups, config))
+
+
+def adam(groups: list[ParameterGroup], config: AdamConfig) -> torch.optim.Optimizer:
+    """Return torch's Adam over ``groups``."""
+    return torch.optim.Adam(as_torch(groups), **_adam(groups, config))
+
+
+def sgd(groups: list[ParameterGroup], config: SGDConfig) -> torch.optim.Optimizer:
+    """Return torch's SGD over ``groups``."""
+    return torch.optim.SGD(
+        as_torch(groups), momentum=config.momentum, dampening=config.dampening, nesterov=config.nesterov
+    )
+
+
+def adadelta(groups: list[ParameterGroup], config: AdadeltaConfig) -> torch.optim.Optimizer:
+    """Return torch's Adadelta over ``groups``."""
+    return torch.optim.Adadelta(as_torch(groups), rho=config.rho, eps=config.eps)
+
+
+def adamax(groups: list[ParameterGroup], config: AdamaxConfig) -> torch.optim.Optimizer:
+    """Return torch's Adamax over ``groups``."""
+    return torch.optim.Adamax(as_torch(groups), betas=config.betas, eps=config.eps)
+
+
+def adagrad(groups: list[ParameterGroup], config: AdagradConfig) -> torch.optim.Optimizer:
+    """Return torch's Adagrad over ``groups``."""
+    return torch.optim.Adagrad(
+        as_torch(groups),
+        lr_decay=config.lr_decay,
+        initial_accumulator_value=config.initial_accumulator_value,
+        eps=config.eps,
+    )
+
+
+def rmsprop(groups: list[ParameterGroup], config: RMSpropConfig) -> torch.optim.Optimizer:
+    """Return torch's RMSprop over ``groups``."""
+    return torch.optim.RMSprop(
+        as_torch(groups), alpha=config.alpha, eps=config.eps, momentum=config.momentum, centered=config.centered
+    )
+
+
+def rprop(groups: list[ParameterGroup], config: RpropConfig) -> torch.optim.Optimizer:
+    """Return torch's Rprop over ``groups``."""
+    return torch.optim.Rprop(as_torch(groups), etas=config.etas, step_sizes=config.step_sizes)
+
+
+def fused_kernels(groups: list[ParameterGroup]) -> bool:
+    """Return whether the parameters' device has torch's fused kernels."""
+    return profile_of(next(p.device for group in groups for p in group["params"])).fused_optimizers
+
+
+def _adam(groups: list[ParameterGroup], config: AdamConfig) -> dict[str, Any]:
+    return {
+        "betas": config.betas,
+        "eps": config.eps,
+        "fused": fused_kernels(groups) if config.fused is None else config.fused,
+        "capturable": config.capturable,
+    }
+
+
+BUCKET_ELEMENTS = 2**25
+"""Weights and gradients that exist in float32 at a time: 256 MiB of both."""
+
+
+def adamw_fp32_state(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:
+    """Torch's AdamW where no parameter has less than float32, which is the same; else :class:`AdamWFloat32State`."""
+    if all(p.dtype.itemsize >= 4 for group in groups for p in group["params"]):
+        return adamw(groups, config)
+    return AdamWFloat32State(groups, config)
+
+
+class AdamWFloat32State(torch.optim.Optimizer):
+    """Running means in float32, so that small squares of gradients neither vanish nor stop changing."""
+
+    def __init__(self, groups: list[ParameterGroup], config: AdamWConfig) -> None:
+        defaults = {
+            "betas": config.betas,
+            "eps": config.eps,
+            "fused": fused_kernels(groups) if config.fused is None else config.fused,
+            "capturable": config.capturable,
+        }
+        super().__init__(as_torch(groups), defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        for group in self.param_groups:
+            for bucket in _buckets([p for p in group["params"] if p.grad is not None]):
+                self._update(bucket, group)
+
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update one bucket, in a separate function so that its float32 copies are freed before the next bucket."""
+        states = [self._state_of(p, on_device=group["fused"] or group["capturable"]) for p in parameters]
+        weights = [p.float() for p in parameters]
+        beta1, beta2 = group["betas"]
+        adamw_update(
+            weights,
+            [p.grad.float() for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"],
+            capturable=group["capturable"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        torch._foreach_copy_(parameters, weights)
+
+    def _state_of(self, parameter: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        return state
+
+
+def _buckets(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    for parameter in parameters:
+        if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+class Lion(torch.optim.Optimizer):
+    """One running mean a weight; every weight moves by the learning rate."""
+
+    def __init__(self, groups: list[ParameterGroup], config: LionConfig) -> None:
+        super().__init__(as_torch(groups), {"betas": config.betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            grads = [p.grad for p in weights]
+            means = [self._mean(p) for p in weights]
+            in_update, in_mean = group["betas"]
+            updates = torch._foreach_lerp(means, grads, 1 - in_update)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(means, grads, 1 - in_mean)
+
+    def _mean(self, parameter: torch.Tensor) -> torch.Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        mean: torch.Tensor = state["exp_avg"]
+        return mean

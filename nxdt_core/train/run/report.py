@@ -1,0 +1,201 @@
+"""What a run prints: the banner before its first slow step, the differences on resume, the summary at its end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nxdt_core.checkpoint import CheckpointFacts
+from nxdt_core.checkpoint.format.state_tree import compare_trees
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.train import build
+from nxdt_core.train.callbacks.console import human
+from nxdt_core.train.session import TrainSession
+from nxdt_core.train.weights.average import has_average
+from nxdt_core.train.weights.saved_config import config_to_save
+
+__all__ = ["RunSummary", "banner", "resume_command", "resume_notes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Result of :func:`nxdt_core.train.run.train`."""
+
+    step: int
+    max_steps: int
+    loss: float | None
+    """Loss of the last step; None where no step was trained."""
+    consumed_tokens: int
+    tokens_per_s: float | None
+    """Median over the logged intervals; None where no step was trained."""
+    run_dir: Path
+    checkpoint: str | None
+    """URI of the newest checkpoint."""
+    resume_command: str | None
+    """Command that resumes the run, or that starts the run itself after a trial; None without a checkpoint."""
+    exit_status: int = 0
+    """128 + the signal's number after a signal, as shells count."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return what ``nxdt train --json`` prints; keys are only ever added."""
+        return {
+            "step": self.step,
+            "max_steps": self.max_steps,
+            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
+            "consumed_tokens": self.consumed_tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "run_dir": str(self.run_dir),
+            "checkpoint": self.checkpoint,
+            "resume_command": self.resume_command,
+            "exit_status": self.exit_status,
+        }
+
+    def __str__(self) -> str:
+        rows = [("steps", f"{self.step} of {self.max_steps}")]
+        if self.loss is not None:
+            rows.append(("loss", f"{self.loss:.4f}"))
+        rows.append(("tokens", f"{self.consumed_tokens:,}"))
+        if self.tokens_per_s is not None:
+            rows.append(("tokens/s", human(self.tokens_per_s)))
+        rows += [
+            ("run", str(self.run_dir)),
+            ("checkpoint", self.checkpoint or "none"),
+        ]
+        if self.resume_command is not None:
+            rows.append(("resume", self.resume_command))
+        return "\n".join(f"{name + ':':<12}{value}" for name, value in rows)
+
+
+_WIDTH = 12
+
+
+def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
+    """Yield the lines: model, devices and layout, precision, data, steps, run directory, checkpoints."""
+    for name, value in _facts(config, engine):
+        yield f"{name:<{_WIDTH}}{value}"
+
+
+def _facts(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[tuple[str, str]]:
+    run, data = config.run, config.run.data
+    model = [config.selected("model").component.record.name, *_parameters(config)]
+    if config.components["adapter"] is not None:
+        model.append(f"adapter {config.selected('adapter').component.record.name}")
+    yield "model", ", ".join(model)
+    yield "devices", f"{engine.rank_info.world_size} x {engine.device.type}, {_layout(config, engine)}"
+    yield "precision", config.selected("precision").component.record.name
+    tokens = data.global_batch_size * data.seq_length
+    yield (
+        "data",
+        f"{config.selected('dataset').component.record.name}, {data.global_batch_size:,} sequences of"
+        f" {data.seq_length:,} = {tokens:,} tokens per step",
+    )
+    last = run.trainer.max_steps
+    yield "steps", f"{last:,}, {human(last * tokens)} tokens" if last > 0 else "until max_time"
+    yield "run", str(config.run_dir)
+    yield "checkpoints", config.checkpoint_uri if run.checkpoint.enabled else "none"
+
+
+def _parameters(config: ResolvedConfig) -> Iterator[str]:
+    """The number of parameters, counted without memory; nothing for a model that the run itself will refuse."""
+    try:
+        with torch.device("meta"):
+            module = build.model_builder(config).build()
+    except NxdtError:
+        return
+    count = human(sum(parameter.numel() for parameter in module.parameters()))
+    yield f"{count.replace('G', 'B')} parameters"
+
+
+def _layout(config: ResolvedConfig, engine: ParallelEngine) -> str:
+    sizes = config.run.distributed_strategy.mesh_sizes(engine.rank_info.world_size)
+    named = {"TP": sizes.tp, "PP": sizes.pp, "CP": sizes.cp, "EP": sizes.ep, "DP": sizes.dp}
+    parts = [f"{name} {size}" for name, size in named.items() if size > 1]
+    zero = [f"ZeRO {sizes.zero_stage}"] if sizes.zero_stage and sizes.fsdp > 1 else []
+    return " x ".join(parts) + "".join(f", {each}" for each in zero) if parts else "one process"
+
+
+_RESUME = "checkpoint.resume_if_exists"
+
+
+def resume_command(config: ResolvedConfig, step: int) -> str:
+    """Return the command that resumes the run, with a later end if the run has reached its end; for a trial, the
+    command of the run itself."""
+    overrides = {word.partition("=")[0]: word for word in config.overrides}
+    manager, trainer = config.run.exp_manager, config.run.trainer
+
+    def override(key: str, value: object) -> None:
+        overrides[key] = f"{key}={value}"
+
+    if trainer.fast_dev_run:
+        override("trainer.fast_dev_run", "false")
+    else:
+        if manager.use_datetime_version and manager.version is not None:
+            override("exp_manager.version", manager.version)
+        if not config.run.checkpoint.resume_if_exists:
+            overrides.pop(_RESUME, None)  # it comes last
+            override(_RESUME, "true")
+        if step >= trainer.max_steps:
+            _move_end(config, step, override)
+    return shlex.join(["nxdt", "train", config.source, *shown_words(config, overrides.values())])
+
+
+def _move_end(config: ResolvedConfig, step: int, override: Callable[[str, object], None]) -> None:
+    passes, asked = config.run.trainer.max_epochs, config.tree.plain("trainer.max_steps")
+    if passes is not None and passes > 0 and isinstance(asked, int) and step < asked:
+        override("trainer.max_epochs", 2 * passes)
+    else:
+        override("trainer.max_steps", 2 * step)
+
+
+_OF_THE_RESULT = ("model", "data", "precision", "objective", "adapter", "seed", "trainer.gradient_clip_val")
+"""Sections and keys that decide what a run computes. (A layout does not.)"""
+_NOTED_ELSEWHERE = ("model.optim.sched.max_steps", "data.num_workers")
+
+
+def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
+    """Yield a line for each difference in schedule, settings, plugins and average.
+
+    Args:
+        session: resumed.
+        horizon: last step of the schedule that the resumed run was trained with.
+    """
+    assert session.resumed is not None
+    facts, now = session.resumed.facts, session.horizon.max_steps
+    if horizon != now:
+        yield f"the learning-rate schedule now ends at step {now} instead of {horizon}"
+    yield from _changed_settings(facts, session.config)
+    if changed := _changed_plugins(facts.plugins, session.config.kernel.identities()):
+        yield f"plugins that differ from those of the checkpoint: {', '.join(changed)}"
+    averages = session.average is not None
+    if averages != has_average(session.resumed):
+        news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
+        yield f"the average of the weights {news}"
+
+
+def _changed_settings(saved: CheckpointFacts, config: ResolvedConfig) -> Iterator[str]:
+    """One line for each value that is not that of the checkpoint; keys that only one of them has are left out."""
+    for found in compare_trees("config", saved.config, config_to_save(config)):
+        counts = any(f"{found.path}.".startswith(f"{path}.") for path in _OF_THE_RESULT)
+        if counts and found.only_in is None and found.path not in _NOTED_ELSEWHERE:
+            yield f"{found.path} is now {found.values[1]}; the checkpoint was trained with {found.values[0]}"
+
+
+def _changed_plugins(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names of plugins that differ, each with what it is now; none where the checkpoint names no plugin."""
+    differ = sorted(name for name in before.keys() | now.keys() if before and before.get(name) != now.get(name))
+    return [f"{name} ({_change(before.get(name), now.get(name))})" for name in differ]
+
+
+def _change(before: str | None, now: str | None) -> str:
+    if before is None or now is None:
+        return "new" if before is None else "not installed"
+    old, new = (identity.partition(" ")[2].partition(" ")[0] for identity in (before, now))
+    return "other code" if old == new else f"{new} instead of {old}"

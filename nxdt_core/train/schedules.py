@@ -1,0 +1,307 @@
+"""The learning-rate schedules: their sections of the configuration, and the factor of the learning rate at each step.
+
+Warm-up follows NeMo's convention, ``(step + 1) / (warmup_steps + 1)``: the first step already learns, and the
+first step after the warm-up has the full rate. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
+from nxdt_core.errors.training import ScheduleHasNoEnd
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
+
+__all__ = [
+    "CosineAnnealingConfig",
+    "constant",
+    "cosine_annealing",
+    "exponential",
+    "inverse_square_root",
+    "linear_annealing",
+    "noam",
+    "noam_hold",
+    "polynomial",
+    "square_annealing",
+    "square_root_annealing",
+    "stairs",
+    "warmup_hold",
+    "warmup_policy",
+    "warmup_stable_decay",
+]
+
+_OF_THE_CURVE = PartOf("model.optim.sched.max_steps")
+
+
+@dataclass(kw_only=True)
+class WarmupConfig:
+    """Warm-up, then the full rate for ever."""
+
+    reads_max_steps: ClassVar[bool] = False
+    """Whether ``max_steps`` ends the schedule; a plugin's schedule without this attribute is taken to read it."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up; the first one already learns."""
+
+
+@dataclass(kw_only=True)
+class AnnealingConfig(WarmupConfig):
+    """Warm-up, then down to ``min_lr`` at ``max_steps``."""
+
+    reads_max_steps: ClassVar[bool] = True
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end (absolute, not a share)."""
+
+
+@dataclass(kw_only=True)
+class CosineAnnealingConfig(AnnealingConfig):
+    """Warm-up, then half a cosine to ``min_lr``, then ``constant_steps`` at ``min_lr``."""
+
+    constant_steps: Annotated[NonNegativeInt, _OF_THE_CURVE] = 0
+    """Steps at min_lr before max_steps is reached."""
+
+
+@dataclass(kw_only=True)
+class SquareAnnealingConfig(AnnealingConfig):
+    """Warm-up, then a parabola that stops at ``min_lr``."""
+
+    min_lr: NonNegativeFloat = 1e-5
+    """Learning rate below which it does not fall (absolute; the default is NeMo's)."""
+
+
+@dataclass(kw_only=True)
+class HoldConfig(AnnealingConfig):
+    """Warm-up, then the full rate for ``hold_steps`` before what follows."""
+
+    hold_steps: Annotated[NonNegativeInt, _OF_THE_CURVE] = 0
+    """Steps at the full rate after the warm-up."""
+
+
+@dataclass(kw_only=True)
+class PolynomialConfig(HoldConfig):
+    """Warm-up, hold, then ``(share that is left) ** power`` to ``min_lr``."""
+
+    power: Annotated[float, Range(0.0, None)] = 1.0
+    """Exponent of the decay; 1 is a straight line."""
+
+
+@dataclass(kw_only=True)
+class NoamConfig(AnnealingConfig):
+    """The curve of the first transformer; ``lr`` is a factor on it, and not the peak."""
+
+    reads_max_steps: ClassVar[bool] = False
+    d_model: PositiveInt
+    """Width of the model, whose root divides the rate."""
+
+
+@dataclass(kw_only=True)
+class NoamHoldConfig(HoldConfig):
+    """Warm-up to ``lr``, hold, then a power of the step to ``min_lr``."""
+
+    warmup_steps: PositiveInt
+    """Optimizer steps of linear warm-up, which also set the pace of the decay."""
+    decay_rate: Annotated[float, Range(0.0, None)] = 0.5
+    """Exponent of the decay: 0.5 falls as Noam does, 1 faster."""
+
+
+@dataclass(kw_only=True)
+class StepConfig:
+    """Stairs: the rate is multiplied by ``gamma`` every ``step_size`` steps."""
+
+    reads_max_steps: ClassVar[bool] = False
+    step_size: PositiveInt
+    """Optimizer steps of one stair."""
+    gamma: Annotated[float, Range(0.0, None)] = 0.1
+    """Factor from one stair to the next."""
+
+
+@dataclass(kw_only=True)
+class ExponentialConfig:
+    """The rate is multiplied by ``gamma`` at every step."""
+
+    reads_max_steps: ClassVar[bool] = False
+    gamma: Annotated[float, Range(0.0, None)]
+    """Factor from one step to the next."""
+
+
+@dataclass(kw_only=True)
+class WSDConfig(AnnealingConfig):
+    """Warm-up, the full rate, and a decay over the last ``decay_steps``."""
+
+    decay_steps: Annotated[PositiveInt | None, _OF_THE_CURVE] = None
+    """Length of the decay that ends at max_steps; null: a tenth of max_steps."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """linear, cosine, or sqrt: 1 - sqrt(share of the decay that is done)."""
+
+
+def warmup(step: int, warmup_steps: int) -> float:
+    """Return the factor during the warm-up, 1 after it."""
+    return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1.0
+
+
+def share_left(step: int, start: int, end: int) -> float:
+    """1 at ``start``, falling evenly to 0 at ``end`` and beyond; 0 where there is nothing between them."""
+    return 0.0 if step >= end else (end - step) / (end - start)
+
+
+def until(end: int, floor: float, curve: LRSchedule) -> LRSchedule:
+    """``curve`` up to and with step ``end``, then ``floor``."""
+    return lambda step: floor if step > end else curve(step)
+
+
+def floor_of(min_lr: float, horizon: ScheduleHorizon) -> float:
+    """``min_lr`` as a factor on the peak rate."""
+    return min(1.0, min_lr / horizon.lr) if horizon.lr > 0 else 0.0
+
+
+def end_of(name: str, horizon: ScheduleHorizon) -> int:
+    """Return the step at which the curve ``name`` has come to its end.
+
+    Raises:
+        ScheduleHasNoEnd: neither the curve nor the run has one.
+    """
+    if horizon.max_steps <= 0:
+        raise ScheduleHasNoEnd(schedule=name)
+    return horizon.max_steps
+
+
+def linear_annealing(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, then linear to ``min_lr`` at the horizon."""
+    return _between(config, horizon, config.warmup_steps, end_of("LinearAnnealingWithWarmUp", horizon), _linear)
+
+
+def cosine_annealing(config: CosineAnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, then ``min + (1 - min) (1 + cos(pi t)) / 2`` (Loshchilov & Hutter 2017, arXiv:1608.03983)."""
+    end = end_of("CosineAnnealing", horizon) - config.constant_steps
+    return _between(config, horizon, config.warmup_steps, end, _cosine)
+
+
+def polynomial(config: PolynomialConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, ``hold_steps`` at 1, then ``min + (1 - min) (share left) ** power``."""
+    start = config.warmup_steps + config.hold_steps
+    end = end_of("PolynomialDecayAnnealing", horizon)
+    return _between(config, horizon, start, end, lambda left: left**config.power)
+
+
+def warmup_stable_decay(config: WSDConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, 1, then the decay (Hu et al. 2024, arXiv:2404.06395)."""
+    end = end_of("WSD", horizon)
+    decay_steps = max(1, end // 10) if config.decay_steps is None else config.decay_steps
+    shape = {"linear": _linear, "cosine": _cosine, "sqrt": _sqrt}[config.decay_shape]
+    return _between(config, horizon, max(config.warmup_steps, end - decay_steps), end, shape)
+
+
+def square_annealing(config: SquareAnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, then ``max(min, (share left) ** 2)``."""
+    return _clipped(config, horizon, config.warmup_steps, end_of("SquareAnnealing", horizon), 2.0)
+
+
+def square_root_annealing(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, then ``max(min, (share of the whole run that is left) ** 0.5)``."""
+    return _clipped(config, horizon, 0, end_of("SquareRootAnnealing", horizon), 0.5)
+
+
+def _between(
+    config: AnnealingConfig, horizon: ScheduleHorizon, start: int, end: int, shape: Callable[[float], float]
+) -> LRSchedule:
+    """Warm-up to ``start``, then from 1 to the floor at ``end`` by ``shape``, which maps the share left to height."""
+    floor = floor_of(config.min_lr, horizon)
+
+    def factor(step: int) -> float:
+        if step < start:
+            return warmup(step, config.warmup_steps)
+        return floor + (1.0 - floor) * shape(share_left(step, start, end))
+
+    return factor
+
+
+def _clipped(config: AnnealingConfig, horizon: ScheduleHorizon, start: int, end: int, power: float) -> LRSchedule:
+    """Warm-up, then a power of the share that is left of ``start`` to ``end``, and never less than the floor."""
+    floor = floor_of(config.min_lr, horizon)
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return warmup(step, config.warmup_steps)
+        return float(max(floor, share_left(step, start, end) ** power))
+
+    return factor
+
+
+def _linear(left: float) -> float:
+    return left
+
+
+def _cosine(left: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
+
+
+def _sqrt(left: float) -> float:
+    return 1.0 - math.sqrt(1.0 - left)
+
+
+def constant(config: WarmupConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Return a schedule of linear warm-up, then 1."""
+    return lambda step: warmup(step, config.warmup_steps)
+
+
+def warmup_policy(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, then 1, and ``min`` after the horizon."""
+    curve = constant(config, horizon)
+    return until(end_of("WarmupPolicy", horizon), floor_of(config.min_lr, horizon), curve)
+
+
+def warmup_hold(config: HoldConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Return the policy with a hold; where the hold ends after the horizon, the factor stays 1 until then."""
+    held = config.warmup_steps + config.hold_steps - 1
+    end = max(held, end_of("WarmupHoldPolicy", horizon))
+    return until(end, floor_of(config.min_lr, horizon), constant(config, horizon))
+
+
+def inverse_square_root(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Linear warm-up, then ``sqrt((warmup_steps + 1) / (step + 1))``, and ``min`` after the horizon."""
+    start = config.warmup_steps
+
+    def factor(step: int) -> float:
+        return warmup(step, start) if step < start else float(((start + 1) / (step + 1)) ** 0.5)
+
+    return until(end_of("InverseSquareRootAnnealing", horizon), floor_of(config.min_lr, horizon), factor)
+
+
+def noam(config: NoamConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """``d_model ** -0.5 * min(step ** -0.5, step * warmup_steps ** -1.5)`` (Vaswani et al. 2017, arXiv:1706.03762)."""
+    start, scale = config.warmup_steps, config.d_model**-0.5
+    floor = floor_of(config.min_lr, horizon)
+
+    def factor(step: int) -> float:
+        step = max(1, step)
+        if step <= start:
+            return float(scale * step * start**-1.5)
+        return float(max(floor, scale * step**-0.5))
+
+    return factor
+
+
+def noam_hold(config: NoamHoldConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """Warm-up, hold, then ``(warmup_steps / (step - hold_steps)) ** decay_rate``, at least ``min`` (Kim et al. 2022,
+    arXiv:2206.00888)."""
+    start, rate = config.warmup_steps, config.decay_rate
+    floor = floor_of(config.min_lr, horizon)
+
+    def factor(step: int) -> float:
+        if step < start + config.hold_steps:
+            return warmup(step, start)
+        return float(max(floor, (start / (step - config.hold_steps)) ** rate))
+
+    return until(end_of("NoamHoldAnnealing", horizon), floor, factor)
+
+
+def stairs(config: StepConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """``gamma ** (step // step_size)``, as ``torch.optim.lr_scheduler.StepLR``."""
+    return lambda step: float(config.gamma ** (step // config.step_size))
+
+
+def exponential(config: ExponentialConfig, horizon: ScheduleHorizon) -> LRSchedule:
+    """``gamma ** step``, as ``torch.optim.lr_scheduler.ExponentialLR``."""
+    return lambda step: float(config.gamma**step)
