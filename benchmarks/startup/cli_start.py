@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxdt_testing.distributions import write_distribution
-
 from nxdt_core.config.sources.recipes import find_recipe
 from nxdt_core.kernel import Kernel
+from tests.distributions import write_distribution
 
 PLUGINS = 40
 UNRELATED = 300

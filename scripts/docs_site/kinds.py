@@ -67,11 +67,10 @@ def repository(page: str) -> dict[str, str]:
 
 def requirements(kind: str) -> list[str]:
     """Return what the kit of a kind tests, a line for each test; nothing where the kind has no kit."""
-    path = ROOT / "testing" / "src" / "nxdt_testing" / f"{kind}_contract.py"
-    if not path.exists():
-        return []
-    tree = ast.parse(path.read_text())
-    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    folder = ROOT / "testing" / "src" / "nxdt_testing"
+    parts = sorted(folder.glob(f"{kind}_*.py"), key=lambda path: (path.stem != f"{kind}_contract", path.stem))
+    nodes = [node for path in parts for node in ast.walk(ast.parse(path.read_text()))]
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
     return [name.removeprefix("test_").replace("_", " ") for name in names if name.startswith("test_")]
 
 

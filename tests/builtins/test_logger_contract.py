@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import ClassVar
 
 import pytest
-from nxdt_testing.logger_contract import LoggerContract
+from nxdt_testing.callback_contract import LoggerContract
 
 from tests.training.run.test_loggers import scanned_file
 

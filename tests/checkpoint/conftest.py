@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.checkpoint import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.poison import builder, little_memory, marker
+from tests.stores.saving import save_checkpoint
 
 __all__ = ["builder", "little_memory", "marker", "save", "store"]
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
-from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import (
     CheckpointFacts,
@@ -31,6 +30,7 @@ from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
 from tests.sampling import slow
+from tests.stores.memory import MemoryStorage
 
 
 def committed(storage: Any) -> list[int]:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from nxdt_testing.ranks import RankPool
-from nxdt_testing.stores.memory import MemoryStorage
-from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.checkpoint import CheckpointFacts, read_manifest
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
@@ -19,6 +17,8 @@ from nxdt_core.cli.checkpoint import difference
 from nxdt_core.cli.checkpoint.difference import Difference, Side, compare_checkpoints
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from tests.checkpoint.layouts.sharded import STEP, Layout, save_in
+from tests.stores.memory import MemoryStorage
+from tests.stores.saving import save_checkpoint
 
 
 def side(model: Mapping[str, torch.Tensor], *, config: Any = None, state: Any = None, **more: Any) -> Side:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.faults import FaultyStorage, When
-from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import latest, list_checkpoints, prune, read_manifest, verify
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.errors.checkpoints import CheckpointConflict, StorageDenied, StorageError, StorageFull
+from tests.stores.faults import FaultyStorage, When
+from tests.stores.memory import MemoryStorage
 
 Prepare = Callable[[MemoryStorage, Any], None]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
 from nxdt_core.checkpoint import CheckpointFacts, load_model, load_optimizer, load_state, read_manifest, verify
@@ -24,6 +23,7 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.commit import commit
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
 from nxdt_core.protocols.parallel.piece import Box, Piece
+from tests.stores.memory import MemoryStorage
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -18,8 +18,6 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, PublicFormat
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.faults import FaultyStorage
-from nxdt_testing.stores.memory import MemoryStorage
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from nxdt_core.checkpoint import (
@@ -54,6 +52,8 @@ from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.importing import import_checkpoint
 from tests.checkpoint.hf.exchange import save_run
 from tests.checkpoint.signed import load_trusted, make_key, write_key
+from tests.stores.faults import FaultyStorage
+from tests.stores.memory import MemoryStorage
 
 FILES = (
     "manifest.json",

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from nxdt_testing.distributions import write_distribution
-from nxdt_testing.processes.terminal import on_terminal
 
 from tests import processes
+from tests.distributions import write_distribution
+from tests.terminal import on_terminal
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -134,9 +134,9 @@ def dist(site: Path) -> Callable[..., None]:
 def saved_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What :func:`store` is a copy of."""
     import torch
-    from nxdt_testing.stores.saving import save_checkpoint
 
     from nxdt_core.checkpoint import CheckpointFacts, open_storage
+    from tests.stores.saving import save_checkpoint
 
     uri = str(tmp_path_factory.mktemp("saved") / "store")
     storage = open_storage(uri)

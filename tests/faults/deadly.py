@@ -6,10 +6,9 @@ import os
 import signal
 from typing import Any
 
-from nxdt_testing.stores.faults import FaultyStorage
-
 from nxdt_core.api import StoreComponent, hookimpl
 from tests.faults.place import Place
+from tests.stores.faults import FaultyStorage
 
 __all__ = ["DEATH", "ENDPOINT", "PLACE", "DeadlyStorage", "opened"]
 

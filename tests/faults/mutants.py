@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
 
-from nxdt_testing.stores.faults import FaultyStorage
-
 from nxdt_core.checkpoint import prune
 from nxdt_core.checkpoint.write import save
+from tests.stores.faults import FaultyStorage
 
 __all__ = ["MUTANTS"]
 

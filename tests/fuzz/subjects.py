@@ -31,7 +31,6 @@ from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.loader import ChatData
-from nxdt_testing.stores.saving import save_checkpoint
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
@@ -51,6 +50,7 @@ from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.train.run.plot import read_run as read_plotted
 from tests.checkpoint.poison import import_all, weights
 from tests.fuzz.mutation import changed, changed_bytes, odd_values
+from tests.stores.saving import save_checkpoint
 
 __all__ = ["SUBJECTS", "Subject"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from nxdt_testing.distributions import write_distribution
 
 from nxdt_core.kernel import Kernel, PluginInfo, PluginPolicy
+from tests.distributions import write_distribution
 
 OPTIMIZER = """
     from nxdt_core.api import Component, hookimpl

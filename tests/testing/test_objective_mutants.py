@@ -18,7 +18,7 @@ CAUGHT_BY = {
     "Right": set(),
     "HasNoWeight": {MEMBERS, KNOWN, TP, CP, ZERO3},
     "DividesByItsWeight": {PARTS},
-    "CountsRowsBefore": {KNOWN, TP, ZERO3},
+    "CountsRowsBefore": {KNOWN, TP, CP, ZERO3},
     "LearnsTheLastToken": {"test_ignored_labels_do_not_count"},
     "CountsBlankRows": {BLANK},
     "TakesARowForADocument": {PACKED},

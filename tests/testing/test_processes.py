@@ -9,10 +9,10 @@ import sys
 import tempfile
 
 import pytest
-from nxdt_testing.distributions import write_distribution
 from nxdt_testing.ranks import RankPool
 
 from tests import processes
+from tests.distributions import write_distribution
 
 PLUGIN = """
 from nxdt_core.api import CliCommand, hookimpl

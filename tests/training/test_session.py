@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from nxdt_testing.ranks import RankPool
-from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.train import TrainSession, build, train
 from nxdt_core.train.state import capture_rng, restore_rng, seed_all
 from tests import processes
+from tests.stores.saving import save_checkpoint
 from tests.training.launch.launching import environment
 from tests.training.small import SMALL
 

@@ -20,7 +20,7 @@ Options must leave out dropout. An adapter whose weights can be merged into the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -30,24 +30,23 @@ import torch
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_testing.runs.layouts import LAYOUTS, ComponentParts, compare
-from nxdt_testing.runs.one_process import OneProcess, small_decoder
+from nxdt_testing.contract import ComponentContract, copied, no_error
+from nxdt_testing.runs.layouts import TriesLayouts
+from nxdt_testing.runs.run import EXACT, Parts, Run, differing, global_batch, run_config, small_decoder
 
 __all__ = ["AdapterContract", "Merge"]
 
 Merge = Callable[[Adapter, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Parameters of an adapted model by name → those of the plain one that computes the same."""
 
-_EXACT = PrecisionPolicy(name="float64", parameters="float64", gradients="float64", optimizer_state="float64")
 _RATE, _STEPS = 1e-2, 4
 _RTOL, _ATOL = 1e-7, 1e-9
 _LAYOUTS = ("tp", "zero3", "pp", "tp-sp")
-_EXHAUSTIVE = ("pp", "tp-sp")
 
 
-class AdapterContract:
+class AdapterContract(ComponentContract, TriesLayouts):
     """The tests of an adapter: subclass it, set :attr:`name`, and override ``factory`` and ``section``."""
 
     name: ClassVar[str]
@@ -55,22 +54,7 @@ class AdapterContract:
     trains_of_base: ClassVar[tuple[str, ...]] = ()
     """Patterns of parameters of the base that it trains on purpose."""
 
-    def tries(self, layout: str, config: pytest.Config) -> bool:
-        """Return whether this run of pytest trains in ``layout``, one of ``tp``, ``zero3``, ``pp`` and ``tp-sp``.
-
-        By default the last two are left out, unless pytest has an option ``--samples`` and that is ``all``.
-        """
-        return layout not in _EXHAUSTIVE or config.getoption("samples", default=None) == "all"
-
-    @pytest.fixture
-    def factory(self) -> Callable[[Any], Adapter]:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
-
-    @pytest.fixture
-    def section(self) -> Any:
-        """Return the section's dataclass; None for an adapter without options."""
-        return None
+    exhaustive = ("pp", "tp-sp")
 
     @pytest.fixture
     def builder(self) -> ModelBuilder:
@@ -89,10 +73,15 @@ class AdapterContract:
         return factory(section)
 
     @pytest.fixture
-    def run(self, adapter: Adapter, builder: ModelBuilder) -> Iterator[OneProcess]:
+    def run(self, adapter: Adapter, builder: ModelBuilder) -> Iterator[Run]:
         """Return a run that has not taken a step."""
-        with OneProcess(builder, _EXACT, optimizer="adamw", lr=_RATE, adapters=[adapter]) as run:
+        with _started(builder, adapter) as run:
             yield run
+
+    @pytest.fixture
+    def batches(self, builder: ModelBuilder) -> Sequence[Batch]:
+        """Return what it trains on, and computes logits of."""
+        return global_batch(builder.vocab_size)
 
     def test_it_has_the_members_of_the_protocol(self, adapter: Adapter) -> None:
         """Every method, and ``saves_base``."""
@@ -140,62 +129,56 @@ class AdapterContract:
         unruled = [name for name, _ in own if not matches_any(patterns, name)]
         assert not unruled, f"no rule of init_rules() is for {unruled[0]!r}"
         initialize(own, rules, 1)
-        values = {name: parameter.detach().clone() for name, parameter in own}
+        values = copied(own)
         initialize(own, rules, 1)
-        again = [name for name, parameter in own if not torch.equal(parameter, values[name])]
+        again = differing(dict(own), values)
         assert not again, f"{again[0]!r} starts otherwise with the same seed"
 
-    def test_it_changes_nothing_at_first(self, run: OneProcess, builder: ModelBuilder) -> None:
+    def test_it_changes_nothing_at_first(self, run: Run, builder: ModelBuilder, batches: Sequence[Batch]) -> None:
         """Training starts from the base: the logits of the adapted model are its own."""
-        with OneProcess(builder, _EXACT) as base:
-            plain = base.logits()
-        difference = float((run.logits() - plain).abs().max())
-        assert torch.allclose(run.logits(), plain, rtol=_RTOL, atol=_ATOL), (
-            f"before the first step logits differ from the base's by up to {difference:.3g}; let updates start at zero"
-        )
+        with _started(builder) as base:
+            _assert_close(run.logits(batches), base.logits(batches), "before the first step; let updates start at zero")
 
-    def test_training_moves_its_own_parameters_and_no_others(self, run: OneProcess) -> None:
+    def test_training_moves_its_own_parameters_and_no_others(self, run: Run, batches: Sequence[Batch]) -> None:
         """After some steps the loss is lower, all that trains has moved, and the base is bitwise the same."""
-        moved = {name for name, change in run.steps(_STEPS).moved().items() if change.any()}
+        moved = {name for name, change in run.steps(batches, _STEPS).moved().items() if change.any()}
         own = run.model.added | {name for name in moved if matches_any(self.trains_of_base, name)}
         frozen = sorted(moved - own)
         assert not frozen, f"training changes {frozen[0]!r}, which is frozen"
-        still = sorted(run.trained - moved)
+        trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
+        still = sorted(trained - moved)
         assert not still, f"{_STEPS} steps do not move {still[0]!r}: it takes no part in the loss"
         assert run.losses[-1] < run.losses[0], f"the losses of {_STEPS} steps are {run.losses} and do not fall"
 
     def test_weights_that_are_loaded_compute_what_was_saved(
-        self, run: OneProcess, factory: Callable[[Any], Adapter], section: Any, builder: ModelBuilder
+        self,
+        run: Run,
+        factory: Callable[[Any], Adapter],
+        section: Any,
+        builder: ModelBuilder,
+        batches: Sequence[Batch],
     ) -> None:
         """Everything that training changed is in the parameters, of which checkpoints are made."""
-        wanted = run.steps(_STEPS).logits()
-        with OneProcess(builder, _EXACT, adapters=[factory(section)]) as again:
+        wanted = run.steps(batches, _STEPS).logits(batches)
+        with _started(builder, factory(section)) as again:
             again.model.load_state_dict(run.model.state_dict())
-            found = again.logits()
-        assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), (
-            "a model that loads the trained weights computes something else; keep what is trained in parameters"
-        )
+            found = again.logits(batches)
+        _assert_close(found, wanted, "in a model that loads the trained weights; keep what is trained in parameters")
 
     def test_it_resumes_from_its_own_section(self, adapter: Adapter, section: Any) -> None:
         """``check_resume`` accepts what the same configuration wrote."""
         saved = {"name": self.name, **({} if section is None else asdict(section))}
-        try:
+        with no_error("check_resume refuses the section that it was built with:"):
             adapter.check_resume(saved, "memory://contract/step-00000001")
-        except Exception as error:
-            pytest.fail(f"check_resume refuses the section that it was built with: {error}")
 
     def test_merged_weights_compute_what_unmerged_ones_do(
-        self, run: OneProcess, adapter: Adapter, builder: ModelBuilder, merged: Merge
+        self, run: Run, adapter: Adapter, builder: ModelBuilder, merged: Merge, batches: Sequence[Batch]
     ) -> None:
         """In a model without the adapter, once updates are no longer zero."""
-        wanted = run.steps(_STEPS).logits()
-        with OneProcess(builder, _EXACT) as plain:
+        wanted = run.steps(batches, _STEPS).logits(batches)
+        with _started(builder) as plain:
             plain.model.load_state_dict(merged(adapter, run.weights()))
-            found = plain.logits()
-        difference = float((found - wanted).abs().max())
-        assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), (
-            f"logits of the merged model differ from those of the adapted one by up to {difference:.3g}"
-        )
+            _assert_close(plain.logits(batches), wanted, "in the merged model")
 
     @pytest.mark.parametrize("layout", _LAYOUTS)
     def test_layouts_agree(
@@ -207,8 +190,14 @@ class AdapterContract:
         pytestconfig: pytest.Config,
     ) -> None:
         """On two ranks the adapted model trains as in one process."""
-        if not self.tries(layout, pytestconfig):
-            pytest.skip(f"this run does not try {layout}; run all with --samples=all")
-        parts = ComponentParts(factory=factory, section=section)
-        differing = compare(builder, LAYOUTS[layout], adapter=parts)
-        assert not differing, f"in the layout {layout} {'; '.join(differing)}"
+        self.assert_agrees(layout, builder, pytestconfig, adapter=Parts(factory=factory, section=section))
+
+
+def _started(builder: ModelBuilder, *adapters: Adapter) -> Run:
+    config = run_config("model.optim.name=adamw", f"model.optim.lr={_RATE}")
+    return Run(config, builder=builder, policy=EXACT, adapters=adapters)
+
+
+def _assert_close(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
+    difference = float((found - wanted).abs().max())
+    assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), f"logits differ by up to {difference:.3g} {where}"

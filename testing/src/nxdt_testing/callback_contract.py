@@ -1,11 +1,17 @@
-"""What every callback must keep; its author subclasses this once for each set of options.
+"""What every callback and logger must keep; its author subclasses a class once for each set of options.
 
 Example, the whole test file of a plugin::
 
-    from nxdt_testing.callback_contract import CallbackContract
+    from nxdt_testing.callback_contract import CallbackContract, LoggerContract
 
     class TestMyCallback(CallbackContract):
         entry = {"name": "mine", "every": 2}  # as in trainer.callbacks; the distribution is installed
+
+    class TestMyLogger(LoggerContract):  # of a callback that logs
+        entry = {"name": "mine"}  # as in exp_manager.loggers
+
+        def read(self, run_dir):
+            return read_my_file(run_dir / "mine.db")  # {step: {metric: value}}
 
 Runs are real ones: four steps of a small model, with a validation and a checkpoint after two.
 """
@@ -14,8 +20,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -23,24 +31,51 @@ import pytest
 from nxdt_core.callback import Callback, uncalled_methods
 from nxdt_core.checkpoint.write.plan import encode_state
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors import NxdtError
+from nxdt_testing.contract import difference, no_error
 from nxdt_testing.ranks import RankPool, RanksFailed
 from nxdt_testing.runs.small_run import STEPS, losses, no_thread_left, small_config, train_small
 
-__all__ = ["CallbackContract"]
+__all__ = ["CallbackContract", "LoggerContract"]
 
 _HALF = STEPS // 2
+_LOSS = "train/loss"
+"""Name under which loggers get the loss of a step."""
+_CLOSE = 1e-6
+"""Allowed difference of a loss that was read, relative: some formats keep float32."""
 _whole: dict[str, dict[int, float]] = {}
 """Losses of a run that was not stopped, by its configuration: the tests of a contract share it."""
 
 
-class CallbackContract:
-    """The tests of a callback: subclass it and set :attr:`entry`."""
+class _InRuns:
+    """Runs with what is tested."""
 
     entry: ClassVar[str | Mapping[str, Any]]
-    """As in ``trainer.callbacks``: a name, or a mapping of ``name`` and the component's keys."""
+    """As in ``trainer.callbacks`` or ``exp_manager.loggers``: a name, or a mapping of ``name`` and the component's
+    keys."""
     plugins: ClassVar[Sequence[str]] = ()
     """Plugin files, for ``plugins.local``."""
+    is_logger: ClassVar[bool] = False
+    """Whether the entry is one of ``exp_manager.loggers``."""
+
+    def _config(self, directory: Path, name: str, **trainer: Any) -> ResolvedConfig:
+        given, logged = ({}, {"loggers": [self.entry]}) if self.is_logger else ({"callbacks": [self.entry]}, {})
+        return small_config(directory, name, plugins=self.plugins, trainer={**given, **trainer}, exp_manager=logged)
+
+    def _run(self, directory: Path, name: str, **trainer: Any) -> dict[int, float]:
+        """Train, and return the losses."""
+        return losses(train_small(self._config(directory, name, **trainer)))
+
+    def _build(self, config: ResolvedConfig) -> Callback:
+        (selected,) = config.loggers if self.is_logger else config.callbacks
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "config.yaml").write_text("seed: 7\n", encoding="utf-8")
+        built: Callback = selected.component.load_target()(selected.config, config.run_dir)
+        return built
+
+
+class CallbackContract(_InRuns):
+    """The tests of a callback: subclass it and set :attr:`entry`."""
+
     changes_training: ClassVar[bool] = False
     """True for one that changes weights, gradients or the rate on purpose."""
     hangs_s: ClassVar[float] = 60.0
@@ -63,33 +98,20 @@ class CallbackContract:
         """It draws no global random numbers, changes no gradient and leaves the model as it finds it."""
         if self.changes_training:
             pytest.skip("it changes training on purpose")
-        plain = small_config(tmp_path, "plain", trainer={}, exp_manager={})
-        wanted = _once(json.dumps("plain"), plain)
-        found = self._whole(tmp_path)
-        differing = [step for step in wanted if found.get(step) != wanted[step]]
-        assert not differing, (
-            f"the loss of step {differing[0]} is {found.get(differing[0])}, and {wanted[differing[0]]} without the "
-            "callback; set changes_training where that is meant"
-        )
+        wrong = difference(self._whole(tmp_path), _plain(tmp_path), "without the callback")
+        assert not wrong, f"{wrong}; set changes_training where that is meant"
 
     def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(self, tmp_path: Path) -> None:
         """What it counts or averages is in its state, or follows from the step."""
-        wanted = self._whole(tmp_path)
-        train_small(self._config(tmp_path, "halves", max_steps=_HALF))
-        found = losses(train_small(self._config(tmp_path, "halves")))
-        differing = [step for step in wanted if found.get(step) != wanted[step]]
-        assert not differing, (
-            f"after a resume the loss of step {differing[0]} is {found.get(differing[0])}, and {wanted[differing[0]]} "
-            "in a run that was not stopped; keep what it counts in state_dict()"
-        )
+        self._run(tmp_path, "halves", max_steps=_HALF)
+        wrong = difference(self._run(tmp_path, "halves"), self._whole(tmp_path), "in a run that was not stopped")
+        assert not wrong, f"after a resume {wrong}; keep what it counts in state_dict()"
 
     def test_its_state_comes_back(self, callback: Callback, tmp_path: Path) -> None:
         """Checkpoints hold ``state_dict()``, and a new process loads it."""
         state = callback.state_dict()
-        try:
+        with no_error("its state cannot be saved:"):
             encode_state(state, {}, 0)
-        except NxdtError as error:
-            pytest.fail(f"its state cannot be saved: {error}")
         other = self._build(self._config(tmp_path, "other"))
         other.load_state_dict(copy.deepcopy(state))
         found = other.state_dict()
@@ -98,7 +120,7 @@ class CallbackContract:
     def test_it_leaves_no_thread(self, tmp_path: Path) -> None:
         """A thread that is not a daemon keeps the process from ending."""
         with no_thread_left():
-            train_small(self._config(tmp_path, "threads", max_steps=1))
+            self._run(tmp_path, "threads", max_steps=1)
 
     def test_two_ranks_finish(self, tmp_path: Path, pytestconfig: pytest.Config) -> None:
         """What all ranks must do together is not asked of the first one alone."""
@@ -114,24 +136,52 @@ class CallbackContract:
         """Return whether this run of pytest trains on two ranks: where it takes all samples, or has no such option."""
         return bool(config.getoption("samples", default="all") == "all")
 
-    def _config(self, directory: Path, name: str, **trainer: Any) -> ResolvedConfig:
-        given = {"callbacks": [self.entry], **trainer}
-        return small_config(directory, name, plugins=self.plugins, trainer=given, exp_manager={})
-
     def _whole(self, directory: Path) -> dict[int, float]:
         return _once(json.dumps([self.entry, *self.plugins]), self._config(directory, "whole"))
 
-    @staticmethod
-    def _build(config: ResolvedConfig) -> Callback:
-        (selected,) = config.callbacks
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        built: Callback = selected.component.load_target()(selected.config, config.run_dir)
-        return built
+
+class LoggerContract(_InRuns):
+    """The tests of a logger: subclass it, set :attr:`entry`, and override :meth:`read`."""
+
+    is_logger = True
+
+    def read(self, run_dir: Path) -> Mapping[int, Mapping[str, float]]:
+        """Return what was logged in the runs of this directory: step → metric → value."""
+        raise NotImplementedError("override 'read'")
+
+    def test_it_has_the_losses_of_each_step_and_changes_none(self, tmp_path: Path) -> None:
+        """Read the losses of a run that was stopped and resumed, by step, and compare with a run without it."""
+        with no_thread_left():
+            self._run(tmp_path, "halves", max_steps=_HALF)
+            run_dir = train_small(self._config(tmp_path, "halves"))
+        own = losses(run_dir)
+        wrong = difference(own, _plain(tmp_path), "without the logger")
+        assert not wrong, wrong
+        found = {step: metrics[_LOSS] for step, metrics in self.read(run_dir).items() if _LOSS in metrics}
+        missing = sorted(own.keys() - found.keys())
+        assert not missing, f"it lacks the losses of the steps {missing}; a resumed run adds to what is there"
+        wrong = difference(found, own, "in the run", rtol=_CLOSE)
+        assert not wrong, f"of the losses that were logged {wrong}"
+
+    def test_it_takes_numbers_that_are_not_finite(self, tmp_path: Path) -> None:
+        """A run that diverges must say so, and not end in its logger."""
+        config = self._config(tmp_path, "nonfinite")
+        logger = self._build(config)
+        run: Any = SimpleNamespace(step=1, rank=0, config=config, status="failed", error=None, metrics={})
+        with no_error("a loss of NaN raises"):
+            logger.on_log(run, {"train/loss": math.nan, "train/grad_norm": math.inf})
+            logger.on_log(run, {"train/loss": 1.0})
+            logger.close(run)
 
 
 def train_on_rank(directory: Path, plugins: Sequence[str], trainer: Mapping[str, Any]) -> None:
     """Train on one rank of a pool."""
-    train_small(small_config(directory, "ranks", plugins=plugins, trainer=trainer, exp_manager={}))
+    train_small(small_config(directory, "ranks", plugins=plugins, trainer=trainer))
+
+
+def _plain(directory: Path) -> dict[int, float]:
+    """Losses of a run with neither."""
+    return _once("", small_config(directory, "plain"))
 
 
 def _once(key: str, config: ResolvedConfig) -> dict[int, float]:

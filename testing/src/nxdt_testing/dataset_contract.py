@@ -20,7 +20,7 @@ from what was read before, from threads, or from how many ranks share a batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, ClassVar
@@ -28,11 +28,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
-from nxdt_testing.runs.data_steps import take_steps
 
-__all__ = ["DatasetContract"]
+__all__ = ["DatasetContract", "take_steps"]
 
 Dataset = MapDataset | IterableDataset
 Content = tuple[Any, ...]
@@ -197,7 +197,7 @@ class DatasetContract:
         for stop in (1, 3, _STEPS - 1):
             begun, state = _run(make(), stop, workers=2)
             assert begun == whole[:stop]
-            ranks = [_run(make(), _STEPS - stop, rank, 2, state, workers=rank)[0] for rank in range(2)]
+            ranks = [_run(make(), _STEPS - stop, rank, 2, state=state, workers=rank)[0] for rank in range(2)]
             assert [first + second for first, second in zip(*ranks, strict=True)] == whole[stop:]
 
 
@@ -207,7 +207,7 @@ def _first(dataset: Dataset, count: int) -> list[Sample]:
     return list(islice(dataset, count))
 
 
-def _content(sample: Sample) -> Content:
+def _content(sample: Sample | Batch) -> Content:
     fields = (sample.input_ids, sample.labels, sample.loss_weights, sample.position_ids, sample.document_ids)
     return tuple(None if field is None else field.tolist() for field in fields)
 
@@ -216,24 +216,34 @@ def _contents(samples: Sequence[Sample]) -> list[Content]:
     return [_content(sample) for sample in samples]
 
 
-def _run(
-    dataset: Dataset, steps: int, rank: int = 0, size: int = 1, state: str | None = None, workers: int = 0
-) -> tuple[list[list[Content]], str]:
-    """The samples that this rank sees at each step, and the state behind them as JSON."""
-    batches, behind = take_steps(
-        dataset,
-        steps,
-        global_batch_size=_GLOBAL_BATCH,
-        seed=5,
-        rank=rank,
-        size=size,
-        state=None if state is None else json.loads(state),
-        workers=workers,
+def take_steps(
+    dataset: Dataset,
+    count: int,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    state: dict[str, Any] | None = None,
+    workers: int = 0,
+    **batch: Any,
+) -> tuple[list[list[Batch]], dict[str, Any]]:
+    """Return the micro-batches of ``count`` shuffled steps from ``state`` on, and the state after them.
+
+    ``rank`` is one of ``size`` data parallel ranks, ``workers`` a number of threads; ``batch`` has
+    ``global_batch_size``, ``micro_batch_size`` and ``seed``.
+    """
+    loader = GlobalBatchLoader(
+        dataset, shuffle=True, dp_rank=rank, dp_size=size, num_workers=workers, **{"micro_batch_size": 1, **batch}
     )
-    return [[content for batch in step for content in _rows(batch)] for step in batches], json.dumps(behind)
+    if state is not None:
+        loader.load_state_dict(state)
+    steps = [list(batches) for batches in islice(loader, count)]
+    loader.close()
+    return steps, json.loads(json.dumps(loader.state_dict()))
 
 
-def _rows(batch: Batch) -> Iterator[Content]:
-    fields = (batch.input_ids, batch.labels, batch.loss_weights, batch.position_ids, batch.document_ids)
-    for row in range(len(batch.input_ids)):
-        yield tuple(None if field is None else field[row].tolist() for field in fields)
+def _run(dataset: Dataset, steps: int, rank: int = 0, size: int = 1, **more: Any) -> tuple[Any, dict[str, Any]]:
+    """The samples that this rank sees at each step, and the state behind them."""
+    given = {"global_batch_size": _GLOBAL_BATCH, "seed": 5, "rank": rank, "size": size, **more}
+    batches, behind = take_steps(dataset, steps, **given)
+    rows = [[(batch, row) for batch in step for row in range(len(batch.input_ids))] for step in batches]
+    return [[_content(batch.map(lambda field: field[row])) for batch, row in step] for step in rows], behind  # noqa: B023

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from nxdt_core.distributed.devices import PROFILES, DeviceProfile, current_device, register_profile
+from nxdt_testing.contract import no_error
 
 __all__ = ["DeviceContract"]
 
@@ -100,10 +101,8 @@ class DeviceContract:
 
     def test_it_says_whether_this_machine_has_such_a_device(self, profile: DeviceProfile) -> None:
         """Every start of a run asks, also on machines without one."""
-        try:
+        with no_error("is_available must return a bool on every machine; it raised"):
             found = profile.operations.is_available(profile.device_type)
-        except Exception as error:
-            pytest.fail(f"is_available must return a bool on every machine; it raised {type(error).__name__}: {error}")
         assert isinstance(found, bool), f"is_available must return a bool; it returned {found!r}"
 
     def test_its_operations_answer(self, profile: DeviceProfile, device: torch.device) -> None:

@@ -55,10 +55,14 @@ class FormatContract:
         any."""
         raise NotImplementedError("override the fixture 'source'")
 
-    def test_it_has_the_members_of_the_protocol(self, format: CheckpointFormat, source: Path) -> None:
+    @pytest.fixture
+    def reader(self, format: CheckpointFormat, source: Path) -> CheckpointReader:
+        """Return what reads the checkpoint."""
+        return format.open(source)
+
+    def test_it_has_the_members_of_the_protocol(self, format: CheckpointFormat, reader: CheckpointReader) -> None:
         """Check the members of the format, and those of its reader."""
         assert isinstance(format, CheckpointFormat)
-        reader = format.open(source)
         assert isinstance(reader, CheckpointReader)
         assert reader.step >= 0
         assert reader.consumed_samples >= 0
@@ -83,39 +87,34 @@ class FormatContract:
             shutil.copytree(source, emptied, copy_function=lambda _, target: Path(target).touch())
         assert format.recognises(emptied)
 
-    def test_model_config_gives_dotted_keys_or_nothing(self, format: CheckpointFormat, source: Path) -> None:
+    def test_model_config_gives_dotted_keys_or_nothing(self, reader: CheckpointReader) -> None:
         """They become the configuration of the import."""
-        keys = format.open(source).model_config()
+        keys = reader.model_config()
         assert keys is None or all("." in key for key in keys)
 
-    def test_every_parameter_is_listed_once_and_whole(
-        self, format: CheckpointFormat, builder: ModelBuilder, source: Path
-    ) -> None:
+    def test_every_parameter_is_listed_once_and_whole(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """Under its global name, with the shape that the model gives it; tied parameters under their owner."""
-        listed = _section(format.open(source).listing(builder), "model")
+        listed = _section(reader.listing(builder), "model")
         assert {name: held.shape for name, held in listed.items()} == _shapes(builder)
         assert [name for name, held in listed.items() if held.box != Box.whole(held.shape)] == []
         assert {held.dtype for held in listed.values()} <= set(ITEM_BYTES)
 
-    def test_optimizer_state_is_of_parameters(
-        self, format: CheckpointFormat, builder: ModelBuilder, source: Path
-    ) -> None:
+    def test_optimizer_state_is_of_parameters(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """``<parameter>/<kind>``, as large as its parameter or one number."""
         shapes = _shapes(builder)
-        for name, held in _section(format.open(source).listing(builder), "optim").items():
+        for name, held in _section(reader.listing(builder), "optim").items():
             parameter, _, kind = name.rpartition("/")
             assert kind
             assert held.shape in (shapes[parameter], ())
 
-    def test_weights_can_be_listed_alone(self, format: CheckpointFormat, builder: ModelBuilder, source: Path) -> None:
+    def test_weights_can_be_listed_alone(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """Without optimizer state, and all of them."""
-        listing = format.open(source).listing(builder, weights_only=True)
+        listing = reader.listing(builder, weights_only=True)
         assert {section for section, _ in listing} == {"model"}
         assert {name for _, name in listing} == set(_shapes(builder))
 
-    def test_tensors_are_what_was_listed(self, format: CheckpointFormat, builder: ModelBuilder, source: Path) -> None:
+    def test_tensors_are_what_was_listed(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """Whole, contiguous, on the host, finite, in the order that was asked for."""
-        reader = format.open(source)
         listing = reader.listing(builder)
         places = list(listing)[::-1]
         for place, tensor in zip(places, reader.read(places), strict=True):
@@ -126,19 +125,16 @@ class FormatContract:
             assert tensor.isfinite().all()
 
     def test_a_share_of_the_tensors_is_what_all_of_them_are(
-        self, format: CheckpointFormat, builder: ModelBuilder, source: Path
+        self, format: CheckpointFormat, source: Path, reader: CheckpointReader, builder: ModelBuilder
     ) -> None:
         """Ranks divide the tensors; what one reads does not depend on the others."""
         everything = _read(format.open(source), builder)
-        reader = format.open(source)
         mine = list(reader.listing(builder))[1::2]
         assert all(torch.equal(tensor, everything[p]) for p, tensor in zip(mine, reader.read(mine), strict=True))
 
-    def test_the_model_takes_the_weights(self, format: CheckpointFormat, builder: ModelBuilder, source: Path) -> None:
+    def test_the_model_takes_the_weights(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """Each parameter gets its own state, and not all are equal."""
-        weights = {
-            name: each for (section, name), each in _read(format.open(source), builder).items() if section == "model"
-        }
+        weights = {name: each for (section, name), each in _read(reader, builder).items() if section == "model"}
         built = builder.build()
         missing, unexpected = built.load_state_dict(weights, strict=False)
         users = {user for _, user in builder.plan().tied}

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -36,8 +37,8 @@ import yaml
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.clusters import CannotSubmit
 from nxdt_core.protocols.launcher import Job, Launcher, Place, Submission
-from nxdt_testing.processes.light_modules import heavy_imports
-from nxdt_testing.processes.side_effects import side_effects
+from nxdt_testing.contract import ComponentContract, no_error
+from nxdt_testing.processes.side_effects import assert_light, side_effects
 
 __all__ = ["LauncherContract"]
 
@@ -45,9 +46,12 @@ _NODES, _DEVICES = 2, 2
 _BESIDES = {"HOME": "/home/someone", "PATH": "/usr/bin:/bin", "USER": "someone", "TERM": "xterm"}
 """Variables of every process."""
 _NONSENSE = ("", "nonsense", "-1")
+_Factory = Callable[[], Launcher]
+_Submit = Callable[[Job], Submission]
+_Environments = Sequence[Mapping[str, str]]
 
 
-class LauncherContract:
+class LauncherContract(ComponentContract):
     """The tests of a launcher: subclass it and override the fixtures ``factory``, ``options`` and ``environments``."""
 
     name: ClassVar[str] = ""
@@ -62,17 +66,12 @@ class LauncherContract:
             yield
 
     @pytest.fixture
-    def factory(self) -> Callable[[], Launcher]:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
-
-    @pytest.fixture
     def options(self) -> Any:
         """Return an instance of the record's ``config``; None for a launcher without options."""
         return None
 
     @pytest.fixture
-    def environments(self) -> Sequence[Mapping[str, str]]:
+    def environments(self) -> _Environments:
         """Return the variables that the scheduler sets, by rank, in a run on two nodes with two devices each."""
         pytest.skip("override the fixture 'environments' with the variables that the scheduler sets")
 
@@ -95,195 +94,142 @@ class LauncherContract:
         )
 
     @pytest.fixture
-    def joins(self) -> None:
-        """Skip the test where the launcher does not join."""
+    def joining(self, factory: _Factory) -> Launcher:
+        """Return a launcher; skip the test where it does not join."""
         if "join" not in self.capabilities:
             pytest.skip("it does not declare 'join'")
+        return factory()
 
     @pytest.fixture
-    def submission(self, factory: Callable[[], Launcher], job: Job, options: Any) -> Submission:
-        """Return the submission of the job; skip the test where the launcher does not submit."""
+    def places(self, joining: Launcher, environments: _Environments) -> Sequence[Place]:
+        """Return the place of each process."""
+        processes = _NODES * _DEVICES
+        assert len(environments) == processes, f"'environments' must have the variables of {processes} processes"
+        places = [joining.join(variables) for variables in environments]
+        strange = [place for place in places if not isinstance(place, Place)]
+        assert not strange, f"join must return the Place of each process; it returned {strange[0]!r}"
+        return [place for place in places if place is not None]
+
+    @pytest.fixture
+    def submit(self, factory: _Factory, options: Any) -> _Submit:
+        """Return what submits a job; skip the test where the launcher does not submit."""
         if "submit" not in self.capabilities:
             pytest.skip("it does not declare 'submit'")
-        return factory().submission(job, options)
+        return lambda job: factory().submission(job, options)
 
-    def test_it_is_a_launcher(self, factory: Callable[[], Launcher]) -> None:
+    @pytest.fixture
+    def submission(self, submit: _Submit, job: Job) -> Submission:
+        """Return the submission of the job."""
+        return submit(job)
+
+    def test_it_is_a_launcher(self, factory: _Factory) -> None:
         """It has the methods of the protocol."""
-        assert isinstance(factory(), Launcher), (
-            f"{_name(factory)}() must return an object with the methods join and submission"
-        )
+        assert isinstance(factory(), Launcher), "the target must return an object with the methods join and submission"
 
-    def test_its_modules_import_nothing_heavy(self, factory: Callable[[], Launcher], options: Any) -> None:
+    def test_its_modules_import_nothing_heavy(self, factory: _Factory, options: Any) -> None:
         """Every process of a run imports them before torch, and `nxdt launch --help` does, too."""
-        modules = {factory.__module__, *([] if options is None else [type(options).__module__])}
-        heavy = heavy_imports(*sorted(modules))
-        assert not heavy, f"importing {' and '.join(sorted(modules))} imports {', '.join(heavy)}"
+        assert_light(*sorted({factory.__module__, type(options).__module__} - {"builtins"}))
 
-    def test_a_process_that_it_did_not_start_does_not_join(self, factory: Callable[[], Launcher]) -> None:
+    def test_a_process_that_it_did_not_start_does_not_join(self, factory: _Factory) -> None:
         """If none of its variables is set, ``join`` returns None."""
         for variables in ({}, _BESIDES):
             place = factory().join(variables)
             assert place is None, f"join must return None without variables of the scheduler; it returned {place}"
 
-    @pytest.mark.usefixtures("joins")
-    def test_every_process_has_its_rank(
-        self, factory: Callable[[], Launcher], environments: Sequence[Mapping[str, str]]
-    ) -> None:
+    def test_every_process_has_its_rank(self, places: Sequence[Place]) -> None:
         """Rank, number of processes, and number of the device on its node."""
-        for rank, place in enumerate(_places(factory, environments)):
+        for rank, place in enumerate(places):
             found = (place.rank, place.world_size, place.local_rank)
-            wanted = (rank, len(environments), rank % _DEVICES)
-            assert found == wanted, (
-                f"rank {rank} must have (rank, world_size, local_rank) = {wanted}; join returned {found}"
-            )
+            wanted = (rank, len(places), rank % _DEVICES)
+            assert found == wanted, f"rank {rank} must have rank, world_size, local_rank {wanted}; it has {found}"
 
-    @pytest.mark.usefixtures("joins")
-    def test_all_processes_meet_at_one_address(
-        self, factory: Callable[[], Launcher], environments: Sequence[Mapping[str, str]]
-    ) -> None:
+    def test_all_processes_meet_at_one_address(self, places: Sequence[Place]) -> None:
         """The host and the port of rank 0's store are the same in all, and usable."""
-        found = {(place.master_addr, place.master_port) for place in _places(factory, environments)}
+        found = {(place.master_addr, place.master_port) for place in places}
         assert len(found) == 1, f"the processes of a run must get one master_addr and master_port; they got {found}"
         ((host, port),) = found
-        assert host, "master_addr is empty; it must be the host of rank 0"
-        assert isinstance(port, int), f"master_port must be an int; it is {port!r}"
-        assert 0 < port < 65536, f"master_port must be from 1 to 65535; it is {port}"
+        right = host and isinstance(port, int) and 0 < port < 65536
+        assert right, f"rank 0 must have a host, and a port from 1 to 65535; they are {host!r} and {port!r}"
 
-    @pytest.mark.usefixtures("joins")
-    def test_wrong_and_missing_variables_are_errors(
-        self, factory: Callable[[], Launcher], environments: Sequence[Mapping[str, str]]
-    ) -> None:
+    def test_wrong_and_missing_variables_are_errors(self, joining: Launcher, environments: _Environments) -> None:
         """One that is needed, and is missing or holds nonsense, ends in an error of nxdt and in no other exception."""
-        for name, changed in _damaged(environments[1]):
-            try:
-                place = factory().join(changed)
-            except NxdtError:
-                continue
-            except Exception as error:
-                pytest.fail(
-                    f"with {name} join raised {type(error).__name__}: {error}; raise an NxdtError, such as "
-                    "LaunchEnvironmentIncomplete or BadLaunchVariable, or return None"
-                )
-            if place is not None:
-                right = 0 <= place.rank < place.world_size
-                assert right, f"with {name} join returned rank {place.rank} of {place.world_size} processes"
+        right = environments[1]
+        wrong = [(f"no {name}", {each: right[each] for each in right if each != name}) for name in right]
+        wrong += [(f"{name}={value!r}", {**right, name: value}) for name in right for value in _NONSENSE]
+        for name, changed in wrong:
+            said = f"with {name} join must return None or raise an NxdtError, such as BadLaunchVariable; it raised"
+            with suppress(NxdtError), no_error(said, but=NxdtError):
+                place = joining.join(changed)
+                assert place is None or 0 <= place.rank < place.world_size, f"with {name} join returned {place}"
 
-    @pytest.mark.usefixtures("joins")
-    def test_joining_changes_nothing(
-        self, factory: Callable[[], Launcher], environments: Sequence[Mapping[str, str]]
-    ) -> None:
+    def test_joining_changes_nothing(self, joining: Launcher, environments: _Environments) -> None:
         """It reads the mapping that it gets, writes no variables, and says the same again."""
         before = dict(os.environ)
-        launcher = factory()
         for variables in environments:
-            first, again = launcher.join(variables), launcher.join(MappingProxyType(dict(variables)))
+            first, again = joining.join(variables), joining.join(MappingProxyType(dict(variables)))
             assert first == again, f"join returned {first}, and {again} when it was asked again"
         changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
         assert not changed, f"join must not write variables, nxdt does; it changed {', '.join(sorted(changed))}"
 
-    def test_a_launcher_that_submits_nothing_says_so(
-        self, factory: Callable[[], Launcher], job: Job, options: Any
-    ) -> None:
+    def test_a_launcher_that_submits_nothing_says_so(self, factory: _Factory, job: Job, options: Any) -> None:
         """Without the capability ``submit`` it raises CannotSubmit."""
         if "submit" in self.capabilities:
             pytest.skip("it declares 'submit'")
-        try:
+        with suppress(CannotSubmit), no_error("submission must raise CannotSubmit; it raised", but=CannotSubmit):
             found = factory().submission(job, options)
-        except CannotSubmit:
-            return
-        except Exception as error:
-            pytest.fail(f"submission must raise CannotSubmit; it raised {type(error).__name__}: {error}")
-        pytest.fail(f"submission must raise CannotSubmit, since 'submit' is not declared; it returned {found}")
+            pytest.fail(f"submission must raise CannotSubmit, since 'submit' is not declared; it returned {found}")
 
     def test_a_submission_has_files_and_a_command(self, submission: Submission) -> None:
         """Files below the directory of the job, with text, and the words of a command."""
-        assert isinstance(submission, Submission), (
-            f"submission must return a Submission; it returned a {type(submission).__name__}"
-        )
+        assert isinstance(submission, Submission), f"submission must return a Submission; it returned {submission!r}"
         assert submission.files, "a submission must have at least one file"
         for name, text in submission.files.items():
             path = PurePosixPath(name)
             inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
             assert inside, f"the file {name!r} must be below the directory of the job"
-            assert isinstance(text, str), f"the file {name!r} must be text; it is a {type(text).__name__}"
-            assert text, f"the file {name!r} is empty"
+            assert text and isinstance(text, str), f"the file {name!r} must have text; it is {text!r}"  # noqa: PT018
         words = submission.command
-        assert isinstance(words, tuple), f"the command must be a tuple of words; it is {words!r}"
-        assert words, "the command has no words"
-        assert all(isinstance(word, str) and word for word in words), f"the command {words!r} has an empty word"
+        right = isinstance(words, tuple) and words and all(isinstance(word, str) and word for word in words)
+        assert right, f"the command must be a tuple of words, none of them empty; it is {words!r}"
 
-    def test_the_files_of_a_job_train_with_all_its_arguments(
-        self, submission: Submission, job: Job, factory: Callable[[], Launcher], options: Any
-    ) -> None:
+    def test_the_files_of_a_job_train_with_all_its_arguments(self, submit: _Submit, job: Job) -> None:
         """Every word of ``nxdt train`` is there, quoted where it has a space; with ``compile`` also those."""
-        self._assert_has(submission, job.train)
+        _assert_has(submit(job), job.train)
         compiling = dataclasses.replace(job, compile=("compile", job.train[1], "trainer.max_steps=1235"))
-        self._assert_has(factory().submission(compiling, options), (*compiling.compile, *compiling.train))
+        _assert_has(submit(compiling), (*compiling.compile, *compiling.train))
 
-    def test_the_files_of_a_job_follow_its_nodes(
-        self, submission: Submission, factory: Callable[[], Launcher], job: Job, options: Any
-    ) -> None:
+    def test_the_files_of_a_job_follow_its_nodes(self, submission: Submission, submit: _Submit, job: Job) -> None:
         """Another number of nodes changes the files or the command."""
-        more = factory().submission(dataclasses.replace(job, nodes=_NODES + 1), options)
+        more = submit(dataclasses.replace(job, nodes=_NODES + 1))
         same = (submission.files, submission.command) == (more.files, more.command)
         assert not same, f"a job on {_NODES} nodes and one on {_NODES + 1} get the same files and command"
 
-    def test_a_job_has_the_same_files_again(
-        self, submission: Submission, factory: Callable[[], Launcher], job: Job, options: Any
-    ) -> None:
+    def test_a_job_has_the_same_files_again(self, submission: Submission, submit: _Submit, job: Job) -> None:
         """`nxdt launch` refuses to replace a file by another text: no clock and no random names."""
-        again = factory().submission(job, options)
-        assert again == submission, "the submission of the same job differs when it is asked for again"
+        assert submit(job) == submission, "the submission of the same job differs when it is asked for again"
 
-    @pytest.mark.usefixtures("submission")
-    def test_a_submission_writes_and_starts_nothing(
-        self, factory: Callable[[], Launcher], job: Job, options: Any
-    ) -> None:
+    def test_a_submission_writes_and_starts_nothing(self, submit: _Submit, job: Job) -> None:
         """`nxdt launch` writes the files, and calls the command where the user asks for it."""
         with side_effects() as found:
-            factory().submission(job, options)
+            submit(job)
         assert not found, f"submission must only return text; it {found[0]}"
 
     def test_the_files_of_a_job_name_the_launcher(self, submission: Submission) -> None:
         """Processes ask the launcher of a plugin where ``NXDT_LAUNCHER`` has its name."""
         if not self.name or "join" not in self.capabilities:
             pytest.skip("it has no name, or does not join")
-        text = "\n".join(submission.files.values())
-        named = any("NXDT_LAUNCHER" in line and self.name in line for line in text.splitlines())
+        lines = [line for text in submission.files.values() for line in text.splitlines()]
+        named = any("NXDT_LAUNCHER" in line and self.name in line for line in lines)
         assert named, f"no file of the job sets NXDT_LAUNCHER to {self.name!r}, so that no process would ask it"
 
-    def _assert_has(self, submission: Submission, words: Sequence[str]) -> None:
-        texts = list(_strings(submission))
-        for word in words:
-            if " " in word:
-                found = any(text == word or any(f"{quote}{word}" in text for quote in "'\"") for text in texts)
-            else:
-                found = any(word in text for text in texts)
-            assert found, (
-                f"no file has the argument {word!r}"
-                + (" as one word: quote it, as shlex.join does" if " " in word else "")
-                + f"; the job calls: nxdt {' '.join(words)}"
-            )
 
-
-def _places(factory: Callable[[], Launcher], environments: Sequence[Mapping[str, str]]) -> list[Place]:
-    assert len(environments) == _NODES * _DEVICES, (
-        f"the fixture 'environments' must have the variables of {_NODES * _DEVICES} processes"
-    )
-    places = []
-    for rank, variables in enumerate(environments):
-        place = factory().join(variables)
-        assert isinstance(place, Place), f"join must return the Place of rank {rank}; it returned {place!r}"
-        places.append(place)
-    return places
-
-
-def _damaged(variables: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield what is wrong with a set of variables, and the set."""
-    for name in variables:
-        yield f"no {name}", {each: value for each, value in variables.items() if each != name}
-        for value in _NONSENSE:
-            yield f"{name}={value!r}", {**variables, name: value}
+def _assert_has(submission: Submission, words: Sequence[str]) -> None:
+    texts = list(_strings(submission))
+    for word in words:
+        wanted = (f"'{word}", f'"{word}') if " " in word else (word,)  # quoted, unless it is a string of YAML
+        found = any(text == word or any(each in text for each in wanted) for text in texts)
+        quote = " as one word: quote it, as shlex.join does" if " " in word else ""
+        assert found, f"no file has the argument {word!r}{quote}; the job calls: nxdt {' '.join(words)}"
 
 
 def _strings(submission: Submission) -> Iterator[str]:
@@ -294,18 +240,11 @@ def _strings(submission: Submission) -> Iterator[str]:
             trees = list(yaml.safe_load_all(text))
         except yaml.YAMLError:
             continue
-        for tree in trees:
-            if not isinstance(tree, str):
-                yield from _leaves(tree)
+        yield from (leaf for tree in trees if not isinstance(tree, str) for leaf in _leaves(tree))
 
 
-def _leaves(tree: Any) -> Iterator[str]:
+def _leaves(tree: Any) -> list[str]:
     if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, (Mapping, list)):
-        for each in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _leaves(each)
-
-
-def _name(factory: Callable[[], Launcher]) -> str:
-    return getattr(factory, "__name__", repr(factory))
+        return [tree]
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
+    return [leaf for each in inner for leaf in _leaves(each)]

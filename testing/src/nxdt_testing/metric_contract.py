@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from nxdt_core.protocols.evaluation import Metric
+from nxdt_testing.contract import ComponentContract, no_error
 
 __all__ = ["MetricContract"]
 
@@ -34,13 +35,8 @@ _ANSWERS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 """Wanted and given answers that a run of an evaluation may have."""
 
 
-class MetricContract:
+class MetricContract(ComponentContract):
     """The tests of a metric: subclass it and override the fixture ``factory``."""
-
-    @pytest.fixture
-    def factory(self) -> Callable[[], Metric]:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
 
     def test_it_is_a_metric(self, factory: Callable[[], Metric]) -> None:
         """It is made without arguments, and has the method of the protocol."""
@@ -81,10 +77,8 @@ class MetricContract:
 
 def _computed(metric: Metric, answers: str) -> Mapping[str, float]:
     wanted, given = _ANSWERS[answers]
-    try:
+    with no_error(f"for {answers} answers compute raised"):
         found = metric.compute(list(wanted), list(given))
-    except Exception as error:
-        pytest.fail(f"compute raised {type(error).__name__} for {answers} answers: {error}")
     assert isinstance(found, Mapping), f"compute must return numbers by name; it returned {found!r}"
     assert found, f"compute returned no number for {answers} answers"
     return found

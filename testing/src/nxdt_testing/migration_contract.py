@@ -19,6 +19,7 @@ Example, the whole test file of a plugin::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,8 +29,8 @@ import yaml
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration, Verdict
-from nxdt_testing.processes.light_modules import heavy_imports
-from nxdt_testing.processes.side_effects import side_effects
+from nxdt_testing.contract import ComponentContract, no_error
+from nxdt_testing.processes.side_effects import assert_light, side_effects
 
 __all__ = ["MigrationContract"]
 
@@ -43,13 +44,8 @@ _MOVED = ("mapped", "renamed", "changed")
 _LOST = ("ignored", "unsupported")
 
 
-class MigrationContract:
+class MigrationContract(ComponentContract):
     """The tests of a migration: subclass it and override the fixtures ``factory`` and ``source``."""
-
-    @pytest.fixture
-    def factory(self) -> Callable[[], Migration]:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
 
     @pytest.fixture
     def source(self) -> Path:
@@ -69,8 +65,7 @@ class MigrationContract:
 
     def test_its_module_imports_nothing_heavy(self, factory: Callable[[], Migration]) -> None:
         """`nxdt train` asks every installed migration before torch is imported."""
-        heavy = heavy_imports(factory.__module__)
-        assert not heavy, f"importing {factory.__module__} imports {', '.join(heavy)}"
+        assert_light(factory.__module__)
 
     def test_it_recognises_its_files_and_no_others(self, factory: Callable[[], Migration], source: Path) -> None:
         """It returns a key of the file, and nothing for one of nxdt or an empty one."""
@@ -88,13 +83,10 @@ class MigrationContract:
         for text in ("hello: world\n", "a: [1\n", ""):
             path = tmp_path / "other.yaml"
             path.write_text(text, encoding="utf-8")
-            try:
+            said = f"the file {text!r} must be refused by an NxdtError;"
+            with suppress(NxdtError), no_error(said, but=NxdtError):
                 found = factory().migrate(path, tmp_path / "out.yaml", Kernel.start())
-            except NxdtError:
-                continue
-            except Exception as error:
-                pytest.fail(f"the file {text!r} must be refused by an NxdtError; {type(error).__name__}: {error}")
-            pytest.fail(f"the file {text!r} is not one of the program, and migrate returned {found.text!r}")
+                pytest.fail(f"the file {text!r} is not one of the program, and migrate returned {found.text!r}")
 
     def test_every_key_is_accounted_for(self, migrated: MigratedConfig, source: Path) -> None:
         """With a verdict and its line; one that is lost has a reason or its value."""

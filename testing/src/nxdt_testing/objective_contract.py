@@ -29,39 +29,24 @@ from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits, traits_of
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_testing.contract import ComponentContract
 from nxdt_testing.runs.documents import documents, in_rows
-from nxdt_testing.runs.layouts import LAYOUTS, ComponentParts, compare
-from nxdt_testing.runs.one_process import small_decoder
+from nxdt_testing.runs.layouts import TriesLayouts
+from nxdt_testing.runs.run import Parts, small_decoder
 
 __all__ = ["ObjectiveContract"]
 
 _VOCABULARY, _LENGTH = 32, 20
 _LENGTHS = (9, 7, 11, 8)
 _LAYOUTS = ("tp", "cp", "zero3", "pp")
-_EXHAUSTIVE = ("pp",)
 _CLOSE, _CLOSE_FLOAT32 = 1e-9, 1e-3
 """Allowed differences, relative and absolute."""
 
 
-class ObjectiveContract:
+class ObjectiveContract(ComponentContract, TriesLayouts):
     """The tests of an objective: subclass it and override the fixture ``factory``."""
 
-    def tries(self, layout: str, config: pytest.Config) -> bool:
-        """Return whether this run of pytest trains in ``layout``, one of ``tp``, ``cp``, ``zero3`` and ``pp``.
-
-        By default ``pp`` is left out, unless pytest has an option ``--samples`` and that is ``all``.
-        """
-        return layout not in _EXHAUSTIVE or config.getoption("samples", default=None) == "all"
-
-    @pytest.fixture
-    def factory(self) -> Callable[[Any], Objective]:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
-
-    @pytest.fixture
-    def section(self) -> Any:
-        """Return the section's dataclass; None for an objective without options."""
-        return None
+    exhaustive = ("pp",)
 
     @pytest.fixture
     def objective(self, factory: Callable[[Any], Objective], section: Any) -> Objective:
@@ -108,12 +93,10 @@ class ObjectiveContract:
             _figures(_output(objective, logits[row : row + rows], _rows(batch, slice(row, row + rows))))
             for row in range(0, len(logits), rows)
         ]
-        for name, figure in whole.items():
-            total = torch.stack([part[name] for part in parts]).sum(0)
-            assert torch.allclose(total, figure, rtol=_CLOSE, atol=_CLOSE), (
-                f"{name} of {len(parts)} micro-batches adds up to {total.tolist()}, and is {figure.tolist()} of the "
-                "whole batch; return sums, not means"
-            )
+        total = {name: torch.stack([part[name] for part in parts]).sum(0) for name in whole}
+        _assert_same(
+            total, whole, f"of the whole batch, where {len(parts)} micro-batches add up; return sums, not means"
+        )
 
     def test_ignored_labels_do_not_count(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """Change the logits where the label is −100: loss and metrics stay, and no gradient is there."""
@@ -121,10 +104,7 @@ class ObjectiveContract:
         ignored = batch.labels == IGNORE_INDEX
         before = _figures(_output(objective, logits, batch))
         after = _figures(_output(objective, torch.where(ignored[..., None], logits.flip(-1) * 3 - 1, logits), batch))
-        for name, figure in before.items():
-            assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
-                f"{name} changes from {figure.tolist()} to {after[name].tolist()} where logits of ignored labels change"
-            )
+        _assert_same(after, before, "where logits of ignored labels do not change")
         leaf = logits.clone().requires_grad_(True)
         torch.autograd.backward(_output(objective, leaf, batch).loss_sum.sum())
         assert leaf.grad is not None
@@ -136,10 +116,7 @@ class ObjectiveContract:
         batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
         filled, more = in_rows([*([each] for each in own), []], _LENGTH, traits)
         before, after = _figures(_output(objective, logits, batch)), _figures(_output(objective, more, filled))
-        for name, figure in before.items():
-            assert torch.allclose(after[name], figure, rtol=_CLOSE, atol=_CLOSE), (
-                f"{name} is {figure.tolist()}, and {after[name].tolist()} with a blank sample in addition"
-            )
+        _assert_same(after, before, "without a blank sample in addition")
         blank, logits = in_rows([[]], _LENGTH, traits)
         for name, figure in _figures(_output(objective, logits.expand(-1, -1, _VOCABULARY), blank)).items():
             assert not figure.any(), f"{name} of a blank sample is {figure.tolist()} and not 0"
@@ -150,11 +127,7 @@ class ObjectiveContract:
         batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
         packed, packed_logits = in_rows([own[:2], own[2:]], _LENGTH, traits)
         padded, found = _figures(_output(objective, logits, batch)), _figures(_output(objective, packed_logits, packed))
-        for name, figure in padded.items():
-            assert torch.allclose(found[name], figure, rtol=_CLOSE, atol=_CLOSE), (
-                f"{name} of {len(own)} documents is {figure.tolist()} padded to a row each, and "
-                f"{found[name].tolist()} packed into two"
-            )
+        _assert_same(found, padded, f"of {len(own)} documents that are padded to a row each and not packed into two")
 
     def test_metrics_are_detached_sums(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """They are kept until the next log line, and must not keep a graph."""
@@ -177,11 +150,8 @@ class ObjectiveContract:
             assert found[name].dtype in (torch.float32, torch.float64), (
                 f"{name} of bfloat16 logits is {found[name].dtype}"
             )
-        loss, expected = found["loss_sum"].double(), wanted["loss_sum"].double()
-        assert torch.allclose(loss, expected, rtol=_CLOSE_FLOAT32, atol=_CLOSE_FLOAT32), (
-            f"the loss of bfloat16 logits is {loss.tolist()}, and {expected.tolist()} of the same numbers in float32; "
-            "use nxdt_core.models.loss, or compute in float32"
-        )
+        where = "of the same numbers in float32; use nxdt_core.models.loss"
+        _assert_same(found, {"loss_sum": wanted["loss_sum"]}, where, _CLOSE_FLOAT32)
 
     def test_its_gradient_is_finite(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """Also where the model is certain, rightly or wrongly, and the batch has a blank sample."""
@@ -205,14 +175,11 @@ class ObjectiveContract:
         pytestconfig: pytest.Config,
     ) -> None:
         """On two ranks that share the vocabulary (TP), the tokens (CP), the samples or the layers of a model."""
-        if not self.tries(layout, pytestconfig):
-            pytest.skip(f"this run does not try {layout}; run all with --samples=all")
         builder = small_decoder()
         own = documents(traits, (8, 7, 9, 6, 7, 8, 8, 8), vocabulary=builder.vocab_size)
         batches = [in_rows([own[number : number + 2]], 16, traits)[0] for number in range(0, 8, 2)]
-        parts = ComponentParts(factory=factory, section=section)
-        differing = compare(builder, LAYOUTS[layout], objective=parts, batches=batches)
-        assert not differing, f"in the layout {layout} {'; '.join(differing)}"
+        parts = Parts(factory=factory, section=section)
+        self.assert_agrees(layout, builder, pytestconfig, objective=parts, batches=batches)
 
 
 def _batch(traits: ObjectiveTraits) -> tuple[Batch, torch.Tensor]:
@@ -234,3 +201,11 @@ def _figures(output: ObjectiveOutput) -> Mapping[str, torch.Tensor]:
     """Everything that is summed, by name."""
     found = {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}
     return {name: value.detach() for name, value in found.items()}
+
+
+def _assert_same(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], where: str, close: float = _CLOSE
+) -> None:
+    for name, figure in wanted.items():
+        same = torch.allclose(found[name].double(), figure.double(), rtol=close, atol=close)
+        assert same, f"{name} is {found[name].tolist()}, and {figure.tolist()} {where}"

@@ -20,7 +20,7 @@ Separate tests must show that its update is the one of its paper.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
@@ -28,18 +28,21 @@ from torch import nn
 
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
 from nxdt_core.train.hidden_state import find_hidden_state
-from nxdt_testing.models.moe import MoEBuilder
-from nxdt_testing.models.moe_config import MoEModelConfig
-from nxdt_testing.runs.layouts import LAYOUTS, OptimizerParts, compare
+from nxdt_testing.contract import ComponentContract, copied, no_error
+from nxdt_testing.runs.layouts import TriesLayouts
+from nxdt_testing.runs.moe import MoEBuilder
+from nxdt_testing.runs.moe_config import MoEModelConfig
+from nxdt_testing.runs.run import Parts, differing
 
 __all__ = ["OptimizerContract"]
 
 _SHAPES = {"matrix": (6, 4), "tall": (8, 3), "vector": (5,)}
 _UNDECAYED = ("vector",)
 _STEPS = 4
+_ADVICE = "Update element by element, or by nxdt_core.protocols.optimizer.shards_of(groups)."
 
 
-class OptimizerContract:
+class OptimizerContract(ComponentContract, TriesLayouts):
     """The tests of an optimizer: subclass it, set :attr:`sharded`, and override ``factory`` and ``section``."""
 
     sharded: ClassVar[bool]
@@ -48,21 +51,6 @@ class OptimizerContract:
     """False for one whose step does not follow the learning rate, such as Rprop."""
     rtol: ClassVar[float] = 1e-3
     """Allowed difference of an update in float32 to the one in float64, relative to its largest element."""
-
-    def tries(self, layout: str, config: pytest.Config) -> bool:
-        """Return whether this run of pytest compares the layout ``zero3`` or ``tp`` on real ranks."""
-        del layout, config
-        return True
-
-    @pytest.fixture
-    def factory(self) -> OptimizerFactory:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
-
-    @pytest.fixture
-    def section(self) -> Any:
-        """Return the section's dataclass, with ``lr`` above 0."""
-        raise NotImplementedError("override the fixture 'section'")
 
     def test_it_has_the_groups_that_it_was_given(self, factory: OptimizerFactory, section: Any) -> None:
         """In their order, each with its parameters and learning rate."""
@@ -80,52 +68,48 @@ class OptimizerContract:
 
     def test_a_step_moves_every_parameter_that_has_a_gradient(self, factory: OptimizerFactory, section: Any) -> None:
         """And leaves one without a gradient as it is."""
-        parameters = _parameters()
-        optimizer = factory(_groups(parameters, section), section)
-        for left_out in (*parameters, None):
-            before = _values(parameters)
-            _set_gradients(parameters, 0)
+        run = _Run(factory, section)
+        for left_out in (*run.parameters, None):
+            before = copied(run.parameters)
+            _set_gradients(run.parameters, 0)
             if left_out is not None:
-                parameters[left_out].grad = None
-            optimizer.step()
-            moved = {name for name, value in _values(parameters).items() if not torch.equal(value, before[name])}
+                run.parameters[left_out].grad = None
+            run.optimizer.step()
+            moved = set(differing(run.parameters, before))
             assert left_out not in moved, f"a step moves {left_out!r}, which has no gradient"
-            still = parameters.keys() - moved - {left_out}
+            still = run.parameters.keys() - moved - {left_out}
             assert not still, f"a step leaves {', '.join(sorted(still))} as it was, which has a gradient"
 
     def test_the_rate_is_that_of_the_group_at_each_step(self, factory: OptimizerFactory, section: Any) -> None:
         """The schedule sets ``group["lr"]`` before each step; a rate of 0 moves nothing."""
         if not self.reads_rate:
             pytest.skip("its step does not follow the learning rate")
-        parameters = _parameters()
-        optimizer = factory(_groups(parameters, section), section)
-        _set_gradients(parameters, 0)
-        optimizer.step()
-        for group in optimizer.param_groups:
+        run = _Run(factory, section)
+        run.steps(0, 1)
+        for group in run.optimizer.param_groups:
             group["lr"] = 0.0
-        before = _values(parameters)
-        _set_gradients(parameters, 1)
-        optimizer.step()
-        moved = [name for name, value in _values(parameters).items() if not torch.equal(value, before[name])]
+        before = copied(run.parameters)
+        run.steps(1, 2)
+        moved = differing(run.parameters, before)
         assert not moved, f"a step at a rate of 0 moves {', '.join(moved)}; read group['lr'] in each step"
 
     def test_a_group_without_decay_does_not_decay(self, factory: OptimizerFactory, section: Any) -> None:
         """A gradient of zeros moves nothing there; norms and biases are in such a group."""
-        parameters = _parameters()
-        optimizer = factory(_groups(parameters, section), section)
-        for parameter in parameters.values():
+        run = _Run(factory, section)
+        for parameter in run.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        before = _values(parameters)
-        optimizer.step()
+        before = copied(run.parameters)
+        run.optimizer.step()
         for name in _UNDECAYED:
-            assert torch.equal(parameters[name].detach(), before[name]), (
+            assert torch.equal(run.parameters[name].detach(), before[name]), (
                 f"a step with a gradient of zeros moves {name!r}, whose group has weight_decay 0; "
                 "read group['weight_decay'] and not the section"
             )
 
     def test_updates_in_float32_are_near_those_in_float64(self, factory: OptimizerFactory, section: Any) -> None:
         """Over a few steps, from the same weights and gradients."""
-        narrow, wide = (_trained(factory, section, dtype) for dtype in (torch.float32, torch.float64))
+        dtypes = (torch.float32, torch.float64)
+        narrow, wide = (copied(_Run(factory, section, dtype).steps(0, 2).parameters) for dtype in dtypes)
         for name, expected in wide.items():
             difference = (narrow[name].double() - expected).abs().max()
             size = (expected - _parameters(torch.float64)[name].detach()).abs().max()
@@ -136,39 +120,27 @@ class OptimizerContract:
 
     def test_state_is_kept_by_parameter_alone(self, factory: OptimizerFactory, section: Any) -> None:
         """Checkpoints save tensors and numbers in ``optimizer.state[parameter]``, and nothing else."""
-        parameters = _parameters()
-        optimizer = factory(_groups(parameters, section), section)
+        run = _Run(factory, section)
         hidden: list[str] = []
-        find_hidden_state(optimizer, hidden.extend)
-        for step in range(_STEPS):
-            _set_gradients(parameters, step)
-            optimizer.step()
+        find_hidden_state(run.optimizer, hidden.extend)
+        run.steps(0, _STEPS)
         assert not hidden, (
             f"{', '.join(hidden)} changes from step to step, and no checkpoint keeps it; keep it in "
             "optimizer.state[parameter]"
         )
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
+        for name, parameter in run.parameters.items():
+            for key, value in run.optimizer.state.get(parameter, {}).items():
                 assert value is None or type(value) in (torch.Tensor, bool, int, float), (
                     f"state[{name}][{key!r}] is a {type(value).__name__}; checkpoints keep tensors and numbers"
                 )
 
     def test_a_resumed_run_steps_as_one_that_was_not_stopped(self, factory: OptimizerFactory, section: Any) -> None:
         """Bitwise, with the weights and the state that a checkpoint keeps."""
-        whole, begun = _Run(factory, section), _Run(factory, section)
-        whole.steps(0, 2 * _STEPS)
-        begun.steps(0, _STEPS)
+        whole = _Run(factory, section).steps(0, 2 * _STEPS)
         resumed = _Run(factory, section)
-        with torch.no_grad():
-            for name, parameter in resumed.parameters.items():
-                parameter.copy_(begun.parameters[name])
-        resumed.load_state(begun.saved_state())
+        resumed.load(_Run(factory, section).steps(0, _STEPS))
         resumed.steps(_STEPS, 2 * _STEPS)
-        differ = [
-            name
-            for name, value in _values(resumed.parameters).items()
-            if not torch.equal(value, whole.parameters[name])
-        ]
+        differ = differing(resumed.parameters, whole.parameters)
         assert not differ, (
             f"after a resume {', '.join(differ)} differs from a run that was not stopped; keep all that a step needs "
             "in optimizer.state[parameter]"
@@ -177,16 +149,9 @@ class OptimizerContract:
     def test_a_rank_may_have_no_element_of_a_parameter(self, factory: OptimizerFactory, section: Any) -> None:
         """Where there are more ranks than rows."""
         self._skip_unless_sharded()
-        parameters = {"empty": nn.Parameter(torch.empty(0)), **_parameters()}
-        optimizer = factory(_groups(parameters, section), section)
-        for step in range(2):
-            _set_gradients(parameters, step)
-            try:
-                optimizer.step()
-            except Exception as error:
-                pytest.fail(
-                    f"a step fails where a parameter has no element on this rank: {type(error).__name__}: {error}"
-                )
+        run = _Run(factory, section, empty=nn.Parameter(torch.empty(0)))
+        with no_error("a step fails where a parameter has no element on this rank:"):
+            run.steps(0, 2)
 
     @pytest.mark.parametrize("layout", ["zero3", "tp"])
     def test_shards_are_updated_as_the_whole_is(
@@ -194,14 +159,8 @@ class OptimizerContract:
     ) -> None:
         """On two real ranks, compared with one process."""
         self._skip_unless_sharded()
-        if not self.tries(layout, pytestconfig):
-            pytest.skip("this run of pytest leaves the layout out")
-        parts = OptimizerParts(factory=factory, section=section)
-        problems = compare(MoEBuilder(MoEModelConfig()), LAYOUTS[layout], parts)
-        assert not problems, (
-            f"In the layout {' '.join(LAYOUTS[layout].settings)} shards are not updated as the whole is: "
-            f"{'; '.join(problems)}. Update element by element, or by nxdt_core.protocols.optimizer.shards_of(groups)."
-        )
+        parts = Parts(factory=factory, section=section)
+        self.assert_agrees(layout, MoEBuilder(MoEModelConfig()), pytestconfig, _ADVICE, optimizer=parts)
 
     def _skip_unless_sharded(self) -> None:
         if not self.sharded:
@@ -211,31 +170,31 @@ class OptimizerContract:
 class _Run:
     """Parameters and their optimizer, and what checkpoints keep of it."""
 
-    def __init__(self, factory: OptimizerFactory, section: Any) -> None:
-        self.parameters = _parameters()
+    def __init__(
+        self, factory: OptimizerFactory, section: Any, dtype: torch.dtype = torch.float32, **more: nn.Parameter
+    ) -> None:
+        self.parameters = {**more, **_parameters(dtype)}
         self.optimizer = factory(_groups(self.parameters, section), section)
 
-    def saved_state(self) -> dict[str, dict[str, Any]]:
-        """Tensors and numbers, by parameter."""
-        return {
-            name: {
+    def load(self, other: _Run) -> None:
+        """Take the weights of another run, and of its state tensors and numbers."""
+        for name, parameter in self.parameters.items():
+            theirs = other.parameters[name]
+            parameter.data.copy_(theirs.data)
+            leaves = {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in self.optimizer.state.get(parameter, {}).items()
+                for key, value in other.optimizer.state.get(theirs, {}).items()
                 if isinstance(value, (torch.Tensor, bool, int, float))
             }
-            for name, parameter in self.parameters.items()
-        }
-
-    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
-        """Put back what :meth:`saved_state` returned."""
-        for name, leaves in state.items():
             if leaves:
-                self.optimizer.state[self.parameters[name]] = leaves
+                self.optimizer.state[parameter] = leaves
 
-    def steps(self, first: int, end: int) -> None:
+    def steps(self, first: int, end: int) -> Self:
+        """Take some steps; returns itself."""
         for step in range(first, end):
             _set_gradients(self.parameters, step)
             self.optimizer.step()
+        return self
 
 
 def _parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -265,16 +224,3 @@ def _groups(parameters: dict[str, nn.Parameter], section: Any) -> list[Parameter
 def _copies(groups: list[ParameterGroup]) -> list[ParameterGroup]:
     """Groups that the factory may change."""
     return [{**group, "params": [*group["params"]]} for group in groups]
-
-
-def _values(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-def _trained(factory: OptimizerFactory, section: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    parameters = _parameters(dtype)
-    optimizer = factory(_groups(parameters, section), section)
-    for step in range(2):
-        _set_gradients(parameters, step)
-        optimizer.step()
-    return _values(parameters)

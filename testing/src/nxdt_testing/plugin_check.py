@@ -9,6 +9,7 @@ run where the plugin's own tests are: give ``nxdt plugins check`` their director
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ __all__ = ["Result", "check_directory", "check_plugin", "contracts"]
 
 _FILE = "from nxdt_testing.plugin_check import contracts\n\nglobals().update(contracts({name!r}))\n"
 _QUIET = ("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib")
+_CONTRACTS: Mapping[str, tuple[type, Callable[[Any], Mapping[str, Any]]]] = {
+    "optimizer": (OptimizerContract, lambda record: {"sharded": "sharded" in record.capabilities}),
+    "schedule": (ScheduleContract, lambda record: {}),
+    "precision": (PrecisionContract, lambda record: {"requires": record.requires}),
+    "objective": (ObjectiveContract, lambda record: {}),
+    "adapter": (AdapterContract, lambda record: {"name": record.name}),
+    "launcher": (LauncherContract, lambda record: {"name": record.name, "capabilities": record.capabilities}),
+    "metric": (MetricContract, lambda record: {}),
+    "device": (DeviceContract, lambda record: {"name": record.name}),
+}
+"""Contract of a kind, and what a record says for it."""
 _RATE = 0.01
 _TINY = "-tiny"
 """End of the names of recipes whose models take seconds."""
@@ -97,31 +109,10 @@ def contracts(plugin: str) -> dict[str, type]:
     """Return test classes by name, one for each contract that applies to an installed plugin."""
     found: dict[str, type] = {"Test plugin": type("Contract", (PluginContract,), {"plugin": plugin})}
     kernel = Kernel.start()
-    for each in kernel.registry.all("optimizer"):
-        if each.plugin == plugin:
-            sharded = "sharded" in each.record.capabilities
-            found[f"Test optimizer {each.record.name}"] = _of(OptimizerContract, each, sharded=sharded)
-    for each in kernel.registry.all("schedule"):
-        if each.plugin == plugin:
-            found[f"Test schedule {each.record.name}"] = _of(ScheduleContract, each)
-    for each in kernel.registry.all("precision"):
-        if each.plugin == plugin:
-            found[f"Test precision {each.record.name}"] = _of(PrecisionContract, each, requires=each.record.requires)
-    for each in kernel.registry.all("objective"):
-        if each.plugin == plugin:
-            found[f"Test objective {each.record.name}"] = _of(ObjectiveContract, each)
-    for each in kernel.registry.all("adapter"):
-        if each.plugin == plugin:
-            found[f"Test adapter {each.record.name}"] = _of(AdapterContract, each, name=each.record.name)
-    for each in kernel.registry.all("launcher"):
-        if each.plugin == plugin:
-            found[f"Test launcher {each.record.name}"] = _of_launcher(each)
-    for each in kernel.registry.all("metric"):
-        if each.plugin == plugin:
-            found[f"Test metric {each.record.name}"] = _of(MetricContract, each)
-    for each in kernel.registry.all("device"):
-        if each.plugin == plugin:
-            found[f"Test device {each.record.name}"] = _of_profile(each)
+    for kind, (contract, members) in _CONTRACTS.items():
+        for each in kernel.registry.all(kind):
+            if each.plugin == plugin:
+                found[f"Test {kind} {each.record.name}"] = _of(contract, each, members(each.record))
     for recipe in list_recipes(kernel):
         if recipe.plugin == plugin and recipe.name.endswith(_TINY):
             try:
@@ -145,37 +136,17 @@ def _of_model(config: ResolvedConfig, component: RegisteredComponent) -> type:
     return type("Contract", (ModelContract,), {"builder": builder, "capabilities": declared})
 
 
-def _of_launcher(component: RegisteredComponent) -> type:
+def _of(contract: type, component: RegisteredComponent, members: Mapping[str, Any]) -> type:
     @pytest.fixture
-    def factory(self: Any) -> Any:
-        return component.load_target()
-
-    @pytest.fixture
-    def options(self: Any) -> Any:
-        return _section(component)
-
-    members = {"name": component.record.name, "capabilities": component.record.capabilities}
-    return type("Contract", (LauncherContract,), {**members, "factory": factory, "options": options})
-
-
-def _of_profile(component: RegisteredComponent) -> type:
-    @pytest.fixture
-    def profile(self: Any) -> Any:
-        return component.load_target()
-
-    return type("Contract", (DeviceContract,), {"name": component.record.name, "profile": profile})
-
-
-def _of(contract: type, component: RegisteredComponent, **members: Any) -> type:
-    @pytest.fixture
-    def factory(self: Any) -> Any:
+    def target(self: Any) -> Any:
         return component.load_target()
 
     @pytest.fixture
     def section(self: Any) -> Any:
         return _section(component)
 
-    return type("Contract", (contract,), {**members, "factory": factory, "section": section})
+    fixtures = {"factory": target, "profile": target, "section": section, "options": section}
+    return type("Contract", (contract,), {**fixtures, **members})
 
 
 def _section(component: RegisteredComponent) -> Any:

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -42,7 +39,9 @@ from nxdt_core.config.sources.yaml_text import parse_yaml
 from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.registry import RegisteredComponent
-from nxdt_testing.unread_keys import NamesRead, names_read, unread_keys
+from nxdt_testing.contract import no_error
+from nxdt_testing.processes.side_effects import in_new_process
+from nxdt_testing.unread_keys import unread_keys_of_package
 
 __all__ = ["PluginContract"]
 
@@ -77,10 +76,6 @@ _LIGHT_S = 0.015
 """CPU seconds that an entry module may take: every command of every user pays them."""
 _ATTEMPTS = 3
 """Of which the quickest counts: the first may compile bytecode, and another process may have used the caches."""
-_DATA = ("device",)
-"""Kinds whose target is not called."""
-_found: dict[tuple[str, ...], dict[str, Any]] = {}
-"""What a process found, by its hash seed and path: the tests of several plugins share it."""
 
 
 class PluginContract:
@@ -103,14 +98,23 @@ class PluginContract:
         every = [each for kind in registry.kinds() for each in registry.all(kind.name)]
         return [each for each in every if each.plugin == self.plugin]
 
-    def test_it_is_usable(self) -> None:
+    @pytest.fixture
+    def sections(self, components: Sequence[RegisteredComponent]) -> Sequence[tuple[RegisteredComponent, type]]:
+        """Return the components that have a section, each with its dataclass."""
+        return [(each, cls) for each in components if (cls := each.load_config()) is not None]
+
+    @pytest.fixture
+    def found(self, info: PluginInfo) -> dict[str, Any]:
+        """Return the plugin as a new process finds it."""
+        plugins: list[dict[str, Any]] = _probe("0", *sys.path)["plugins"]
+        return next(each for each in plugins if each["name"] == info.name)
+
+    def test_it_is_usable(self, found: dict[str, Any]) -> None:
         """A new process finds the plugin compatible, imports it and registers its components."""
-        found = self._fresh("0")
         assert found["state"] == "ok", f"the plugin is {found['state']}: {found['reason']}"
 
-    def test_its_entry_module_changes_nothing_else(self) -> None:
+    def test_its_entry_module_changes_nothing_else(self, found: dict[str, Any]) -> None:
         """No heavy library, no function of torch, no thread, no environment; and it has a hook and a range."""
-        found = self._fresh("0")
         notes = [line for line in (found["note"], *found["hints"]) if line]
         assert not notes, f"nxdt reports about the plugin: {'; '.join(notes)}"
 
@@ -127,7 +131,7 @@ class PluginContract:
 
     def test_every_process_finds_the_same(self) -> None:
         """Ranks compare records and fingerprints; a set has another order in each process."""
-        one, other = _probe("0"), _probe("1")
+        one, other = _probe("0", *sys.path), _probe("1", *sys.path)
         mine = [[each for each in found["components"] if each[0] == self.plugin] for found in (one, other)]
         assert mine[0] == mine[1], "two processes register different records; use no set order, clock or random number"
         assert one["fingerprint"] == other["fingerprint"], "two processes compute different fingerprints"
@@ -136,65 +140,44 @@ class PluginContract:
         """``package.module:attribute`` names something that can be called; of a device type, its profile."""
         for each in components:
             target = each.load_target()
-            if each.kind in _DATA:
-                continue
-            assert callable(target) or isinstance(target, type), (
-                f"the target {each.record.target!r} of the {each.kind} {each.record.name!r} cannot be called"
-            )
+            called = callable(target) or each.kind == "device"  # whose target is a profile
+            assert called, f"the target {each.record.target!r} of the {each.kind} {each.record.name!r} cannot be called"
 
-    def test_every_section_is_documented(self, components: Sequence[RegisteredComponent]) -> None:
+    def test_every_section_is_documented(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """The dataclass and each of its keys, where ``nxdt config show`` and the reference take their text from."""
-        for each in components:
-            cls = each.load_config()
-            if cls is None:
-                continue
+        for _, cls in sections:
             assert class_doc(cls), f"{cls.__name__} has no docstring"
             documented = field_docs(cls)
             missing = [name for name in keys_of(cls) if not documented.get(name)]
             assert not missing, f"these keys of {cls.__name__} have no docstring below them: {', '.join(missing)}"
 
-    def test_every_key_is_read(self, components: Sequence[RegisteredComponent]) -> None:
+    def test_every_key_is_read(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """Code of the package or of the core reads each key, so that none is accepted and then ignored.
 
         A key that is deliberately ignored says so: ``Annotated[bool, NoEffect("reason")]``. A package that takes all
         keys at once, for example with ``dataclasses.asdict``, is not checked.
         """
-        for each in components:
-            cls = each.load_config()
-            if cls is None:
-                continue
-            package = cls.__module__.partition(".")[0]
-            names = _names_read(package)
-            if names.take_all:
-                continue
-            own = {name for name, key in keys_of(cls).items() if key.owner.__module__.partition(".")[0] == package}
-            unread = [name for name in unread_keys(cls, names) if name in own and not _core_reads(name)]
+        for _, cls in sections:
+            unread = unread_keys_of_package(cls)
             assert not unread, (
                 f"no code reads these keys of {cls.__name__}: {', '.join(unread)}; use them, remove them, or annotate "
                 "them with NoEffect and a reason"
             )
 
-    def test_every_section_comes_back_from_a_file(self, components: Sequence[RegisteredComponent]) -> None:
+    def test_every_section_comes_back_from_a_file(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """Its defaults, written as YAML and read again, are the same; one with required keys has no defaults."""
-        for each in components:
-            cls = each.load_config()
-            if cls is not None and not any(key.default is REQUIRED for key in _keys(each, cls).values()):
+        for each, cls in sections:
+            if not any(key.default is REQUIRED for key in _keys(each, cls).values()):
                 _assert_comes_back(cls)
 
-    def test_every_section_has_a_json_schema(self, components: Sequence[RegisteredComponent]) -> None:
+    def test_every_section_has_a_json_schema(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """Editors complete and check keys by it; it leaves a section out that has a type which YAML does not have."""
-        for each in components:
-            cls = each.load_config()
-            if cls is None:
-                continue
+        for each, cls in sections:
             for name, key in _keys(each, cls).items():
                 if key.section is not None:
                     continue
-                schema = key.shape.json_schema()
-                try:
-                    json.dumps(schema)
-                except TypeError as error:
-                    pytest.fail(f"the JSON Schema of {cls.__name__}.{name} has a value that JSON has not: {error}")
+                with no_error(f"the JSON Schema of {cls.__name__}.{name} has a value that JSON has not:"):
+                    json.dumps(key.shape.json_schema())
 
     def test_every_record_has_a_summary(self, components: Sequence[RegisteredComponent]) -> None:
         """``nxdt plugins show`` prints it."""
@@ -219,15 +202,8 @@ class PluginContract:
     def test_its_readme_says_how_to_install_it(self, info: PluginInfo) -> None:
         """Check that the README has a line ``pip install NAME``."""
         text = distribution(info.dist).metadata.get_payload()  # type: ignore[attr-defined]
-        lines = [line for line in str(text).splitlines() if "pip install" in line]
-        assert any(info.dist in line for line in lines), f"the README has no line 'pip install {info.dist}'"
-
-    def _fresh(self, seed: str) -> dict[str, Any]:
-        found: dict[str, Any] | None = next(
-            (each for each in _probe(seed)["plugins"] if each["name"] == self.plugin), None
-        )
-        assert found is not None, f"no plugin is called {self.plugin!r}; install its distribution"
-        return found
+        said = any("pip install" in line and info.dist in line for line in str(text).splitlines())
+        assert said, f"the README has no line 'pip install {info.dist}'"
 
 
 @cache
@@ -235,28 +211,6 @@ def _started(*path: str) -> Kernel:
     """The plugins of ``sys.path``: the tests of several share what this process finds."""
     del path
     return Kernel.start()
-
-
-@cache
-def _names_read(package: str) -> NamesRead:
-    """Return what the Python files of a package or module read."""
-    return names_read(_sources(package))
-
-
-@cache
-def _core_reads(name: str) -> bool:
-    """Return whether code of the core reads an attribute of this name, such as ``lr`` of any optimizer."""
-    word = re.compile(rb"\.%s\b|[\"']%s[\"']" % (2 * (re.escape(name.encode()),)))
-    return any(word.search(path.read_bytes()) for path in _sources("nxdt_core"))
-
-
-def _sources(package: str) -> list[Path]:
-    """Return the Python files of a package, or the file of a module."""
-    spec = find_spec(package)
-    assert spec is not None, f"the package {package!r} cannot be found"
-    if spec.submodule_search_locations is None:
-        return [Path(str(spec.origin))]
-    return [path for place in spec.submodule_search_locations for path in sorted(Path(place).rglob("*.py"))]
 
 
 def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
@@ -272,10 +226,8 @@ def _assert_comes_back(cls: type) -> None:
     tree = complete(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
     first, problems = read_part(cls, tree, "", Locator(cls.__name__))
     assert not problems, f"the defaults of {cls.__name__} do not fit its keys: {problems[0]}"
-    try:
+    with no_error(f"the defaults of {cls.__name__} cannot be written as YAML:"):
         text = yaml.safe_dump(to_plain(tree))
-    except yaml.YAMLError as error:
-        pytest.fail(f"the defaults of {cls.__name__} cannot be written as YAML: {error}")
     found, unread = parse_yaml(text, cls.__name__)
     again, problems = read_part(cls, found, "", Locator(cls.__name__))
     wrong = [*unread, *problems]
@@ -285,23 +237,15 @@ def _assert_comes_back(cls: type) -> None:
 
 def _import_s(module: str) -> float:
     """CPU seconds that a new process takes to import a module after ``nxdt_core.api``."""
-    path = os.pathsep.join(each for each in sys.path if each)
-    command = [sys.executable, "-c", _IMPORT, module]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    if done.returncode != 0:
+    try:
+        return float(in_new_process(_IMPORT, module))
+    except RuntimeError:
         pytest.skip(f"{module} cannot be imported")
-    return float(done.stdout)
 
 
-def _probe(seed: str) -> dict[str, Any]:
-    """What a new process finds under ``PYTHONHASHSEED=seed``."""
-    key = (seed, *sys.path)
-    if key not in _found:
-        path = os.pathsep.join(each for each in sys.path if each)
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", _PROBE]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, f"a process that starts nxdt fails: {done.stderr.strip()}"
-        _found[key] = json.loads(done.stdout)
-    return _found[key]
+@cache
+def _probe(seed: str, *path: str) -> dict[str, Any]:
+    """What a new process finds under ``PYTHONHASHSEED=seed``: the tests of several plugins share it."""
+    del path
+    found: dict[str, Any] = json.loads(in_new_process(_PROBE, PYTHONHASHSEED=seed))
+    return found

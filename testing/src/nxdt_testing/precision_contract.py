@@ -16,7 +16,7 @@ Training is by the built-in engine on the host, whose bfloat16 is that of an acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, ClassVar, get_args
@@ -26,14 +26,15 @@ import torch
 
 from nxdt_core.config.fields.component import RequiresCapabilities
 from nxdt_core.protocols.precision import DType, PrecisionFactory, PrecisionPolicy, capabilities_of
-from nxdt_testing.runs.one_process import OneProcess, small_decoder
+from nxdt_testing.contract import ComponentContract, difference
+from nxdt_testing.runs.run import Run, global_batch, run_config, small_decoder
 
 __all__ = ["PrecisionContract"]
 
 _DTYPES = get_args(DType)
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _RATE, _STEPS = 1e-2, 4
-_EXACT = PrecisionPolicy(name="fp32")
+_FLOAT32 = PrecisionPolicy(name="fp32")
 _CLOSE = 0.02
 """Allowed difference of a loss to that in float32, relative: bfloat16 has 8 bits."""
 _SMALL_LR, _KEPT = 2e-5, 0.5
@@ -41,23 +42,13 @@ _SMALL_LR, _KEPT = 2e-5, 0.5
 _SMALL_STEPS = 8
 
 
-class PrecisionContract:
+class PrecisionContract(ComponentContract):
     """The tests of a precision policy: subclass it, set :attr:`requires`, and override the fixture ``factory``."""
 
     requires: ClassVar[frozenset[str]]
     """What its record declares in ``requires``."""
     keeps_small_updates: ClassVar[bool] = True
     """False for a policy that loses, on purpose, updates below the rounding of its parameters."""
-
-    @pytest.fixture
-    def factory(self) -> PrecisionFactory:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
-
-    @pytest.fixture
-    def section(self) -> Any:
-        """Return the section's dataclass; None for a policy without options."""
-        return None
 
     @pytest.fixture
     def policy(self, factory: PrecisionFactory, section: Any) -> PrecisionPolicy:
@@ -110,18 +101,16 @@ class PrecisionContract:
 
     def test_it_trains_as_float32_does(self, policy: PrecisionPolicy) -> None:
         """Losses of some steps agree within the rounding of 8 bits."""
-        wanted, _ = _trained(_EXACT)
+        wanted, _ = _trained(_FLOAT32)
         found, _ = _trained(policy)
-        for step, (loss, expected) in enumerate(zip(found, wanted, strict=True), start=1):
-            assert abs(loss - expected) <= _CLOSE * expected, (
-                f"the loss of step {step} is {loss:.5g}, and {expected:.5g} in float32"
-            )
+        wrong = difference(found, wanted, "in float32", rtol=_CLOSE)
+        assert not wrong, wrong
 
     def test_small_updates_are_not_lost(self, policy: PrecisionPolicy) -> None:
         """At a rate whose single steps bfloat16 rounds away, weights move as far as in float32, on average."""
         if not self.keeps_small_updates:
             pytest.skip("it loses updates below the rounding of its parameters on purpose")
-        _, wanted = _trained(_EXACT, lr=_SMALL_LR, steps=_SMALL_STEPS)
+        _, wanted = _trained(_FLOAT32, lr=_SMALL_LR, steps=_SMALL_STEPS)
         _, found = _trained(policy, lr=_SMALL_LR, steps=_SMALL_STEPS)
         along = sum(float((found[name] * wanted[name]).sum()) for name in wanted)
         share = along / sum(float(update.square().sum()) for update in wanted.values())
@@ -134,8 +123,9 @@ class PrecisionContract:
 @cache
 def _trained(
     policy: PrecisionPolicy, *, lr: float = _RATE, steps: int = _STEPS
-) -> tuple[Sequence[float], Mapping[str, torch.Tensor]]:
-    """Losses of some steps, and how far the weights have moved."""
-    with OneProcess(small_decoder(), policy, optimizer="adamw", lr=lr) as run:
-        run.steps(steps)
-        return run.losses, run.moved()
+) -> tuple[Mapping[int, float], Mapping[str, torch.Tensor]]:
+    """Losses by step, and how far the weights have moved."""
+    builder, config = small_decoder(), run_config("model.optim.name=adamw", f"model.optim.lr={lr}")
+    with Run(config, builder=builder, policy=policy) as run:
+        run.steps(global_batch(builder.vocab_size), steps)
+        return dict(enumerate(run.losses, start=1)), run.moved()

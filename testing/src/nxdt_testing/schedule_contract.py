@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleFactory, ScheduleHorizon
+from nxdt_testing.contract import ComponentContract, difference, no_error
 
 __all__ = ["ScheduleContract"]
 
@@ -30,18 +31,8 @@ _PAUSE_S = 0.01
 """Long enough for a clock to give another number."""
 
 
-class ScheduleContract:
+class ScheduleContract(ComponentContract):
     """The tests of a schedule: subclass it and override the fixtures ``factory`` and ``section``."""
-
-    @pytest.fixture
-    def factory(self) -> ScheduleFactory:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
-
-    @pytest.fixture
-    def section(self) -> Any:
-        """Return the section's dataclass; None for a schedule without options."""
-        return None
 
     @pytest.fixture
     def horizon(self) -> ScheduleHorizon:
@@ -66,12 +57,8 @@ class ScheduleContract:
     def test_steps_after_the_end_have_a_factor(self, schedule: LRSchedule, horizon: ScheduleHorizon) -> None:
         """A run may continue after ``max_steps`` of its schedule, which is a separate key."""
         for step in (horizon.max_steps, horizon.max_steps + 1, 3 * horizon.max_steps):
-            try:
+            with no_error(f"step {step}, after the end at {horizon.max_steps}, raises"):
                 factor = schedule(step)
-            except ArithmeticError as error:
-                pytest.fail(
-                    f"step {step}, after the end at {horizon.max_steps}, raises {type(error).__name__}: {error}"
-                )
             assert math.isfinite(factor), f"step {step}, after the end, has the factor {factor!r}"
             assert factor >= 0, f"step {step}, after the end, has the factor {factor!r}; a rate must not be negative"
 
@@ -80,37 +67,30 @@ class ScheduleContract:
         steps = range(0, horizon.max_steps, 7)
         first = {step: schedule(step) for step in steps}
         time.sleep(_PAUSE_S)
-        for step in reversed(steps):
-            again = schedule(step)
-            assert again == first[step], (
-                f"step {step} has the factor {first[step]!r}, and {again!r} when it is asked again; "
-                "compute it from the step alone: no counter, clock or random number"
-            )
+        again = {step: schedule(step) for step in reversed(steps)}
+        wrong = difference(again, first, "when it was asked before", of="factor")
+        assert not wrong, f"{wrong}; compute it from the step alone: no counter, clock or random number"
 
     def test_a_resumed_run_has_the_factors_of_one_that_was_not_stopped(
         self, factory: ScheduleFactory, section: Any, schedule: LRSchedule, horizon: ScheduleHorizon
     ) -> None:
         """A schedule that was never asked for the first half gives the factors of the second one."""
-        whole = [schedule(step) for step in range(horizon.max_steps)]
+        whole = {step: schedule(step) for step in range(horizon.max_steps)}
+        second = range(horizon.max_steps // 2, horizon.max_steps)
         resumed = factory(section, horizon)
-        for step in range(horizon.max_steps // 2, horizon.max_steps):
-            found = resumed(step)
-            assert found == whole[step], (
-                f"after a resume step {step} has the factor {found!r}, and {whole[step]!r} in a run that was not "
-                "stopped; keep nothing between steps"
-            )
+        found = {step: resumed(step) for step in second}
+        wrong = difference(found, {step: whole[step] for step in second}, "in a run that was not stopped", of="factor")
+        assert not wrong, f"after a resume {wrong}; keep nothing between steps"
 
     def test_schedules_of_two_runs_share_nothing(
         self, factory: ScheduleFactory, section: Any, schedule: LRSchedule, horizon: ScheduleHorizon
     ) -> None:
         """One of another length, built later, leaves the first as it was."""
-        alone = [schedule(step) for step in range(horizon.max_steps)]
-        mine = factory(section, horizon)
+        alone = {step: schedule(step) for step in range(horizon.max_steps)}
+        mine, found = factory(section, horizon), {}
         other = factory(section, ScheduleHorizon(max_steps=2 * horizon.max_steps, lr=2 * horizon.lr))
-        for step in range(horizon.max_steps):
+        for step in alone:
             other(step)
-            found = mine(step)
-            assert found == alone[step], (
-                f"step {step} has the factor {alone[step]!r}, and {found!r} where a second run has a schedule; "
-                "keep options in the schedule and not in its module or class"
-            )
+            found[step] = mine(step)
+        wrong = difference(found, alone, "where no second run has a schedule", of="factor")
+        assert not wrong, f"{wrong}; keep options in the schedule and not in its module or class"

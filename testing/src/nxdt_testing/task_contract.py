@@ -22,16 +22,16 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import pytest
-import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from nxdt_core.protocols.evaluation import TaskSuite
-
-if TYPE_CHECKING:
-    from nxdt_core.train.generate import LoadedModel
+from nxdt_core.train.generate import LoadedModel, load_model
+from nxdt_testing.contract import ComponentContract, copied, no_error
+from nxdt_testing.runs.run import differing
+from nxdt_testing.runs.small_run import small_config, train_small
 
 __all__ = ["TaskContract"]
 
@@ -39,16 +39,11 @@ _UNKNOWN = "no-suite-has-a-task-of-this-name"
 _Factory = Callable[[Sequence[str], str | None], TaskSuite]
 
 
-class TaskContract:
+class TaskContract(ComponentContract):
     """The tests of a task suite: subclass it, set :attr:`tasks` and override the fixture ``factory``."""
 
     tasks: ClassVar[Sequence[str]]
     """Tasks to run, at least one; quick ones."""
-
-    @pytest.fixture
-    def factory(self) -> _Factory:
-        """Return the target of the record."""
-        raise NotImplementedError("override the fixture 'factory'")
 
     @pytest.fixture
     def path(self) -> str | None:
@@ -89,10 +84,8 @@ class TaskContract:
             assert numbers, f"the task {task!r} has no number: {figures!r}"
             wrong = [name for name, each in numbers.items() if not math.isfinite(each)]
             assert not wrong, f"{wrong[0]} of the task {task!r} is {numbers[wrong[0]]!r}, which is not finite"
-            try:
+            with no_error(f"the figures of the task {task!r} must be plain values:"):
                 json.dumps({task: dict(figures)})
-            except TypeError as error:
-                pytest.fail(f"the figures of the task {task!r} must be plain values: {error}")
 
     def test_it_finds_the_same_again(self, factory: _Factory, path: str | None, model: LoadedModel) -> None:
         """Sampling is greedy or seeded, and a run keeps nothing for the next one."""
@@ -118,18 +111,15 @@ class TaskContract:
 
     def test_it_leaves_the_model_as_it_is(self, factory: _Factory, path: str | None, model: LoadedModel) -> None:
         """Several suites judge one model."""
-        before = {name: each.detach().clone() for name, each in model.model.named_parameters()}
+        before = copied(model.model.named_parameters())
         factory(self.tasks, path).run(model, limit=1)
-        for name, each in model.model.named_parameters():
-            assert torch.equal(each, before[name]), f"run changed the parameter {name!r}"
+        changed = differing(dict(model.model.named_parameters()), before)
+        assert not changed, f"run changed the parameter {changed[0]!r}"
 
 
 @cache
 def _small_model() -> LoadedModel:
-    from nxdt_core.train.generate import load_model
-    from nxdt_testing.runs.small_run import small_config, train_small
-
     with tempfile.TemporaryDirectory(prefix="nxdt-suite-") as place:
-        config = small_config(Path(place), "judged", trainer={"limit_val_batches": 0}, exp_manager={})
+        config = small_config(Path(place), "judged", trainer={"limit_val_batches": 0})
         run_dir = train_small(config)
         return load_model(str(run_dir / "checkpoints"), config=str(run_dir / "config.yaml"))

@@ -10,11 +10,15 @@ import ast
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from nxdt_core.config.annotations import Deprecated
 from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.fields.types import Choice, Nothing, OneOf, Shape
+
+__all__ = ["NamesRead", "names_read", "unread_keys", "unread_keys_of_package"]
 
 _TAKE_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "vars"})
 """Names by which code reads all keys of a section at once."""
@@ -81,6 +85,40 @@ def unread_keys(cls: type, names: NamesRead) -> list[str]:
         for name, key in keys_of(cls).items()
         if name not in names and not key.mark(Deprecated) and not _has_one_value(key.shape)
     ]
+
+
+def unread_keys_of_package(cls: type) -> list[str]:
+    """Return the keys that the package of the section ``cls`` adds, and that neither it nor the core reads.
+
+    A package that takes all keys at once is not checked.
+    """
+    package = cls.__module__.partition(".")[0]
+    names = _names_of_package(package)
+    own = {name for name, key in keys_of(cls).items() if key.owner.__module__.partition(".")[0] == package}
+    unread = () if names.take_all else unread_keys(cls, names)
+    return [name for name in unread if name in own and not _core_reads(name)]
+
+
+@cache
+def _names_of_package(package: str) -> NamesRead:
+    """Return what the Python files of a package or module read."""
+    return names_read(_sources(package))
+
+
+@cache
+def _core_reads(name: str) -> bool:
+    """Return whether code of the core reads an attribute of this name, such as ``lr`` of any optimizer."""
+    word = re.compile(rb"\.%s\b|[\"']%s[\"']" % (2 * (re.escape(name.encode()),)))
+    return any(word.search(path.read_bytes()) for path in _sources("nxdt_core"))
+
+
+def _sources(package: str) -> list[Path]:
+    """Return the Python files of a package, or the file of a module."""
+    spec = find_spec(package)
+    assert spec is not None, f"the package {package!r} cannot be found"
+    if spec.submodule_search_locations is None:
+        return [Path(str(spec.origin))]
+    return [path for place in spec.submodule_search_locations for path in sorted(Path(place).rglob("*.py"))]
 
 
 def _patterns(node: ast.JoinedStr) -> list[str]:

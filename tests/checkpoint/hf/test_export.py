@@ -10,7 +10,6 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, RanksFailed
-from nxdt_testing.stores.faults import FaultyStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
@@ -25,6 +24,7 @@ from nxdt_core.train.weights.export import export_hf, plan_export
 from nxdt_core.train.weights.saved_config import own_run, saved_run
 from tests.checkpoint.hf.exchange import VOCABULARY, export_together, llama, newest, save_run, write_tokenizer
 from tests.sampling import slow_except
+from tests.stores.faults import FaultyStorage
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to load exports with")
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
-from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core.checkpoint import CheckpointManager, list_checkpoints, read_manifest, verify
 from nxdt_core.checkpoint.stores.local import LocalStorage
@@ -24,6 +23,7 @@ from nxdt_core.train.weights import export
 from nxdt_core.train.weights.export import HFForm, export_hf
 from tests.checkpoint.hf.exchange import llama
 from tests.sampling import slow
+from tests.stores.faults import FaultyStorage
 
 LAYOUT = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
-from nxdt_testing.stores.faults import FaultyStorage
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.formats import open_checkpoint
@@ -44,6 +43,7 @@ from nxdt_core.train.weights.saved_config import saved_run
 from tests.calls import Call, in_turn
 from tests.checkpoint.hf.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
 from tests.parallel.matrix.training import whole
+from tests.stores.faults import FaultyStorage
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nxdt_testing.stores.saving import save_checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +30,7 @@ from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.store import CheckpointStore
 from tests.error_names import name_of
+from tests.stores.saving import save_checkpoint
 
 SHAPES = {
     "embed": (10, 6),  # by rows over tensor parallel ranks, and again, unevenly, over data parallel ones

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from nxdt_testing.ranks import RankPool
-from nxdt_testing.stores.faults import FaultyStorage
-from nxdt_testing.stores.memory import MemoryStorage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -24,6 +22,8 @@ from tests.calls import Call, in_turn
 from tests.checkpoint.layouts.dcp_ranks import error_in, read_in, refused_in, write_in
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, save_in, whole
 from tests.sampling import slow
+from tests.stores.faults import FaultyStorage
+from tests.stores.memory import MemoryStorage
 
 
 @pytest.mark.parametrize(

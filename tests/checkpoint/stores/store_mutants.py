@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from nxdt_testing.store_contract import StoreContract
-from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.protocols.store import ObjectInfo
 from tests.checkpoint.stores.store_of_one_process import LocksInOneProcess
+from tests.stores.memory import MemoryStorage
 
 PART_BYTES = 4096
 

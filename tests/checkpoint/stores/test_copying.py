@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.faults import FaultyStorage
-from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from nxdt_core.checkpoint.format.digests import digest
@@ -35,6 +33,8 @@ from nxdt_core.errors.checkpoints import (
 from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
 from tests.sampling import slow
+from tests.stores.faults import FaultyStorage
+from tests.stores.memory import MemoryStorage
 
 STEP = 4
 SEVERAL_BLOCKS = 3 * 2**20

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from nxdt_testing.ranks import RankPool
-from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.checkpoint import CheckpointFacts, latest, read_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
+from tests.stores.saving import save_checkpoint
 
 
 class Opened(LocalStorage):

@@ -21,8 +21,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.faults import FaultyStorage, When
-from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
 from nxdt_core.checkpoint.ownership.lease import take_lease
@@ -33,6 +31,8 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
 from nxdt_core.protocols.store import CheckpointStore, LocksUnsupported
 from tests import processes
+from tests.stores.faults import FaultyStorage, When
+from tests.stores.memory import MemoryStorage
 
 EXPIRY_S = 1.0
 """Of leases in these tests; long enough for a loaded machine to beat six times, short enough to wait for."""

@@ -7,12 +7,12 @@ import random
 from typing import Any
 
 import pytest
-from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Retention, list_checkpoints, prune
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.read.status import CheckpointStatus
 from tests.checkpoint.background import begin
+from tests.stores.memory import MemoryStorage
 
 
 def status(step: int, loss: float | None = None, keep: Any = "regular") -> CheckpointStatus:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from nxdt_testing.store_contract import StoreContract
-from nxdt_testing.stores.memory import MemoryStorage
 
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.checkpoint.stores.local import LocalStorage
+from tests.stores.memory import MemoryStorage
 
 
 class TestLocalStorage(StoreContract):

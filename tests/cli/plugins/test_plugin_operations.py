@@ -6,7 +6,8 @@ import shutil
 import zipfile
 
 import pytest
-from nxdt_testing.distributions import write_distribution
+
+from tests.distributions import write_distribution
 
 OFFER = """
 from nxdt_core.api import Component, hookimpl

@@ -34,7 +34,7 @@ def test_a_plugin_that_breaks_requirements_is_told_which(nxdt, dist):
     assert broken.pop(("plugin", "its readme says how to install it")) == "the README has no line 'pip install acme'"
     (key,) = broken
     assert key == ("schedule counting", "a resumed run has the factors of one that was not stopped")
-    assert broken[key].startswith("after a resume step 59 has the factor 1.0, and 0.5 in a run that was not stopped")
+    assert broken[key].startswith("after a resume the factor of step 59 is 1, and 0.5 in a run that was not stopped")
 
 
 STREAM = """

@@ -6,10 +6,10 @@ import sys
 
 import click
 import pytest
-from nxdt_testing.processes.terminal import on_terminal
 
 from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, shade, wrap
 from tests.sampling import slow
+from tests.terminal import on_terminal
 
 
 def test_columns_are_aligned_and_numbers_end_together(capsys):

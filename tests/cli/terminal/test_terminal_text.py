@@ -58,9 +58,9 @@ def test_a_preview_of_hostile_records(nxdt, nxdt_on_terminal, tmp_path, ids):
 
 def test_facts_of_a_hostile_checkpoint(nxdt, nxdt_on_terminal, tmp_path):
     import torch
-    from nxdt_testing.stores.saving import save_checkpoint
 
     from nxdt_core.checkpoint import CheckpointFacts, open_storage
+    from tests.stores.saving import save_checkpoint
 
     facts = CheckpointFacts(
         config={f"name{HOSTILE}": HOSTILE},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from nxdt_testing.models.moe import MoEBuilder
-from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
+from nxdt_testing.runs.moe import MoEBuilder
+from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
 from nxdt_core.engine.estimate.run import estimate
 from nxdt_core.engine.estimate.weights import StateBytes

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from nxdt_testing.errors import raises
-from nxdt_testing.models.moe import MoEBuilder
-from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
+from nxdt_testing.runs.moe import MoEBuilder
+from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
 from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_modules, expert_parameters
 from nxdt_core.engine.mesh import ParallelMesh

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from nxdt_testing.models.moe import MoEBuilder
-from nxdt_testing.models.moe_config import MoEConfig, MoEModelConfig
+from nxdt_testing.runs.moe import MoEBuilder
+from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 from torch import nn
 
 from nxdt_core.engine.expert.router_metrics import RouterMetrics, routers_of

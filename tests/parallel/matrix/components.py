@@ -15,8 +15,8 @@ def nxdt_models() -> list[ModelComponent]:
     return [
         ModelComponent(
             name="moe-test",
-            target="nxdt_testing.models.moe:MoEBuilder",
-            config="nxdt_testing.models.moe_config:MoEModelConfig",
+            target="nxdt_testing.runs.moe:MoEBuilder",
+            config="nxdt_testing.runs.moe_config:MoEModelConfig",
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep"}),
         )
     ]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.memory import MemoryStorage
 from safetensors.torch import load_file
 
 from nxdt_core import checkpoint
@@ -23,6 +22,7 @@ from nxdt_core.train import build
 from nxdt_core.train.weights.export import export_hf
 from tests.parallel.precision.precision_run import SMALL, place, train
 from tests.sampling import slow
+from tests.stores.memory import MemoryStorage
 
 STRATEGY = "distributed_strategy."
 LAYOUTS = {

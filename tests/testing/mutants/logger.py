@@ -10,7 +10,7 @@ import threading
 import time
 from collections import defaultdict
 
-from nxdt_testing.logger_contract import LoggerContract
+from nxdt_testing.callback_contract import LoggerContract
 
 from nxdt_core.api import Callback, Component, hookimpl
 

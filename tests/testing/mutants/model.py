@@ -94,7 +94,8 @@ class HasNoRuleForBiases(SmallBuilder):
 @builder
 class DrawsItsLastNorm(SmallBuilder):
     def init_rules(self):
-        return [InitRule(pattern="*.norm.weight", distribution="constant", mean=1.0), *super().init_rules()[1:]]
+        drawn = InitRule(pattern="norm.weight", distribution="normal", std=0.02)
+        return [InitRule(pattern="*.norm.weight", distribution="constant", mean=1.0), drawn, *super().init_rules()[1:]]
 
 
 @builder

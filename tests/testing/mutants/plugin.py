@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from nxdt_testing.distributions import write_distribution
 from nxdt_testing.plugin_contract import PluginContract
+
+from tests.distributions import write_distribution
 
 ENTRY = """
 from nxdt_core.api import Component, hookimpl

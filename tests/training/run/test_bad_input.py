@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from nxdt_testing.distributions import write_distribution
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.train import build, train
 from tests import private_mounts
+from tests.distributions import write_distribution
 
 QUICK = ("trainer.max_steps=1", "trainer.accelerator=cpu")
 

@@ -15,7 +15,6 @@ import torch
 from nxdt_plugin_fsx.config import FsxStorageConfig
 from nxdt_plugin_fsx.storage import FsxStorage
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.checkpoint import (
     CheckpointFacts,
@@ -33,6 +32,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import BadStorageUri
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.store import ArchivingStorage, LockableStorage
+from tests.stores.saving import save_checkpoint
 
 
 def save(storage: FsxStorage, step: int) -> Manifest:

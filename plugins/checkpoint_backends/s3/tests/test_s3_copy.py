@@ -16,7 +16,6 @@ import torch
 from nxdt_plugin_s3.storage import S3Storage
 from nxdt_plugin_s3.testing.server import S3Server
 from nxdt_testing.errors import raises
-from nxdt_testing.stores.saving import save_checkpoint
 
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, verify
 from nxdt_core.checkpoint.stores.local import LocalStorage
@@ -27,6 +26,7 @@ from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
 from tests.checkpoint.signed import load_trusted, make_key
 from tests.sampling import slow
+from tests.stores.saving import save_checkpoint
 
 STEP = 7
 ELEMENTS = 11 * 2**18

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from nxdt_plugin_hf_data.errors import RowsDiffer, RowTooLong
+from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
-from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.errors.data import TooFewTokens
 from nxdt_core.protocols.dataset import IterableDataset

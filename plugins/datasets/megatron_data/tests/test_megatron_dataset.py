@@ -18,8 +18,8 @@ from nxdt_plugin_megatron_data.errors import (
 from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_megatron_data.prefixes import short_names
 from nxdt_plugin_megatron_data.provenance import Note, note_path
+from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
-from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core import config
 from nxdt_core.data.tokenizers.byte import ByteTokenizer

@@ -28,7 +28,6 @@ from nxdt_plugin_megatron_data.errors import WorkerDied
 from nxdt_plugin_megatron_data.format import bin_path, idx_path
 from nxdt_plugin_megatron_data.provenance import read_note
 from nxdt_plugin_megatron_data.reader import IndexedTokens
-from nxdt_testing.processes.terminal import on_terminal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.cli import main
@@ -38,6 +37,7 @@ from tests.carried import carried
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.processes import Popen, run
 from tests.sampling import slow
+from tests.terminal import on_terminal
 
 KJV = resolve_path("package://nxdt_plugin_text/data/kjv.txt").read_text()
 DOCUMENTS = [text for text in KJV.split("\n\n") if text.strip()]

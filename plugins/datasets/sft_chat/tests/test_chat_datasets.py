@@ -16,8 +16,8 @@ from nxdt_plugin_sft_chat.errors import (
     NothingTrained,
 )
 from nxdt_plugin_sft_chat.loader import ChatData
+from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
-from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.chats import (

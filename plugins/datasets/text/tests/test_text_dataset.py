@@ -7,8 +7,8 @@ import pytest
 import torch
 from nxdt_plugin_text.config import TextConfig
 from nxdt_plugin_text.loader import TextData
+from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
-from nxdt_testing.runs.data_steps import take_steps
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens

@@ -6,8 +6,8 @@ import csv
 from typing import ClassVar
 
 import pytest
+from nxdt_testing.callback_contract import LoggerContract
 from nxdt_testing.errors import raises
-from nxdt_testing.logger_contract import LoggerContract
 
 from nxdt_core.errors.training import LoggerCannotStart
 from nxdt_core.train import train

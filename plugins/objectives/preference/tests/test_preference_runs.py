@@ -7,11 +7,11 @@ import math
 import shutil
 
 import pytest
-from nxdt_testing.distributions import write_distribution
 
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
 from nxdt_core.train.run.train import train
+from tests.distributions import write_distribution
 from tests.sampling import slow
 
 HINGE = """

@@ -1,17 +1,27 @@
-"""What code under test writes and starts, as the interpreter's audit events say it."""
+"""What code under test writes, starts and imports: from the interpreter's audit events, and in new processes."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-__all__ = ["side_effects"]
+__all__ = ["assert_light", "in_new_process", "side_effects"]
 
 _STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"}
 _WRITES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
+_HEAVY = ("torch", "pytorch_lightning", "lightning", "transformers", "numpy")
+_PROBE = """
+import sys
+from importlib import import_module
+for name in sys.argv[2:]:
+    import_module(name)
+print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
+"""
 _lists: list[list[str]] = []
 """Those that are being filled; an audit hook cannot be removed, so that there is one."""
 _installed: list[bool] = []
@@ -55,3 +65,28 @@ def _is_for_writing(path: object, mode: str | None, flags: int) -> bool:
     """Whether a file is opened for writing; bytecode that Python keeps of imported modules does not count."""
     cached = "__pycache__" in str(path)
     return not cached and bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
+def in_new_process(code: str, *arguments: str, **environment: str) -> str:
+    """Return what Python prints that runs ``code`` with this process's ``sys.path``.
+
+    Raises:
+        RuntimeError: it failed; with its standard error.
+    """
+    inherited = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each), **environment}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip())
+    return done.stdout
+
+
+@cache
+def _heavy_imports(*modules: str) -> list[str]:
+    return in_new_process(_PROBE, ",".join(_HEAVY), *modules).split()
+
+
+def assert_light(*modules: str) -> None:
+    """Assert that importing ``modules``, one after the other in a new process, imports no heavy library."""
+    heavy = _heavy_imports(*modules)
+    assert not heavy, f"importing {' and '.join(modules)} imports {', '.join(heavy)}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -12,23 +12,10 @@ from nxdt_core.protocols.objective import ObjectiveTraits
 
 __all__ = ["Document", "documents", "in_rows"]
 
+Document = Mapping[str, torch.Tensor]
+"""What one row of a sample holds of a document: fields of a batch [seq], and ``logits`` [seq, vocab]."""
 _PROMPT = 3
 """Tokens of each document that the loss is not on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """What one row of a sample holds of a document; tensors [seq]."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    loss_weights: torch.Tensor
-    reference_log_probs: torch.Tensor
-    logits: torch.Tensor
-    """[seq, vocab]"""
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 def documents(
@@ -51,19 +38,13 @@ def in_rows(
     Rows are filled up to ``length``; a sample without documents is a blank one.
     """
     rows = [_row([each[row] for each in sample], length) for sample in samples for row in range(traits.rows_per_sample)]
-    stacked = [torch.stack(tensors) for tensors in zip(*(row[:-1] for row in rows), strict=True)]
-    ids, labels, weights, reference, numbers, places = stacked
-    batch = Batch(
-        input_ids=ids,
-        labels=labels,
-        loss_weights=weights,
-        position_ids=places,
-        document_ids=numbers,
-        reference_log_probs=None if traits.reference is None else reference,
-        rows_per_sample=traits.rows_per_sample,
-    )
-    vocabulary = max(row[-1].shape[1] for row in rows)
-    return batch, torch.stack([row[-1].expand(-1, vocabulary) for row in rows])
+    logits = [row.pop("logits") for row in rows]
+    fields: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if traits.reference is None:
+        del fields["reference_log_probs"]
+    vocabulary = max(each.shape[1] for each in logits)
+    batch = Batch(**fields, rows_per_sample=traits.rows_per_sample)
+    return batch, torch.stack([each.expand(-1, vocabulary) for each in logits])
 
 
 def _document(length: int, vocabulary: int, numbers: torch.Generator, *, halves: bool) -> Document:
@@ -74,41 +55,28 @@ def _document(length: int, vocabulary: int, numbers: torch.Generator, *, halves:
     weights[:_PROMPT] = 0.0
     if halves:
         weights[_PROMPT] = 0.5
-    return Document(
-        input_ids=ids[:-1],
-        labels=labels,
-        loss_weights=weights,
-        reference_log_probs=-3 * torch.rand(length, generator=numbers) * (labels != IGNORE_INDEX),
-        logits=torch.randn(length, vocabulary, generator=numbers, dtype=torch.float64),
-    )
+    return {
+        "input_ids": ids[:-1],
+        "labels": labels,
+        "loss_weights": weights,
+        "position_ids": torch.arange(length),
+        "reference_log_probs": -3 * torch.rand(length, generator=numbers) * (labels != IGNORE_INDEX),
+        "logits": torch.randn(length, vocabulary, generator=numbers, dtype=torch.float64),
+    }
 
 
-def _row(parts: Sequence[Document], length: int) -> tuple[torch.Tensor, ...]:
-    """Ids, labels, weights, reference, document numbers, positions and logits of one row."""
-    vocabulary = parts[0].logits.shape[1] if parts else 1
-    left = length - sum(map(len, parts))
-    fill = torch.full((left,), 0)
-    pieces = [
-        (
-            part.input_ids,
-            part.labels,
-            part.loss_weights,
-            part.reference_log_probs,
-            torch.full((len(part),), number),
-            torch.arange(len(part)),
-            part.logits,
-        )
-        for number, part in enumerate(parts)
-    ]
-    pieces.append(
-        (
-            fill,
-            fill + IGNORE_INDEX,
-            fill.float(),
-            fill.float(),
-            fill - 1,
-            fill,
-            torch.ones(left, vocabulary, dtype=torch.float64),
-        )
-    )
-    return tuple(torch.cat(each) for each in zip(*pieces, strict=True))
+def _row(parts: Sequence[Document], length: int) -> dict[str, torch.Tensor]:
+    """Return the fields of one row, and its logits."""
+    fill = torch.zeros(length - sum(len(part["labels"]) for part in parts), dtype=torch.long)
+    vocabulary = parts[0]["logits"].shape[1] if parts else 1
+    padding = {
+        "input_ids": fill,
+        "labels": fill + IGNORE_INDEX,
+        "loss_weights": fill.float(),
+        "position_ids": fill,
+        "reference_log_probs": fill.float(),
+        "document_ids": fill - 1,
+        "logits": torch.ones(len(fill), vocabulary, dtype=torch.float64),
+    }
+    numbered = [{**part, "document_ids": torch.full_like(part["labels"], number)} for number, part in enumerate(parts)]
+    return {name: torch.cat([part[name] for part in (*numbered, padding)]) for name in padding}

@@ -1,4 +1,4 @@
-"""A run of some steps from a configuration, as ``nxdt train`` makes it, for contracts of callbacks and loggers."""
+"""A run of some steps from a configuration, as ``nxdt train`` makes it: for contracts of callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
+
+import numpy as np
 
 from nxdt_core import callback
-from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.distributed.devices import HOST
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataset import DataContext, MapDataset, SplitName
 from nxdt_core.train.run.train import train
+from nxdt_testing.runs.run import run_config
 
-__all__ = ["STEPS", "losses", "no_thread_left", "small_config", "train_small"]
+__all__ = ["STEPS", "Tokens", "losses", "no_thread_left", "small_config", "train_small"]
 
 STEPS = 4
 """Of a whole run; a checkpoint and a validation are made after half of them."""
-_ROOM = Path(__file__).parent
-_PLUGINS = (str(_ROOM / "plugin.py"), str(_ROOM / "engine_parts.py"))
 _GRACE_S = 2.0
 """In which a thread that was asked to end may do so."""
 _ROWS = 260
 """Of the byte tokenizer, and a spare one."""
+_COUNT, _VOCABULARY, _PERIOD = 64, 64, 7
+"""Of the samples: how many, of which tokens, and after how many these repeat."""
 
 
 def small_config(
@@ -32,73 +37,32 @@ def small_config(
     name: str,
     *,
     plugins: Sequence[str] = (),
-    trainer: Mapping[str, Any],
-    exp_manager: Mapping[str, Any],
+    trainer: Mapping[str, Any] | None = None,
+    exp_manager: Mapping[str, Any] | None = None,
 ) -> ResolvedConfig:
     """Return the configuration of a run named ``name`` below ``directory``, with these keys in addition."""
-    half = STEPS // 2
-    run = {
-        "name": name,
-        "seed": 7,
-        "plugins": {"local": [*_PLUGINS, *plugins]},
-        "trainer": {
-            "max_steps": STEPS,
-            "accelerator": HOST.type,
-            "log_every_n_steps": 1,
-            "val_check_interval": half,
-            "limit_val_batches": 1,
-            **trainer,
-        },
-        "exp_manager": {
-            "exp_dir": str(directory),
-            **({} if "loggers" in exp_manager else {"create_tensorboard_logger": False}),
-            **exp_manager,
-        },
-        "checkpoint": {
-            "resume_if_exists": True,
-            "resume_ignore_no_checkpoint": True,
-            "every_n_train_steps": half,
-        },
-        "data": {
-            "name": "contract-tokens",
-            "seq_length": 16,
-            "global_batch_size": 2,
-            "micro_batch_size": 1,
-            "tokenizer": {"library": "byte"},
-        },
-        "model": {
-            "name": "engine-contract",
+    half, loggers = STEPS // 2, exp_manager or {"create_tensorboard_logger": False}
+    return run_config(
+        name=name,
+        plugins=plugins,
+        trainer={"log_every_n_steps": 1, "val_check_interval": half, "limit_val_batches": 1, **(trainer or {})},
+        exp_manager={"exp_dir": str(directory), **loggers},
+        checkpoint={"resume_if_exists": True, "resume_ignore_no_checkpoint": True, "every_n_train_steps": half},
+        data={"name": "contract-tokens", "global_batch_size": 2, "tokenizer": {"library": "byte"}},
+        model={
             "vocab_size": _ROWS,
             "num_layers": 1,
             "moe": {"num_experts": 1, "top_k": 1},
             "optim": {"name": "adamw", "lr": 1e-2, "sched": {"name": "constant"}},
         },
-        "precision": {"type": "fp32"},
-    }
-    return load(run)
+    )
 
 
 def train_small(config: ResolvedConfig) -> Path:
     """Train, and return the run's directory. A callback that the run left out is a failure."""
-    failed, log = _Messages(), logging.getLogger(callback.__name__)
-    log.addHandler(failed)
-    try:
+    with TestCase().assertNoLogs(callback.__name__, logging.WARNING):
         train(config)
-    finally:
-        log.removeHandler(failed)
-    assert not failed.seen, failed.seen[0]
     return config.run_dir
-
-
-class _Messages(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(record.getMessage())
 
 
 @contextmanager
@@ -117,3 +81,31 @@ def losses(run_dir: Path) -> dict[int, float]:
     """Return the loss of each step, in full."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {row["step"]: row["loss"] for row in rows}
+
+
+class Tokens:
+    """A :class:`~nxdt_core.protocols.dataset.DatasetSplits` of sequences that repeat."""
+
+    def __init__(self, config: object, context: DataContext) -> None:
+        self._length = context.seq_length
+
+    def split(self, name: SplitName) -> MapDataset | None:
+        """Return the samples of training and validation."""
+        return None if name == "test" else _Repeating(self._length, 0 if name == "train" else _COUNT)
+
+
+class _Repeating:
+    def __init__(self, length: int, first: int) -> None:
+        self._length, self._first = length, first
+
+    def __len__(self) -> int:
+        return _COUNT
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < _COUNT:
+            raise IndexError(index)
+        tokens = (self._first + index + np.arange(self._length + 1) % _PERIOD) % _VOCABULARY
+        return Sample(input_ids=tokens[:-1], labels=tokens[1:])
+
+    def fingerprint(self) -> str:
+        return f"repeating from {self._first}"

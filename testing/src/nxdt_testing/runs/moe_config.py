@@ -1,4 +1,4 @@
-"""Section ``model`` of the mixture-of-experts test model; no torch, as in any plugin."""
+"""Section ``model`` of the small mixture of experts that contracts train; no torch, as in any plugin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.models.decoder_config import RotaryDecoderConfig
 
 __all__ = ["MoEConfig", "MoEModelConfig"]
 
@@ -34,31 +35,23 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoEModelConfig:
-    """Section ``model`` of a small decoder with mixtures of experts."""
+class MoEModelConfig(RotaryDecoderConfig):
+    """Section ``model`` of a small decoder with mixtures of experts; ``ffn_hidden_size`` is the width of an expert."""
 
     num_layers: PositiveInt = 2
-    """Decoder layers."""
     hidden_size: PositiveInt = 32
-    """Width of the residual stream."""
     ffn_hidden_size: PositiveInt = 32
-    """Width of an expert."""
     num_attention_heads: PositiveInt = 4
-    """Query heads."""
-    num_kv_heads: PositiveInt = 2
-    """Key and value heads."""
+    num_kv_heads: PositiveInt | None = 2
     vocab_size: PositiveInt = 64
-    """Rows of the embedding."""
-    init_method_std: NonNegativeFloat = 0.1
-    """Standard deviation of fresh weights; wide, so that routers tell tokens apart from the start."""
+    init_method_std: NonNegativeFloat = 0.1  # wide, so that routers tell tokens apart from the start
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The mixture of experts."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""
+        yield from RotaryDecoderConfig.check(self)
         if self.moe.top_k > self.moe.num_experts:
             yield "moe.top_k", f"exceeds moe.num_experts ({self.moe.num_experts})"
         if self.moe.capacity_factor is not None and self.moe.capacity_factor <= 0:
             yield "moe.capacity_factor", "must be above 0, or null"
-        if self.hidden_size % (2 * self.num_attention_heads):
-            yield "hidden_size", f"must be a multiple of twice num_attention_heads ({self.num_attention_heads})"

@@ -1,0 +1,91 @@
+"""A model is written as a Hugging Face directory and read back: tests of the contract of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
+from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.config import ReadsHFConfig
+from nxdt_core.config.resolve.bind import read_part
+from nxdt_core.config.resolve.path_values import Locator
+from nxdt_core.config.sources.node import Node, Origin, from_plain
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.model import HFExchange, ModelBuilder
+from nxdt_testing.model_plan import tokens
+
+__all__ = ["ModelExchange"]
+
+
+class ModelExchange:
+    """The tests of what is exchanged."""
+
+    exchanges_with_hf: ClassVar[bool] = True
+    """False for a kind of model that has no form there although the builder exchanges others."""
+
+    @pytest.fixture
+    def exchange(self, builder: ModelBuilder) -> HFExchange:
+        """Return the builder as one that exchanges with Hugging Face; tests of others are skipped."""
+        if not self.exchanges_with_hf or not isinstance(builder, HFExchange):
+            pytest.skip(f"this model of {type(builder).__name__} is not exchanged with Hugging Face")
+        return builder
+
+    def test_a_directory_has_every_parameter_once_and_comes_back(
+        self, builder: ModelBuilder, exchange: HFExchange, model: nn.Module, tmp_path: Path
+    ) -> None:
+        """Under one name each, bit for bit; rows that fill a parameter up are not in the directory."""
+        assert exchange.hf_key_map()
+        found, state = sources(builder), model.state_dict()
+        names = [name for source in found for name in source.hf_names]
+        assert len(set(names)) == len(names)
+        save_hf(tmp_path / "out", builder, state)
+        again = load_hf(tmp_path / "out", builder)
+        users = {user for _, user in builder.plan().tied}
+        assert again.keys() == {name for name, _ in model.named_parameters(remove_duplicate=False)} - users
+        for source in found:
+            rows = source.sections[0] if source.transform == "pad" else None
+            assert torch.equal(again[source.name][:rows], state[source.name][:rows]), source.name
+
+    def test_its_config_json_names_an_architecture_that_it_reads(self, exchange: HFExchange) -> None:
+        """Find the builder by a name or a pattern of ``hf_architectures``."""
+        names = exchange.config_to_hf()["architectures"]
+        assert names
+        assert all(matches_any(exchange.hf_architectures, name) for name in names)
+
+    def test_its_config_json_is_read_back(
+        self, builder: ModelBuilder, exchange: HFExchange, model: nn.Module, tmp_path: Path
+    ) -> None:
+        """Read the file by ``from_hf``, to a model that computes the same and writes the same ``config.json``."""
+        written = json.loads(json.dumps(exchange.config_to_hf()))
+        cls = type(getattr(builder, "config", None))  # what the builder was called with
+        assert issubclass(cls, ReadsHFConfig), f"add the class method from_hf(hf) to {cls.__qualname__}"
+        again = type(builder)(_config_from_hf(cls, written))
+        assert isinstance(again, HFExchange)
+        assert json.loads(json.dumps(again.config_to_hf())) == written
+        save_hf(tmp_path / "out", builder, model.state_dict())
+        other = again.build().eval()
+        other.load_state_dict(load_hf(tmp_path / "out", again), strict=False)  # of tied parameters it has one
+        ids = tokens(again, 2, 9)
+        found = other(ids)
+        expected = model(ids)[..., : found.shape[-1]]  # rows that fill a vocabulary up are not written
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def _config_from_hf(cls: type[ReadsHFConfig], hf: Mapping[str, Any]) -> Any:
+    """Return the section ``model`` that a run gets from a ``config.json`` alone."""
+    origin = Origin(kind="hf", where="config.json")
+    tree = Node({"model": Node({}, origin)}, origin)
+    for key, value in cls.from_hf(hf).items():
+        tree = tree.set(f"model.{key}", from_plain(value, origin))
+    run = make_dataclass("Run", [("model", cls)])  # keys of the section may be aliases of `model.<key>`
+    read, problems = read_part(run, tree, "", Locator(origin.where))
+    assert not problems, f"its section does not take what from_hf returns: {'; '.join(map(str, problems))}"
+    return read.model

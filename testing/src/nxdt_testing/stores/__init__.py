@@ -1,1 +1,0 @@
-"""Stores for tests: in memory, failing on purpose, and used by several processes."""
