@@ -22,7 +22,7 @@ from nxdt_testing.runs.layouts import CP, EP, GATHER, PP, SP, TP, UNSHARDED, ZER
 from nxdt_testing.runs.moe import ADDED
 from nxdt_testing.runs.run import SEED, Run, differing, fresh, global_batch, run_config
 
-__all__ = ["LAYOUTS", "MICRO", "POLICIES", "STEPS", "VOCABULARY", "EngineRuns", "Settings", "falling", "steps"]
+__all__ = ["LAYOUTS", "POLICIES", "EngineRuns", "Settings", "falling", "steps"]
 
 VOCABULARY, MICRO, STEPS = 64, 2, 3
 _STRATEGY = "distributed_strategy"

@@ -247,5 +247,4 @@ def _import_s(module: str) -> float:
 def _probe(seed: str, *path: str) -> dict[str, Any]:
     """What a new process finds under ``PYTHONHASHSEED=seed``: the tests of several plugins share it."""
     del path
-    found: dict[str, Any] = json.loads(in_new_process(_PROBE, PYTHONHASHSEED=seed))
-    return found
+    return dict(json.loads(in_new_process(_PROBE, PYTHONHASHSEED=seed)))

@@ -32,8 +32,6 @@ from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
 __all__ = [
     "EXACT",
-    "LENGTH",
-    "SEED",
     "Parts",
     "Run",
     "differing",
