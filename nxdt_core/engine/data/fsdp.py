@@ -192,12 +192,7 @@ def apply_data_parallel(
             ignored_params=own,
         )
         sharded = _sharded(module, names[0])  # the modules of a group share what is set
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
-        if profile.sums_by_exchange:
-            for group in fsdp_parameter_groups(sharded._get_fsdp_state()):
-                group_sums = ScatteredSum(sums, group.fsdp_params, overlapped=overlapped)
-                cast(Any, sharded).set_custom_reduce_scatter(group_sums)
+        _set_reduction(sharded, sums if profile.sums_by_exchange else None, overlapped=overlapped)
         layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
@@ -210,6 +205,17 @@ def apply_data_parallel(
         _sharded(module, ends.first).set_unshard_in_backward(False)
     _prefetch(module, ends, layers, experts)
     return gathers
+
+
+def _set_reduction(sharded: FSDPModule, sums: ScatteredSums | None, *, overlapped: bool) -> None:
+    """Let FSDP2 sum gradients, without a mean; by ``sums`` where the device's process groups have no reduce-scatter."""
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+    if sums is None:
+        return
+    for group in fsdp_parameter_groups(sharded._get_fsdp_state()):
+        group_sum = ScatteredSum(sums, group.fsdp_params, overlapped=overlapped)
+        cast(Any, sharded).set_custom_reduce_scatter(group_sum)
 
 
 def _prefetch(module: nn.Module, ends: Ends, layers: Sequence[str], experts: Collection[str]) -> None:
