@@ -224,7 +224,7 @@ class AdamUpdates:
     def _factors(self, names: Sequence[str], steps: torch.Tensor) -> torch.Tensor:
         """What the update of each parameter is made with, float32 [names, 9]; computed in float64 [names, …]."""
         groups = [self._groups[name] for name in names]
-        given = torch.tensor([_given(group) for group in groups], dtype=torch.float64)
+        given = torch.tensor([_hyperparameters(group) for group in groups], dtype=torch.float64)
         lr, decay, beta1, beta2, eps, scale = given.to(steps.device, non_blocking=True).unbind(1)
         rate = lr / (1 - beta1**steps)
         root = (1 - beta2**steps).rsqrt()
@@ -234,7 +234,7 @@ class AdamUpdates:
         return torch.stack([1 - beta1, beta2, 1 - beta2, decay, decoupled, root, eps, rate, scale], dim=1).float()
 
 
-def _given(group: Mapping[str, Any]) -> tuple[float, ...]:
+def _hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
     """Numbers of a parameter group, and a scale of gradients that leaves them as they are."""
     return float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]), 1.0
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.context.blocks import documents_over, in_order, shard_of
+from nxdt_core.engine.context.blocks import documents_over, zigzag_shard, zigzag_unshard
 from nxdt_core.engine.context.kernels import dense_heads
 from nxdt_core.engine.context.operator import ContextMethod, shared_attention
 from nxdt_core.engine.mesh import ParallelMesh
@@ -50,7 +50,7 @@ def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
     if batch.position_ids is None:
         positions = torch.arange(length, device=batch.input_ids.device)
         batch = replace(batch, position_ids=positions.expand_as(batch.input_ids))
-    return batch.map(lambda tensor: shard_of(tensor, rank, ranks, dim=1))
+    return batch.map(lambda tensor: zigzag_shard(tensor, rank, ranks, dim=1))
 
 
 def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> torch.Tensor:
@@ -62,7 +62,7 @@ def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> 
     if group is None:
         return tensor
     shards = gather_along(tensor.unsqueeze(0), 0, group)
-    return in_order(shards.unbind(0), dim % tensor.ndim)
+    return zigzag_unshard(shards.unbind(0), dim % tensor.ndim)
 
 
 def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, method: ContextMethod) -> None:

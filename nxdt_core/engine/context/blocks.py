@@ -25,15 +25,15 @@ __all__ = [
     "DocumentChunks",
     "DocumentsOfBatches",
     "SharedSequence",
-    "chunks_of",
     "documents_named",
     "documents_over",
-    "in_order",
     "local_blocks",
     "prefix_blocks",
     "ring_blocks",
-    "runs_of",
-    "shard_of",
+    "zigzag_chunks",
+    "zigzag_runs",
+    "zigzag_shard",
+    "zigzag_unshard",
 ]
 
 
@@ -79,8 +79,8 @@ def ring_blocks(
             documents=_masked(documents, row, key, key + 1),
             window=_windowed(window, chunk, row, key),
         )
-        for rows, row in zip((early, late), chunks_of(rank, ranks), strict=True)
-        for keys, key in zip((early, late), chunks_of(source, ranks), strict=True)
+        for rows, row in zip((early, late), zigzag_chunks(rank, ranks), strict=True)
+        for keys, key in zip((early, late), zigzag_chunks(source, ranks), strict=True)
         if key <= row and _related(documents, window, chunk, row, key)
     ]
     return sorted(blocks, key=lambda block: not block.diagonal)
@@ -121,7 +121,7 @@ def prefix_blocks(
 
 def _halves(rank: int, ranks: int, chunk: int) -> list[tuple[slice, int]]:
     """Return the slice of each of the rank's chunks among its tokens, and the chunk's number."""
-    return list(zip((slice(0, chunk), slice(chunk, 2 * chunk)), chunks_of(rank, ranks), strict=True))
+    return list(zip((slice(0, chunk), slice(chunk, 2 * chunk)), zigzag_chunks(rank, ranks), strict=True))
 
 
 def _related(documents: DocumentChunks | None, window: int | None, chunk: int, row: int, key: int) -> bool:
@@ -188,7 +188,7 @@ class DocumentsOfBatches:
 
     def _gathered(self, document_ids: torch.Tensor) -> DocumentChunks:
         shards = gather_along(document_ids.unsqueeze(0), 0, self.group)
-        ids = in_order(shards.unbind(0), dim=1)
+        ids = zigzag_unshard(shards.unbind(0), dim=1)
         return DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
 
 
@@ -224,25 +224,25 @@ def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ..
     return tuple(tuple(named[code] for code in row) for row in (apart + 2 * one.int()).tolist())
 
 
-def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Return the numbers of the two chunks of ``rank``, in the order in which it holds them."""
     return rank, 2 * ranks - 1 - rank
 
 
-def runs_of(rank: int, ranks: int, length: int) -> list[int]:
+def zigzag_runs(rank: int, ranks: int, length: int) -> list[int]:
     """Return where the chunks of ``rank`` begin and end in a sequence of ``length``, as :attr:`MaskPart.runs` gives
     them."""
     chunk = length // (2 * ranks)
-    return [at for number in chunks_of(rank, ranks) for at in (number * chunk, (number + 1) * chunk)]
+    return [at for number in zigzag_chunks(rank, ranks) for at in (number * chunk, (number + 1) * chunk)]
 
 
-def shard_of(tensor: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
+def zigzag_shard(tensor: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
     """Return the part of ``tensor`` that ``rank`` holds; ``dim`` must divide by twice the ranks."""
     chunks = tensor.tensor_split(2 * ranks, dim)
-    return torch.cat([chunks[chunk] for chunk in chunks_of(rank, ranks)], dim)
+    return torch.cat([chunks[chunk] for chunk in zigzag_chunks(rank, ranks)], dim)
 
 
-def in_order(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the whole sequence from the parts of all ranks: the inverse of :func:`shard_of`."""
+def zigzag_unshard(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return the whole sequence from the parts of all ranks: the inverse of :func:`zigzag_shard`."""
     early, late = zip(*(shard.tensor_split(2, dim) for shard in shards), strict=True)
     return torch.cat((*early, *reversed(late)), dim)

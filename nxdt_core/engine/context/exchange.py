@@ -20,11 +20,11 @@ from nxdt_core.distributed.collectives import scatter_sum_along
 from nxdt_core.engine.context.blocks import (
     DocumentChunks,
     SharedSequence,
-    in_order,
     local_blocks,
     prefix_blocks,
     ring_blocks,
-    shard_of,
+    zigzag_shard,
+    zigzag_unshard,
 )
 from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
 from nxdt_core.engine.context.partial_attention import AttentionGradients, Block, MergedAttention
@@ -177,7 +177,7 @@ def gathered_backward(
     for block in prefix_blocks(*layout):
         sums.add(block, keys, values, grad_keys, grad_values)
     narrow = grad_whole.to(key.dtype)  # as keys and values travel
-    shards = [shard_of(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
+    shards = [zigzag_shard(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
     summed = scatter_sum_along(torch.stack(shards), 0, group)[0]
     grad_key += summed[..., : key.shape[-1]]
     grad_value += summed[..., key.shape[-1] :]
@@ -204,5 +204,5 @@ class _Gathering:
         own order."""
         assert self._work is not None
         self._work.wait()
-        keys, values = in_order(self._all.unbind(0), _SEQUENCE).tensor_split((self._key_width,), -1)
+        keys, values = zigzag_unshard(self._all.unbind(0), _SEQUENCE).tensor_split((self._key_width,), -1)
         return keys, values

@@ -40,14 +40,14 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import fsdp_parameter_groups
 
 __all__ = [
-    "Ends",
+    "OuterModules",
     "apply_data_parallel",
     "begin_micro_batch",
     "check_sums",
     "copies_masters",
-    "ends_of",
     "keeps_experts",
     "needs_sharding",
+    "outer_modules",
 ]
 
 
@@ -78,7 +78,7 @@ def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class OuterModules:
     """What FSDP2 gathers for itself around the layers of a stage: paths of modules, empty where they are part of the
     root."""
 
@@ -93,8 +93,8 @@ class Ends:
         return (self.first, *self.last) if self.first else self.last
 
 
-def ends_of(module: nn.Module, plan: ParallelPlan) -> Ends:
-    """Return the ends of a stage that can be gathered apart from its root.
+def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
+    """Return the modules around the layers of a stage that can be gathered apart from its root.
 
     Those are an embedding that is not tied to the head, and what the plan's pipeline has behind the layers if the head
     is in it. In other models the root is gathered as a whole before the embedding.
@@ -111,7 +111,7 @@ def ends_of(module: nn.Module, plan: ParallelPlan) -> Ends:
         heads = _styled(module, plan, "vocab_head")
         if any(head in behind for head in heads) and _alone(module, behind):
             last = behind
-    return Ends(first=first, last=last)
+    return OuterModules(first=first, last=last)
 
 
 def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[str]:
@@ -177,18 +177,18 @@ def apply_data_parallel(
     if keeps_experts(mesh.sizes, precision):
         own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
-    ends, dense = ends_of(module, plan), _mesh(mesh)
+    outer, dense = outer_modules(module, plan), _mesh(mesh)
     profile = profile_of(torch.device(dense.device_type))
     sums, overlapped = ScatteredSums(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
     parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
-    parts += [((ends.first,), dense)] * bool(ends.first) + [(ends.last, dense)] * bool(ends.last) + [(("",), dense)]
+    parts += [((outer.first,), dense)] * bool(outer.first) + [(outer.last, dense)] * bool(outer.last) + [(("",), dense)]
     for names, where in parts:
         modules = [module.get_submodule(name) for name in names]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=where,
             mp_policy=policy,
-            reshard_after_forward=not keep and names != ends.last,
+            reshard_after_forward=not keep and names != outer.last,
             ignored_params=own,
         )
         sharded = _sharded(module, names[0])  # the modules of a group share what is set
@@ -201,9 +201,9 @@ def apply_data_parallel(
             gathers.append(gather)
     if profile.host:  # which has no streams: without this, a gather that begins early is waited for at once
         _sharded(module, "")._set_unshard_async_op(True)
-    if ends.first:
-        _sharded(module, ends.first).set_unshard_in_backward(False)
-    _prefetch(module, ends, layers, experts)
+    if outer.first:
+        _sharded(module, outer.first).set_unshard_in_backward(False)
+    _prefetch(module, outer, layers, experts)
     return gathers
 
 
@@ -218,13 +218,13 @@ def _set_reduction(sharded: FSDPModule, sums: ScatteredSums | None, *, overlappe
         cast(Any, sharded).set_custom_reduce_scatter(group_sum)
 
 
-def _prefetch(module: nn.Module, ends: Ends, layers: Sequence[str], experts: Collection[str]) -> None:
+def _prefetch(module: nn.Module, outer: OuterModules, layers: Sequence[str], experts: Collection[str]) -> None:
     """Let the gather for each part begin before the part that precedes it runs, forward and backward.
 
     By itself FSDP2 does so in backward alone, and there, with several micro-batches, the first part gathers the last
     one of the micro-batch before.
     """
-    order = [ends.first] * bool(ends.first) + list(layers) + list(ends.last[:1])
+    order = [outer.first] * bool(outer.first) + list(layers) + list(outer.last[:1])
     within = {name: [inner for inner in experts if inner.startswith(f"{name}.")] for name in order}
     for before, here, following in zip([None, *order], order, [*order[1:], None], strict=False):
         inner = within[here]

@@ -44,7 +44,7 @@ class CopiedMasters:
 
     def _copy_of(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         copy = nn.Parameter(_without_memory(master, dtype))
-        copy.register_post_accumulate_grad_hook(_Adding(master))  # type: ignore[no-untyped-call]
+        copy.register_post_accumulate_grad_hook(_AddToMaster(master))  # type: ignore[no-untyped-call]
         return copy
 
     @contextmanager
@@ -69,7 +69,7 @@ class CopiedMasters:
             module._parameters[name] = copy
 
 
-class _Adding:
+class _AddToMaster:
     """Adds the gradient of a copy to that of its master."""
 
     def __init__(self, master: nn.Parameter) -> None:

@@ -92,7 +92,7 @@ def trace_micro_batch(
     of_masters: list[torch.Tensor] = []
     with ExitStack() as stack:
         for parameter in parameters:
-            taken = _taken(gradients, live, masters, of_masters)
+            taken = _gradient_hook(gradients, live, masters, of_masters)
             stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)  # type: ignore[no-untyped-call]
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
@@ -122,7 +122,7 @@ def _backward(output: torch.Tensor) -> None:
     _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _taken(
+def _gradient_hook(
     gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None, of_masters: list[torch.Tensor]
 ) -> Callable[[torch.Tensor], None]:
     """What happens to a parameter that has just received its gradient."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
-from nxdt_core.engine.data.fsdp import Ends, ends_of
+from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
 from nxdt_core.engine.data.gathers import GatherForms
 from nxdt_core.engine.packed_state import stepped_once, unpacked_state
 from nxdt_core.engine.parameters import tables
@@ -133,7 +133,7 @@ def count_parameters(
         state: measures the optimizer state of a shard.
     """
     counts, groups = Counter[str](), Counter[str]()
-    sums, ends = frozenset(partial), ends_of(stage, plan)
+    sums, outer = frozenset(partial), outer_modules(stage, plan)
     narrow, scaled = (frozenset(), frozenset()) if forms is None else (forms.narrow, forms.scaled)
     trained: dict[str, tuple[int, int]] = {}
     held, others = 0.0, tables([stage], plan)
@@ -155,7 +155,7 @@ def count_parameters(
             trained[name] = parameter.numel(), stored
             counts.update(trained=local.numel(), trained_stored=stored, partial=local.numel() * (name in sums))
             held += state(shard, name not in others).held
-        group = _group_of(name, plan, ends)
+        group = _group_of(name, plan, outer)
         groups[group] += local.numel() * (not (expert and keeps))
         counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
     first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
@@ -263,13 +263,13 @@ def _shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (-(-shape[0] // ranks), *shape[1:]) if shape else shape
 
 
-def _group_of(name: str, plan: ParallelPlan, ends: Ends) -> str:
+def _group_of(name: str, plan: ParallelPlan, outer: OuterModules) -> str:
     """The innermost experts or layer that contains ``name``, or the place outside of all."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         path = ".".join(parts[:end])
         if matches_any(plan.experts.modules, path) or matches(plan.recompute_layer, path):
             return path
-        if path == ends.first or path in ends.last:
-            return _FIRST if path == ends.first else _LAST
+        if path == outer.first or path in outer.last:
+            return _FIRST if path == outer.first else _LAST
     return _ROOT

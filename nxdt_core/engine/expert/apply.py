@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from nxdt_core.distributed.collectives import gather_along
-from nxdt_core.engine.context.blocks import chunks_of, in_order
+from nxdt_core.engine.context.blocks import zigzag_chunks, zigzag_unshard
 from nxdt_core.engine.expert.dispatch import AllToAllDispatcher, Sliced
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.layers import local_part
@@ -182,8 +182,8 @@ class ZigZagTokens:
         rank."""
         ranks = self.group.size()
         by_rank = gather_along(counts, 0, self.group).chunk(ranks)
-        chunks = in_order(by_rank, 1)  # [batch, 2 * ranks, experts]
-        mine = list(chunks_of(self.group.rank(), ranks))
+        chunks = zigzag_unshard(by_rank, 1)  # [batch, 2 * ranks, experts]
+        mine = list(zigzag_chunks(self.group.rank(), ranks))
         return exclusive_sum(chunks)[:, mine], chunks.sum((0, 1))
 
 
