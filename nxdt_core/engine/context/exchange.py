@@ -32,6 +32,9 @@ from nxdt_core.torch_versions import all_gather_single
 
 __all__ = ["gathered_backward", "gathered_forward", "ring_backward", "ring_forward"]
 
+_SEQUENCE = 2
+"""The dimension of queries, keys and values that is sharded."""
+
 
 def ring_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SharedSequence
@@ -133,10 +136,6 @@ def _unpacked(packed: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, to
 def _zero_gradients(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     width = key.shape[-1] + value.shape[-1]
     return key.new_zeros((*key.shape[:-1], width), dtype=accumulation_dtype(key.dtype))
-
-
-_SEQUENCE = 2
-"""The dimension of queries, keys and values that is sharded."""
 
 
 def gathered_forward(

@@ -22,7 +22,6 @@ from nxdt_core.models.attention.window import block_rows
 
 __all__ = ["AttentionGradients", "Block", "MergedAttention", "Window", "kernel_for"]
 
-
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
     "masked_flash": MaskedFlashKernel(),
