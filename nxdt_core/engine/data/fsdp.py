@@ -101,7 +101,7 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
     """
     first, last = "", tuple[str, ...]()
     for path in _styled(module, plan, "vocab_embedding"):
-        if type(module.get_submodule(path)) in (nn.Embedding, VocabularyEmbedding) and _alone(module, (path,)):
+        if type(module.get_submodule(path)) in (nn.Embedding, VocabularyEmbedding) and _share_nothing(module, (path,)):
             first = path
     if plan.pipeline is not None:
         parts = {path: part for path, part in module.named_modules() if path in plan.pipeline.last}
@@ -109,7 +109,7 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
             path for path in plan.pipeline.last if path in parts and any(True for _ in parts[path].parameters())
         )
         heads = _styled(module, plan, "vocab_head")
-        if any(head in behind for head in heads) and _alone(module, behind):
+        if any(head in behind for head in heads) and _share_nothing(module, behind):
             last = behind
     return OuterModules(first=first, last=last)
 
@@ -121,7 +121,7 @@ def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[
     return [path for path, part in found if any(True for _ in part.parameters())]
 
 
-def _alone(module: nn.Module, paths: tuple[str, ...]) -> bool:
+def _share_nothing(module: nn.Module, paths: tuple[str, ...]) -> bool:
     """Whether no module but those of ``paths`` has one of their parameters."""
     owners: dict[int, set[bool]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of, placed_like
-from nxdt_core.engine.rounding import BlockKernel, Numbers, StochasticRounding, apart, backend_on
+from nxdt_core.engine.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
 from nxdt_core.models.random.rounding import noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 
@@ -127,7 +127,7 @@ def _round(
     device = shards[0].device
     backend = backend_on(device)
     kernel = BlockKernel(_keep_and_round, backend=backend)
-    keys = apart(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
+    keys = separate_rows(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
     kept = []
     for (parameter, _, place), shard, key in zip(parameters, shards, keys, strict=True):
         copy = torch.empty_like(shard)
