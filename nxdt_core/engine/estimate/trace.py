@@ -89,10 +89,9 @@ def trace_micro_batch(
     before += [parameter.grad for parameter in parameters]
     live = LiveBytes(tensor for tensor in before if tensor is not None)
     wire, kernels = WireBytes(dimensions or {}), AcceleratorKernels(autocast, views)
-    of_masters: list[torch.Tensor] = []
     with ExitStack() as stack:
         for parameter in parameters:
-            taken = _gradient_hook(gradients, live, masters, of_masters)
+            taken = _gradient_hook(gradients, live, masters)
             stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)  # type: ignore[no-untyped-call]
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
@@ -123,9 +122,10 @@ def _backward(output: torch.Tensor) -> None:
 
 
 def _gradient_hook(
-    gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None, of_masters: list[torch.Tensor]
+    gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None
 ) -> Callable[[torch.Tensor], None]:
     """What happens to a parameter that has just received its gradient."""
+    of_masters: list[torch.Tensor] = []  # live until the hook is removed
 
     def hook(parameter: torch.Tensor) -> None:
         if gradients == "fresh" and parameter.grad is not None:
