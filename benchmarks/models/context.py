@@ -23,7 +23,7 @@ from torch import nn
 
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.context.apply import apply_context_parallel
-from nxdt_core.engine.context.blocks import shard_of
+from nxdt_core.engine.context.blocks import zigzag_shard
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -100,8 +100,8 @@ def measure(shape: Shape, rounds: int) -> Times:
         mesh = ParallelMesh.build(MeshSizes(cp=dist.get_world_size()), HOST.type)
         place = {"rank": mesh.rank("cp"), "ranks": mesh.size("cp")}
         *inputs, ids = tensors(shape)
-        local = [shard_of(tensor, **place, dim=2) for tensor in inputs]
-        local_ids = None if ids is None else shard_of(ids, **place, dim=1)
+        local = [zigzag_shard(tensor, **place, dim=2) for tensor in inputs]
+        local_ids = None if ids is None else zigzag_shard(ids, **place, dim=1)
         cores = {method: core(mesh, method) for method in METHODS}
         times: Times = {method: [] for method in METHODS}
         for turn in range(-2, rounds):

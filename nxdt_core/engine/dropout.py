@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from nxdt_core.engine.context.blocks import runs_of
+from nxdt_core.engine.context.blocks import zigzag_runs
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.patterns import matches_any
@@ -41,7 +41,7 @@ def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, 
     for path, part in module.named_modules():
         if not hasattr(part, "salt"):
             continue
-        inside = any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
+        inside = any(matches_any(plan.tensor_blocks, outer) for outer in _enclosing_paths(path))
         if isinstance(part, Dropout) and part.dispatched:
             part.part = RowPart(name=encoded_name(path), feature_part=0 if part.whole else mesh.rank("tp"))
         elif isinstance(part, Dropout):
@@ -77,10 +77,10 @@ def _number_tokens(module: nn.Module, numbers: TokenNumbers) -> None:
 
 def _runs(mesh: ParallelMesh) -> Callable[[int], Sequence[int]]:
     cp = mesh.size("cp")
-    return partial(runs_of, mesh.rank("cp"), cp) if cp > 1 else whole_sequence
+    return partial(zigzag_runs, mesh.rank("cp"), cp) if cp > 1 else whole_sequence
 
 
-def _upwards(path: str) -> list[str]:
+def _enclosing_paths(path: str) -> list[str]:
     """``a.b.c``, ``a.b``, ``a``."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -176,9 +176,9 @@ def dropped_result(
         if isinstance(result, torch.Tensor):
             dropped.add(result, _Recomputed(compute, args, dropped))
         return result
-    result = _Again.apply(compute, *args)  # type: ignore[no-untyped-call]
+    result = _RecomputedFunction.apply(compute, *args)  # type: ignore[no-untyped-call]
     if result.grad_fn is not None:
-        dropped.add(result, _OfGraph(result.grad_fn))
+        dropped.add(result, _FunctionResult(result.grad_fn))
     return result
 
 
@@ -212,8 +212,8 @@ def _source(value: Any, dropped: DroppedTensors) -> Any:
     return recipe
 
 
-class _OfGraph(Dropped):
-    """The result of :class:`_Again`; making it also builds the graph that the backward of that function needs."""
+class _FunctionResult(Dropped):
+    """The result of :class:`_RecomputedFunction`; making it also builds the graph that its backward needs."""
 
     def __init__(self, node: Any) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _OfGraph(Dropped):
         return output.detach()
 
 
-class _Again(torch.autograd.Function):
+class _RecomputedFunction(torch.autograd.Function):
     """Computes a function of tensors without parameters, and keeps the tensors alone."""
 
     @staticmethod

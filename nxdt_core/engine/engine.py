@@ -49,7 +49,7 @@ class TorchEngine:
             config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
         )
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
-        self.rank_info = self._find_rank_info()
+        self.rank_info = self._rank_info()
         use_cache(config.run, profile_of(self.device))
         use_device_settings(config.run.trainer, profile_of(self.device))
 
@@ -62,7 +62,7 @@ class TorchEngine:
         timeout_s = self.ranks.collective_timeout_s
         self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=timeout_s)
 
-    def _find_rank_info(self) -> RankInfo:
+    def _rank_info(self) -> RankInfo:
         mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
         return RankInfo(
             rank=self.ranks.rank,

@@ -165,13 +165,7 @@ def lay_out(
     check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
-    _check_refused(whole, plan, mesh)
-    if options.static_shapes:
-        _check_static(whole, plan)
-    if options.async_tensor_parallel and not options.symmetric_memory:
-        raise NoSymmetricMemory(device_type=options.device_type)
-    if mesh.sizes.ep > 1 and not options.all_to_all:
-        _check_exchange(whole, plan, options)
+    _check_supported(whole, plan, mesh, options)
     _set_dtypes(whole, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
@@ -184,25 +178,13 @@ def lay_out(
     gathers: list[WeightGather] = []
     for module in modules:
         let_take_step(module)
-        if mesh.sizes.tp > 1:
-            apply_tensor_parallel(
-                module,
-                plan,
-                mesh,
-                sequence_parallel=options.sequence_parallel,
-                gathers_again=options.gathers_again,
-                pad_heads=options.pad_heads,
-            )
-        apply_expert_parallel(
-            module, plan, mesh, sequence_parallel=options.sequence_parallel, sliced=options.sliced_tokens
-        )
-        apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
+        _apply_model_parallel(module, plan, mesh, options)
         if mesh.sizes.tp > 1:  # after experts are cut: what tensor parallelism shards has no partial sums
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
         salt_dropouts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
-        gathers += _apply_rest(module, plan, mesh, options, precision)
+        gathers += _finish_stage(module, plan, mesh, options, precision)
     return Stages(
         modules=modules,
         numbers=numbers,
@@ -279,32 +261,48 @@ def _set_dtypes(whole: nn.Module, precision: PrecisionPolicy) -> None:
             parameter.data = parameter.data.to(compute)
 
 
-def _check_refused(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:
+    """Check that the model allows the layout, and that the device type has what the layout needs."""
     dimensions: tuple[Dimension, ...] = ("tp", "pp", "ep", "cp")
     for dimension in dimensions:
         if mesh.size(dimension) > 1 and dimension in plan.refused:
             reason, model = plan.refused[dimension], type(whole).__name__
             raise LayoutRefused(model=model, dimension=dimension, size=mesh.size(dimension), reason=reason)
-
-
-def _check_static(whole: nn.Module, plan: ParallelPlan) -> None:
-    """Refuse routers that give their experts as many tokens as choose them."""
-    for path, experts in routers_of(whole, plan).items():
+    for path, experts in routers_of(whole, plan).items() if options.static_shapes else ():
         router: Any = whole.get_submodule(path)
-        if getattr(router, "capacity_factor", 0) is None:
+        if getattr(router, "capacity_factor", 0) is None:  # experts get as many tokens as choose them
             raise ShapesDependOnData(path=path, experts=experts, top_k=int(router.top_k))
+    if options.async_tensor_parallel and not options.symmetric_memory:
+        raise NoSymmetricMemory(device_type=options.device_type)
+    if mesh.sizes.ep > 1 and not options.all_to_all:
+        for path, chunks in exchange_chunks(whole, plan).items():
+            if chunks > 1:  # ranks would wait for each exchange
+                raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
 
 
-def _check_exchange(whole: nn.Module, plan: ParallelPlan, options: LayoutOptions) -> None:
-    """Refuse chunks of tokens where ranks wait for each exchange."""
-    for path, chunks in exchange_chunks(whole, plan).items():
-        if chunks > 1:
-            raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
+def _apply_model_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:
+    """Shard a stage over tensor and expert parallel ranks."""
+    sequence_parallel = options.sequence_parallel
+    if mesh.sizes.tp > 1:
+        apply_tensor_parallel(
+            module,
+            plan,
+            mesh,
+            sequence_parallel=sequence_parallel,
+            gathers_again=options.gathers_again,
+            pad_heads=options.pad_heads,
+        )
+    apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
+    apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
 
 
-def _apply_rest(
+def _finish_stage(
     module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions, precision: PrecisionPolicy
 ) -> list[WeightGather]:
+    """Apply to a stage what follows tensor and expert parallelism, and return the gathers of its weights.
+
+    The order is fixed: attention, matrix products, the loss, recomputation, compilation, FSDP2.
+    """
     if mesh.sizes.cp > 1:
         apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
     for part in module.modules():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.rounding import Backend, BlockKernel, Numbers, StochasticRounding, apart
+from nxdt_core.engine.rounding import Backend, BlockKernel, Numbers, StochasticRounding, separate_rows
 from nxdt_core.models.random.rounding import KEY_WORDS, noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 
@@ -70,11 +70,11 @@ class StochasticUpdates:
             return
         sizes = {name: math.prod(self._places[name].shape) for name, w in self._weights.items() if w.grad is not None}
         for bucket in in_buckets(sizes):
-            self._borrow(bucket)
+            self._fill_stand_ins(bucket)
             self._optimizer.step()
-            self._give_back(bucket, step)
+            self._round_stand_ins(bucket, step)
 
-    def _borrow(self, names: list[str]) -> None:
+    def _fill_stand_ins(self, names: list[str]) -> None:
         for name in names:
             weight, stand_in = self._weights[name], self.stand_ins[name]
             assert weight.grad is not None
@@ -83,7 +83,7 @@ class StochasticUpdates:
             for leaf in self._narrow(name, torch.bfloat16):
                 state[leaf] = state[leaf].float()
 
-    def _give_back(self, names: list[str], step: int) -> None:
+    def _round_stand_ins(self, names: list[str], step: int) -> None:
         rounded = []
         for name in names:
             state = self._optimizer.state[self.stand_ins[name]]
@@ -93,7 +93,7 @@ class StochasticUpdates:
                 state[leaf] = target
             rounded.append((name, name, self._weights[name].detach(), self.stand_ins[name].data))
         keys = self._rounding.keys(step, [key for _, key, _, _ in rounded], rounded[0][2].device)
-        for (name, _, target, values), key in zip(rounded, apart(keys, self._backend), strict=True):
+        for (name, _, target, values), key in zip(rounded, separate_rows(keys, self._backend), strict=True):
             self._kernel(self._places[name], (target, values), key)
         for name in names:
             stand_in = self.stand_ins[name]
@@ -196,8 +196,8 @@ class AdamUpdates:
         taken = 1.0 if rejected is None else 1.0 - rejected
         factors = self._factors(names, torch.stack([state["step"] for state in states]).double() + taken)
         keys = self._rounding.keys(step, [f"{name}{leaf}" for name in names for leaf in self._leaves], device)
-        of_leaves = apart(keys.view(len(names), len(self._leaves), KEY_WORDS), self._backend)
-        shared = apart(factors, self._backend)
+        of_leaves = separate_rows(keys.view(len(names), len(self._leaves), KEY_WORDS), self._backend)
+        shared = separate_rows(factors, self._backend)
         for name, state, key, factor in zip(names, states, of_leaves, shared, strict=True):
             weight = self._weights[name].detach()
             tensors = (weight, gradients[name], state["exp_avg"], state["exp_avg_sq"])
@@ -224,7 +224,7 @@ class AdamUpdates:
     def _factors(self, names: Sequence[str], steps: torch.Tensor) -> torch.Tensor:
         """What the update of each parameter is made with, float32 [names, 9]; computed in float64 [names, …]."""
         groups = [self._groups[name] for name in names]
-        given = torch.tensor([_given(group) for group in groups], dtype=torch.float64)
+        given = torch.tensor([_hyperparameters(group) for group in groups], dtype=torch.float64)
         lr, decay, beta1, beta2, eps, scale = given.to(steps.device, non_blocking=True).unbind(1)
         rate = lr / (1 - beta1**steps)
         root = (1 - beta2**steps).rsqrt()
@@ -234,7 +234,7 @@ class AdamUpdates:
         return torch.stack([1 - beta1, beta2, 1 - beta2, decay, decoupled, root, eps, rate, scale], dim=1).float()
 
 
-def _given(group: Mapping[str, Any]) -> tuple[float, ...]:
+def _hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
     """Numbers of a parameter group, and a scale of gradients that leaves them as they are."""
     return float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]), 1.0
 

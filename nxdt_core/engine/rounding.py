@@ -30,10 +30,10 @@ __all__ = [
     "BlockKernel",
     "Numbers",
     "StochasticRounding",
-    "apart",
     "backend_on",
     "can_compile",
     "masters_rounded",
+    "separate_rows",
     "updates_rounded",
 ]
 
@@ -92,7 +92,7 @@ class Numbers:
         return element_numbers(self.first, elements.numel(), self.columns, self.gap)
 
 
-def apart(table: torch.Tensor, backend: Backend) -> list[torch.Tensor]:
+def separate_rows(table: torch.Tensor, backend: Backend) -> list[torch.Tensor]:
     """Return the rows of a small table in the form that kernels of ``backend`` take.
 
     For ``torch.compile``, each row has separate memory, and all are copied together. Compiled code would otherwise
@@ -122,7 +122,7 @@ class BlockKernel:
         Args:
             place: of the shard; zeros that fill up a padded one get numbers that are not used.
             tensors: of the shard's shape, all on one device; the function gets them flat.
-            others: what all elements share; tensors are rows of :func:`apart`, or scalars.
+            others: what all elements share; tensors are rows of :func:`separate_rows`, or scalars.
         """
         shard = tensors[0]
         if not shard.numel():
@@ -197,7 +197,7 @@ def _rows(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 @functools.lru_cache(maxsize=4096)
 def _numbers(rows: Rows, device: torch.device) -> Numbers:
-    """Kept from step to step; layers share theirs. Each number has separate memory, as in :func:`apart`."""
+    """Kept from step to step; layers share theirs. Each number has separate memory, as in :func:`separate_rows`."""
     values = (rows.first, rows.columns, rows.gap) if rows.count > 1 else (rows.first,)
     int32s = ((value + 2**31) % 2**32 - 2**31 for value in values)  # equal modulo 2³²
     return Numbers(*(torch.tensor(value, dtype=torch.int32, device=device) for value in int32s))

@@ -77,9 +77,9 @@ def cut_stage(
     if plan.pipeline is None:
         raise PipelinePlanMissing(stages=stages)
     names = [f"{plan.pipeline.layers}.{key}" for key, _ in _layers(module, plan.pipeline).named_children()]
-    shares = stage_layers(names, stages, cuts)
-    _check_tied(plan, plan.pipeline, shares)
-    with _only(_layers(module, plan.pipeline), [name.rpartition(".")[2] for name in shares[stage]]):
+    of_stages = stage_layers(names, stages, cuts)
+    _check_tied(plan, plan.pipeline, of_stages)
+    with _only(_layers(module, plan.pipeline), [name.rpartition(".")[2] for name in of_stages[stage]]):
         part = copy.deepcopy(module)
     absent = [
         *(plan.pipeline.first if stage > 0 else ()),
@@ -110,12 +110,12 @@ def _layers(module: nn.Module, pipeline: PipelinePlan) -> nn.ModuleDict:
     return layers
 
 
-def _check_tied(plan: ParallelPlan, pipeline: PipelinePlan, shares: Sequence[Sequence[str]]) -> None:
+def _check_tied(plan: ParallelPlan, pipeline: PipelinePlan, layers: Sequence[Sequence[str]]) -> None:
     """Layers may be tied within a stage; the modules before and after the layers also across the whole pipeline."""
-    final = len(shares) - 1
+    final = len(layers) - 1
 
     def stage_of(parameter: str) -> int:
-        for stage, names in enumerate(shares):
+        for stage, names in enumerate(layers):
             if _within(parameter, names):
                 return stage
         return final if _within(parameter, pipeline.last) else 0

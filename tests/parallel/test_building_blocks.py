@@ -17,7 +17,7 @@ from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
 from nxdt_core.engine.tensor.heads import PaddedDim
-from nxdt_core.engine.tensor.layers import OfFeatures
+from nxdt_core.engine.tensor.layers import FeatureShard
 from nxdt_core.engine.weights import allocate, check_rules, draw_piece
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule
@@ -104,7 +104,7 @@ def test_a_buffer_that_nothing_computes_is_refused(sharded: bool) -> None:
         module: nn.Module = HeadValues()
         if sharded:
             spread = PaddedDim(dim=0, block=2, starts=(0, 2), counts=(2, 2))
-            module = OfFeatures(module, {}, spread, lambda whole: whole[2:])
+            module = FeatureShard(module, {}, spread, lambda whole: whole[2:])
     with raises(BuffersNotReset, match=r"buffers 'gain' hold"):
         allocate(module, torch.device("cpu"))
     assert torch.equal(module.slope, torch.full((2 if sharded else 4,), 0.5))

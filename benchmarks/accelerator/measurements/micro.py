@@ -11,7 +11,7 @@ from accelerator.bench import Bench
 from nxdt_core.distributed.devices import HOST, peak_flops, profile_of
 from nxdt_core.engine.layout import block_attention
 from nxdt_core.engine.rounded_updates import round_into
-from nxdt_core.engine.rounding import BlockKernel, apart, backend_on
+from nxdt_core.engine.rounding import BlockKernel, backend_on, separate_rows
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.random.rounding import rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -101,7 +101,7 @@ def _rounding(bench: Bench, repeats: int, copy: float) -> None:
     values = torch.randn(elements, device=bench.device)
     target = torch.empty(elements, device=bench.device, dtype=torch.bfloat16)
     backend = backend_on(bench.device) if bench.compiles else "eager"
-    (key,) = apart(torch.tensor([rounding_key(0, "rounding")], dtype=torch.int32, device=bench.device), backend)
+    (key,) = separate_rows(torch.tensor([rounding_key(0, "rounding")], dtype=torch.int32, device=bench.device), backend)
     kernel = BlockKernel(round_into, backend=backend)
     place = ParameterShard(shape=(elements,), box=Box.whole((elements,)))
     seconds = bench.seconds(lambda: kernel(place, (target, values), key), repeats)

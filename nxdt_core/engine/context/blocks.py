@@ -25,16 +25,118 @@ __all__ = [
     "DocumentChunks",
     "DocumentsOfBatches",
     "SharedSequence",
-    "chunks_of",
     "documents_named",
     "documents_over",
-    "in_order",
     "local_blocks",
     "prefix_blocks",
     "ring_blocks",
-    "runs_of",
-    "shard_of",
+    "zigzag_chunks",
+    "zigzag_runs",
+    "zigzag_shard",
+    "zigzag_unshard",
 ]
+
+Relation = Literal["apart", "mixed", "one"]
+"""Of two chunks, over all rows of the batch: no document in common, one document that fills both, or neither."""
+
+
+def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Return the numbers of the two chunks of ``rank``, in the order in which it holds them."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def zigzag_runs(rank: int, ranks: int, length: int) -> list[int]:
+    """Return where the chunks of ``rank`` begin and end in a sequence of ``length``, as :attr:`MaskPart.runs` gives
+    them."""
+    chunk = length // (2 * ranks)
+    return [at for number in zigzag_chunks(rank, ranks) for at in (number * chunk, (number + 1) * chunk)]
+
+
+def zigzag_shard(tensor: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
+    """Return the part of ``tensor`` that ``rank`` holds; ``dim`` must divide by twice the ranks."""
+    chunks = tensor.tensor_split(2 * ranks, dim)
+    return torch.cat([chunks[chunk] for chunk in zigzag_chunks(rank, ranks)], dim)
+
+
+def zigzag_unshard(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return the whole sequence from the parts of all ranks: the inverse of :func:`zigzag_shard`."""
+    early, late = zip(*(shard.tensor_split(2, dim) for shard in shards), strict=True)
+    return torch.cat((*early, *reversed(late)), dim)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentChunks:
+    """The documents of one micro-batch, cut into the chunks that ranks hold."""
+
+    ids: torch.Tensor
+    """int64 [batch, seq], of the whole sequence in its own order."""
+    relations: tuple[tuple[Relation, ...], ...]
+    """By the numbers of two chunks."""
+
+    def of(self, first: int, stop: int) -> torch.Tensor:
+        """Return the ids [batch, tokens] of the chunks ``first`` … ``stop - 1``."""
+        chunk = self.ids.shape[1] // len(self.relations)
+        return self.ids[:, first * chunk : stop * chunk]
+
+
+class DocumentsOfBatches:
+    """Gathers each micro-batch's ids once for all layers.
+
+    They are cached under the identity of the tensor of local ids and freed with it. A whole micro-batch sends eight
+    bytes per token and reads one result on the host; if ids were sent with keys and values, every layer would do so.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._known: MutableMapping[torch.Tensor, tuple[int, DocumentChunks]] = WeakTensorKeyDictionary()
+
+    def __call__(self, document_ids: torch.Tensor) -> DocumentChunks:
+        """Return the chunks of a micro-batch from this rank's ids [batch, seq / ranks]. Collective for new ids."""
+        if document_ids.is_inference():  # does not track in-place changes
+            return self._gathered(document_ids)
+        known = self._known.get(document_ids)
+        if known is not None and known[0] == document_ids._version:
+            return known[1]
+        chunks = self._gathered(document_ids)
+        self._known[document_ids] = (document_ids._version, chunks)
+        return chunks
+
+    def _gathered(self, document_ids: torch.Tensor) -> DocumentChunks:
+        shards = gather_along(document_ids.unsqueeze(0), 0, self.group)
+        ids = zigzag_unshard(shards.unbind(0), dim=1)
+        return DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
+
+
+_OVER: dict[str, DocumentsOfBatches] = {}
+
+
+def documents_over(group: dist.ProcessGroup) -> DocumentsOfBatches:
+    """Return the documents of all micro-batches that the ranks of ``group`` share."""
+    known = _OVER.get(group.group_name)
+    if known is None or known.group is not group:
+        known = _OVER[group.group_name] = DocumentsOfBatches(group)
+    return known
+
+
+def documents_named(group_name: str) -> DocumentsOfBatches:
+    """Return the documents of a group that :func:`documents_over` saw before: operators are given names, not groups."""
+    return _OVER[group_name]
+
+
+def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ...]:
+    if ids.is_meta:  # an estimate, which knows no ids and must assume the most
+        assumed: Relation = "mixed"
+        return ((assumed,) * chunks,) * chunks
+    _, dense = torch.unique(ids, return_inverse=True)  # numbers from 0, independent of the ids' values
+    by_chunk = torch.stack(dense.tensor_split(chunks, 1))  # [chunks, batch, tokens]
+    present = torch.zeros(*by_chunk.shape[:2], int(dense.max()) + 1, device=ids.device)
+    present.scatter_(2, by_chunk, 1.0)
+    common = torch.einsum("rbd,kbd->rkb", present, present)
+    apart = (common == 0).all(-1)
+    single = (present.sum(-1) == 1).all(-1)
+    one = (common == 1).all(-1) & single & single[:, None]
+    named: tuple[Relation, ...] = ("mixed", "apart", "one")
+    return tuple(tuple(named[code] for code in row) for row in (apart + 2 * one.int()).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +181,8 @@ def ring_blocks(
             documents=_masked(documents, row, key, key + 1),
             window=_windowed(window, chunk, row, key),
         )
-        for rows, row in zip((early, late), chunks_of(rank, ranks), strict=True)
-        for keys, key in zip((early, late), chunks_of(source, ranks), strict=True)
+        for rows, row in zip((early, late), zigzag_chunks(rank, ranks), strict=True)
+        for keys, key in zip((early, late), zigzag_chunks(source, ranks), strict=True)
         if key <= row and _related(documents, window, chunk, row, key)
     ]
     return sorted(blocks, key=lambda block: not block.diagonal)
@@ -121,7 +223,7 @@ def prefix_blocks(
 
 def _halves(rank: int, ranks: int, chunk: int) -> list[tuple[slice, int]]:
     """Return the slice of each of the rank's chunks among its tokens, and the chunk's number."""
-    return list(zip((slice(0, chunk), slice(chunk, 2 * chunk)), chunks_of(rank, ranks), strict=True))
+    return list(zip((slice(0, chunk), slice(chunk, 2 * chunk)), zigzag_chunks(rank, ranks), strict=True))
 
 
 def _related(documents: DocumentChunks | None, window: int | None, chunk: int, row: int, key: int) -> bool:
@@ -143,106 +245,3 @@ def _masked(
     if documents is None or all(documents.relations[row][key] == "one" for key in range(first, stop)):
         return None
     return documents.of(row, row + 1), documents.of(first, stop)
-
-
-Relation = Literal["apart", "mixed", "one"]
-"""Of two chunks, over all rows of the batch: no document in common, one document that fills both, or neither."""
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentChunks:
-    """The documents of one micro-batch, cut into the chunks that ranks hold."""
-
-    ids: torch.Tensor
-    """int64 [batch, seq], of the whole sequence in its own order."""
-    relations: tuple[tuple[Relation, ...], ...]
-    """By the numbers of two chunks."""
-
-    def of(self, first: int, stop: int) -> torch.Tensor:
-        """Return the ids [batch, tokens] of the chunks ``first`` … ``stop - 1``."""
-        chunk = self.ids.shape[1] // len(self.relations)
-        return self.ids[:, first * chunk : stop * chunk]
-
-
-class DocumentsOfBatches:
-    """Gathers each micro-batch's ids once for all layers.
-
-    They are cached under the identity of the tensor of local ids and freed with it. A whole micro-batch sends eight
-    bytes per token and reads one result on the host; if ids were sent with keys and values, every layer would do so.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._known: MutableMapping[torch.Tensor, tuple[int, DocumentChunks]] = WeakTensorKeyDictionary()
-
-    def __call__(self, document_ids: torch.Tensor) -> DocumentChunks:
-        """Return the chunks of a micro-batch from this rank's ids [batch, seq / ranks]. Collective for new ids."""
-        if document_ids.is_inference():  # does not track in-place changes
-            return self._gathered(document_ids)
-        known = self._known.get(document_ids)
-        if known is not None and known[0] == document_ids._version:
-            return known[1]
-        chunks = self._gathered(document_ids)
-        self._known[document_ids] = (document_ids._version, chunks)
-        return chunks
-
-    def _gathered(self, document_ids: torch.Tensor) -> DocumentChunks:
-        shards = gather_along(document_ids.unsqueeze(0), 0, self.group)
-        ids = in_order(shards.unbind(0), dim=1)
-        return DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
-
-
-_OVER: dict[str, DocumentsOfBatches] = {}
-
-
-def documents_over(group: dist.ProcessGroup) -> DocumentsOfBatches:
-    """Return the documents of all micro-batches that the ranks of ``group`` share."""
-    known = _OVER.get(group.group_name)
-    if known is None or known.group is not group:
-        known = _OVER[group.group_name] = DocumentsOfBatches(group)
-    return known
-
-
-def documents_named(group_name: str) -> DocumentsOfBatches:
-    """Return the documents of a group that :func:`documents_over` saw before: operators are given names, not groups."""
-    return _OVER[group_name]
-
-
-def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ...]:
-    if ids.is_meta:  # an estimate, which knows no ids and must assume the most
-        assumed: Relation = "mixed"
-        return ((assumed,) * chunks,) * chunks
-    _, dense = torch.unique(ids, return_inverse=True)  # numbers from 0, independent of the ids' values
-    by_chunk = torch.stack(dense.tensor_split(chunks, 1))  # [chunks, batch, tokens]
-    present = torch.zeros(*by_chunk.shape[:2], int(dense.max()) + 1, device=ids.device)
-    present.scatter_(2, by_chunk, 1.0)
-    common = torch.einsum("rbd,kbd->rkb", present, present)
-    apart = (common == 0).all(-1)
-    single = (present.sum(-1) == 1).all(-1)
-    one = (common == 1).all(-1) & single & single[:, None]
-    named: tuple[Relation, ...] = ("mixed", "apart", "one")
-    return tuple(tuple(named[code] for code in row) for row in (apart + 2 * one.int()).tolist())
-
-
-def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the numbers of the two chunks of ``rank``, in the order in which it holds them."""
-    return rank, 2 * ranks - 1 - rank
-
-
-def runs_of(rank: int, ranks: int, length: int) -> list[int]:
-    """Return where the chunks of ``rank`` begin and end in a sequence of ``length``, as :attr:`MaskPart.runs` gives
-    them."""
-    chunk = length // (2 * ranks)
-    return [at for number in chunks_of(rank, ranks) for at in (number * chunk, (number + 1) * chunk)]
-
-
-def shard_of(tensor: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
-    """Return the part of ``tensor`` that ``rank`` holds; ``dim`` must divide by twice the ranks."""
-    chunks = tensor.tensor_split(2 * ranks, dim)
-    return torch.cat([chunks[chunk] for chunk in chunks_of(rank, ranks)], dim)
-
-
-def in_order(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the whole sequence from the parts of all ranks: the inverse of :func:`shard_of`."""
-    early, late = zip(*(shard.tensor_split(2, dim) for shard in shards), strict=True)
-    return torch.cat((*early, *reversed(late)), dim)

@@ -20,17 +20,20 @@ from nxdt_core.distributed.collectives import scatter_sum_along
 from nxdt_core.engine.context.blocks import (
     DocumentChunks,
     SharedSequence,
-    in_order,
     local_blocks,
     prefix_blocks,
     ring_blocks,
-    shard_of,
+    zigzag_shard,
+    zigzag_unshard,
 )
 from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
 from nxdt_core.engine.context.partial_attention import AttentionGradients, Block, MergedAttention
 from nxdt_core.torch_versions import all_gather_single
 
 __all__ = ["gathered_backward", "gathered_forward", "ring_backward", "ring_forward"]
+
+_SEQUENCE = 2
+"""The dimension of queries, keys and values that is sharded."""
 
 
 def ring_forward(
@@ -135,10 +138,6 @@ def _zero_gradients(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return key.new_zeros((*key.shape[:-1], width), dtype=accumulation_dtype(key.dtype))
 
 
-_SEQUENCE = 2
-"""The dimension of queries, keys and values that is sharded."""
-
-
 def gathered_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SharedSequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +176,7 @@ def gathered_backward(
     for block in prefix_blocks(*layout):
         sums.add(block, keys, values, grad_keys, grad_values)
     narrow = grad_whole.to(key.dtype)  # as keys and values travel
-    shards = [shard_of(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
+    shards = [zigzag_shard(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
     summed = scatter_sum_along(torch.stack(shards), 0, group)[0]
     grad_key += summed[..., : key.shape[-1]]
     grad_value += summed[..., key.shape[-1] :]
@@ -204,5 +203,5 @@ class _Gathering:
         own order."""
         assert self._work is not None
         self._work.wait()
-        keys, values = in_order(self._all.unbind(0), _SEQUENCE).tensor_split((self._key_width,), -1)
+        keys, values = zigzag_unshard(self._all.unbind(0), _SEQUENCE).tensor_split((self._key_width,), -1)
         return keys, values

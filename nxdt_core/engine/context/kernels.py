@@ -26,7 +26,7 @@ __all__ = [
     "dense_heads",
 ]
 
-
+_HALF_TYPES = (torch.bfloat16, torch.float16)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of query, key and value."""
 
@@ -150,9 +150,6 @@ def _scores(query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> torch.T
 def _grouped(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """[batch, heads, rows, …] to [batch, kv_heads, heads / kv_heads x rows, …]."""
     return tensor.reshape(tensor.shape[0], key.shape[1], -1, tensor.shape[-1])
-
-
-_HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class MaskedFlashKernel:

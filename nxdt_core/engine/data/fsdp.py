@@ -40,14 +40,14 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import fsdp_parameter_groups
 
 __all__ = [
-    "Ends",
+    "OuterModules",
     "apply_data_parallel",
     "begin_micro_batch",
     "check_sums",
     "copies_masters",
-    "ends_of",
     "keeps_experts",
     "needs_sharding",
+    "outer_modules",
 ]
 
 
@@ -78,7 +78,7 @@ def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class OuterModules:
     """What FSDP2 gathers for itself around the layers of a stage: paths of modules, empty where they are part of the
     root."""
 
@@ -93,15 +93,15 @@ class Ends:
         return (self.first, *self.last) if self.first else self.last
 
 
-def ends_of(module: nn.Module, plan: ParallelPlan) -> Ends:
-    """Return the ends of a stage that can be gathered apart from its root.
+def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
+    """Return the modules around the layers of a stage that can be gathered apart from its root.
 
     Those are an embedding that is not tied to the head, and what the plan's pipeline has behind the layers if the head
     is in it. In other models the root is gathered as a whole before the embedding.
     """
     first, last = "", tuple[str, ...]()
     for path in _styled(module, plan, "vocab_embedding"):
-        if type(module.get_submodule(path)) in (nn.Embedding, VocabularyEmbedding) and _alone(module, (path,)):
+        if type(module.get_submodule(path)) in (nn.Embedding, VocabularyEmbedding) and _share_nothing(module, (path,)):
             first = path
     if plan.pipeline is not None:
         parts = {path: part for path, part in module.named_modules() if path in plan.pipeline.last}
@@ -109,9 +109,9 @@ def ends_of(module: nn.Module, plan: ParallelPlan) -> Ends:
             path for path in plan.pipeline.last if path in parts and any(True for _ in parts[path].parameters())
         )
         heads = _styled(module, plan, "vocab_head")
-        if any(head in behind for head in heads) and _alone(module, behind):
+        if any(head in behind for head in heads) and _share_nothing(module, behind):
             last = behind
-    return Ends(first=first, last=last)
+    return OuterModules(first=first, last=last)
 
 
 def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[str]:
@@ -121,7 +121,7 @@ def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[
     return [path for path, part in found if any(True for _ in part.parameters())]
 
 
-def _alone(module: nn.Module, paths: tuple[str, ...]) -> bool:
+def _share_nothing(module: nn.Module, paths: tuple[str, ...]) -> bool:
     """Whether no module but those of ``paths`` has one of their parameters."""
     owners: dict[int, set[bool]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -177,27 +177,22 @@ def apply_data_parallel(
     if keeps_experts(mesh.sizes, precision):
         own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
-    ends, dense = ends_of(module, plan), _mesh(mesh)
+    outer, dense = outer_modules(module, plan), _mesh(mesh)
     profile = profile_of(torch.device(dense.device_type))
     sums, overlapped = ScatteredSums(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
     parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
-    parts += [((ends.first,), dense)] * bool(ends.first) + [(ends.last, dense)] * bool(ends.last) + [(("",), dense)]
+    parts += [((outer.first,), dense)] * bool(outer.first) + [(outer.last, dense)] * bool(outer.last) + [(("",), dense)]
     for names, where in parts:
         modules = [module.get_submodule(name) for name in names]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=where,
             mp_policy=policy,
-            reshard_after_forward=not keep and names != ends.last,
+            reshard_after_forward=not keep and names != outer.last,
             ignored_params=own,
         )
         sharded = _sharded(module, names[0])  # the modules of a group share what is set
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
-        if profile.sums_by_exchange:
-            for group in fsdp_parameter_groups(sharded._get_fsdp_state()):
-                group_sums = ScatteredSum(sums, group.fsdp_params, overlapped=overlapped)
-                cast(Any, sharded).set_custom_reduce_scatter(group_sums)
+        _set_reduction(sharded, sums if profile.sums_by_exchange else None, overlapped=overlapped)
         layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
@@ -206,19 +201,30 @@ def apply_data_parallel(
             gathers.append(gather)
     if profile.host:  # which has no streams: without this, a gather that begins early is waited for at once
         _sharded(module, "")._set_unshard_async_op(True)
-    if ends.first:
-        _sharded(module, ends.first).set_unshard_in_backward(False)
-    _prefetch(module, ends, layers, experts)
+    if outer.first:
+        _sharded(module, outer.first).set_unshard_in_backward(False)
+    _prefetch(module, outer, layers, experts)
     return gathers
 
 
-def _prefetch(module: nn.Module, ends: Ends, layers: Sequence[str], experts: Collection[str]) -> None:
+def _set_reduction(sharded: FSDPModule, sums: ScatteredSums | None, *, overlapped: bool) -> None:
+    """Let FSDP2 sum gradients, without a mean; by ``sums`` where the device's process groups have no reduce-scatter."""
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+    if sums is None:
+        return
+    for group in fsdp_parameter_groups(sharded._get_fsdp_state()):
+        group_sum = ScatteredSum(sums, group.fsdp_params, overlapped=overlapped)
+        cast(Any, sharded).set_custom_reduce_scatter(group_sum)
+
+
+def _prefetch(module: nn.Module, outer: OuterModules, layers: Sequence[str], experts: Collection[str]) -> None:
     """Let the gather for each part begin before the part that precedes it runs, forward and backward.
 
     By itself FSDP2 does so in backward alone, and there, with several micro-batches, the first part gathers the last
     one of the micro-batch before.
     """
-    order = [ends.first] * bool(ends.first) + list(layers) + list(ends.last[:1])
+    order = [outer.first] * bool(outer.first) + list(layers) + list(outer.last[:1])
     within = {name: [inner for inner in experts if inner.startswith(f"{name}.")] for name in order}
     for before, here, following in zip([None, *order], order, [*order[1:], None], strict=False):
         inner = within[here]

@@ -62,7 +62,7 @@ def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
     They are the weights of linear layers that the plan lets tensor parallelism cut, and of experts.
     """
     layers = product_layers(module, plan)
-    found = {f"{path}.weight" for path, layer, _ in layers if _product_alone(layer)}
+    found = {f"{path}.weight" for path, layer, _ in layers if _only_multiplied(layer)}
     for path, part in module.named_modules():
         if isinstance(part, SwiGLUExperts) and matches_any(plan.experts.modules, path) and not part.updates:
             found |= {f"{path}.{name}" for name in _EXPERTS}
@@ -77,12 +77,12 @@ def scaled_weights(module: nn.Module, plan: ParallelPlan) -> dict[str, ScaledCas
     found: dict[str, ScaledCast] = {}
     for path, layer, _ in product_layers(module, plan):
         way = getattr(getattr(layer, "product", None), "gathered", None)
-        if way is not None and _product_alone(layer):
+        if way is not None and _only_multiplied(layer):
             found[f"{path}.weight"] = way
     return found
 
 
-def _product_alone(layer: Any) -> bool:
+def _only_multiplied(layer: Any) -> bool:
     """Whether nothing but the product of a linear layer reads its weight."""
     update = getattr(layer, "update", None)
     return update is None or not getattr(update, "reads_weight", True)
@@ -154,7 +154,7 @@ class WeightGather:
     ) -> dist.Work | None:
         """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
         dtype, scales = input_tensor.dtype, self._scales
-        forms = [self._now(segment, dtype, scales) for segment in self._segments]
+        forms = [self._current_form(segment, dtype, scales) for segment in self._segments]
         if all(form == "whole" for form in forms) or not dtype.is_floating_point:
             work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
@@ -178,7 +178,7 @@ class WeightGather:
             return None
         return _Unpacking(work, unpack)
 
-    def _now(self, segment: _Segment, dtype: torch.dtype, scales: dict[str, torch.Tensor]) -> _Form:
+    def _current_form(self, segment: _Segment, dtype: torch.dtype, scales: dict[str, torch.Tensor]) -> _Form:
         if segment.form == "scaled" and segment.name in scales:
             return "scaled"
         # Without a scale, the product casts what arrives to the dtype that it computes in, too.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of, placed_like
-from nxdt_core.engine.rounding import BlockKernel, Numbers, StochasticRounding, apart, backend_on
+from nxdt_core.engine.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
 from nxdt_core.models.random.rounding import noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 
@@ -44,7 +44,7 @@ class CopiedMasters:
 
     def _copy_of(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         copy = nn.Parameter(_without_memory(master, dtype))
-        copy.register_post_accumulate_grad_hook(_Adding(master))  # type: ignore[no-untyped-call]
+        copy.register_post_accumulate_grad_hook(_AddToMaster(master))  # type: ignore[no-untyped-call]
         return copy
 
     @contextmanager
@@ -69,7 +69,7 @@ class CopiedMasters:
             module._parameters[name] = copy
 
 
-class _Adding:
+class _AddToMaster:
     """Adds the gradient of a copy to that of its master."""
 
     def __init__(self, master: nn.Parameter) -> None:
@@ -127,7 +127,7 @@ def _round(
     device = shards[0].device
     backend = backend_on(device)
     kernel = BlockKernel(_keep_and_round, backend=backend)
-    keys = apart(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
+    keys = separate_rows(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
     kept = []
     for (parameter, _, place), shard, key in zip(parameters, shards, keys, strict=True):
         copy = torch.empty_like(shard)

@@ -27,7 +27,7 @@ Phase = Literal["activations", "logits", "workspace", "gradients"]
 """``activations`` are made by a stage's forward, ``logits`` are its last output, the loss and their gradients,
 ``workspace`` is what backward needs on the way (recomputed activations included), ``gradients`` are of parameters."""
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_MOST = 100_000
+_CACHE_ENTRIES = 100_000
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _known: dict[tuple[Any, ...], tuple[_Form, ...] | None] = {}
 """Sizes, strides and dtypes of the results by operator and inputs; None where they are to be computed each time."""
@@ -193,7 +193,7 @@ def meta_result(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in forms]
         return made[0] if len(made) == 1 else tuple(made)
     result = func(*args, **kwargs)
-    if len(_known) < _MOST:
+    if len(_known) < _CACHE_ENTRIES:
         _known[key] = _forms(result, (args, kwargs))
     return result
 

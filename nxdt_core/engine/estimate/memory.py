@@ -12,7 +12,7 @@ from nxdt_core.engine.pipeline.schedules import Operation
 from nxdt_core.protocols.parallel.estimate import Memory
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
-__all__ = ["Storage", "fullest_moment"]
+__all__ = ["Storage", "peak_memory"]
 
 _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -73,7 +73,7 @@ class Storage:
         return "sharded" if self.copied else "accumulated"  # copies' are added to those of the masters
 
 
-def fullest_moment(
+def peak_memory(
     counts: ParameterCounts,
     storage: Storage,
     order: Iterable[Operation],

@@ -103,8 +103,8 @@ def _trace(
         return objective_output(work.objective, logits, batch, step).loss_sum
 
     module.train()
-    views = _localise(module)
-    with _values_refused():
+    views = _use_local_tensors(module)
+    with _refuse_values():
         return trace_micro_batch(
             module,
             StageInput(
@@ -132,7 +132,7 @@ _IN_KERNELS = RowKernels(
 
 
 @contextmanager
-def _values_refused() -> Iterator[None]:
+def _refuse_values() -> Iterator[None]:
     """Where an operator needs values, torch speaks of the meta tensor, or has not implemented it for the device."""
     try:
         yield
@@ -143,7 +143,7 @@ def _values_refused() -> Iterator[None]:
         raise ModelReadsValues(reason=reason) from error
 
 
-def _localise(module: nn.Module) -> list[nn.Parameter]:
+def _use_local_tensors(module: nn.Module) -> list[nn.Parameter]:
     """Put plain parameters in the place of DTensors, and return them. What a module computes with is the local part
     anyway; DTensor's own propagation of shapes, which works on whole tensors, would be counted otherwise."""
     replaced = []

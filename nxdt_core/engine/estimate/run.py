@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
-from nxdt_core.engine.estimate.memory import Storage, fullest_moment
+from nxdt_core.engine.estimate.memory import Storage, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_unique
 from nxdt_core.engine.estimate.workload import Workload
@@ -193,7 +193,7 @@ def _of_rank(
         layers=measured.layers,
         parameters=measured.counts.local,
         stored=measured.counts.stored,
-        memory=fullest_moment(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size)),
+        memory=peak_memory(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size)),
         sent=sent_in_a_step(measured, work, storage, stages),
     )
 

@@ -82,38 +82,33 @@ def trace_micro_batch(
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if gradients == "accumulated" else None
-    received = given.first.is_floating_point()
-    inner = given.first.dtype
     first = given.first.detach()
-    if received:
-        first = first.to(given.sent or inner).requires_grad_()
-    held = [first, given.position_ids, given.document_ids, *stage.parameters(), *stage.buffers()]
-    held += [parameter.grad for parameter in parameters]
-    live = LiveBytes(tensor for tensor in held if tensor is not None)
+    if first.is_floating_point():  # hidden states that another rank has sent
+        first = first.to(given.sent or first.dtype).requires_grad_()
+    before = [first, given.position_ids, given.document_ids, *stage.parameters(), *stage.buffers()]
+    before += [parameter.grad for parameter in parameters]
+    live = LiveBytes(tensor for tensor in before if tensor is not None)
     wire, kernels = WireBytes(dimensions or {}), AcceleratorKernels(autocast, views)
-    of_masters: list[torch.Tensor] = []
     with ExitStack() as stack:
         for parameter in parameters:
-            taken = _taken(gradients, live, masters, of_masters)
-            hook = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
-            stack.callback(hook.remove)
+            taken = _gradient_hook(gradients, live, masters)
+            stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)  # type: ignore[no-untyped-call]
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
         named = {} if given.step is None else {"step": given.step}
-        output = stage(first.to(inner), given.position_ids, given.document_ids, **named)
+        output = stage(first.to(given.first.dtype), given.position_ids, given.document_ids, **named)
         if loss is None and given.sent is not None:
             output = output.to(given.sent)
         kernels.end_forward()
-        kept = live.total
-        held_back = [output] if holds_output else []
-        live.phase = "workspace"
+        kept, live.phase = live.total, "workspace"
+        held = [output] if holds_output else []
         if loss is not None:
             live.retag(output, "logits")
             live.phase = "logits"
             output.register_hook(lambda grad: live.enter("workspace"))
             output = loss(output)
         _backward(output)
-        held_back.clear()
+        held.clear()
     for parameter in parameters:
         parameter.grad = None
     return MicroBatchTrace(kept=kept, peak=Counter(live.peak), sent=wire.sent)
@@ -126,10 +121,11 @@ def _backward(output: torch.Tensor) -> None:
     _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _taken(
-    gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None, of_masters: list[torch.Tensor]
+def _gradient_hook(
+    gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None
 ) -> Callable[[torch.Tensor], None]:
     """What happens to a parameter that has just received its gradient."""
+    of_masters: list[torch.Tensor] = []  # live until the hook is removed
 
     def hook(parameter: torch.Tensor) -> None:
         if gradients == "fresh" and parameter.grad is not None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
-from nxdt_core.engine.data.fsdp import Ends, ends_of
+from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
 from nxdt_core.engine.data.gathers import GatherForms
 from nxdt_core.engine.packed_state import stepped_once, unpacked_state
 from nxdt_core.engine.parameters import tables
@@ -109,12 +109,6 @@ class ParameterCounts:
 _FIRST, _LAST, _ROOT = "<first>", "<last>", "<root>"
 
 
-@dataclass(slots=True)
-class _Tally:
-    counts: Counter[str] = field(default_factory=Counter)
-    groups: Counter[str] = field(default_factory=Counter)
-
-
 def count_parameters(
     stage: nn.Module,
     plan: ParallelPlan,
@@ -138,39 +132,37 @@ def count_parameters(
         keeps: whether FSDP2 leaves experts alone.
         state: measures the optimizer state of a shard.
     """
-    tally, sums, ends = _Tally(), frozenset(partial), ends_of(stage, plan)
+    counts, groups = Counter[str](), Counter[str]()
+    sums, outer = frozenset(partial), outer_modules(stage, plan)
     narrow, scaled = (frozenset(), frozenset()) if forms is None else (forms.narrow, forms.scaled)
     trained: dict[str, tuple[int, int]] = {}
     held, others = 0.0, tables([stage], plan)
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
         expert = "ep" in sharded_over(parameter)
-        ranks = sizes.efsdp if expert else sizes.fsdp
-        shard = _shard(tuple(local.shape), ranks) if sharded else tuple(local.shape)
+        shard = _shard(tuple(local.shape), (sizes.efsdp if expert else sizes.fsdp) if sharded else 1)
         stored = math.prod(shard)
-        tally.counts["local"] += local.numel()
-        tally.counts["stored"] += stored
-        tally.counts["narrow"] += local.numel() * (name in narrow)
-        tally.counts["scaled"] += local.numel() * (name in scaled)
-        tally.counts["scales"] += name in scaled
-        tally.counts["experts"] += local.numel() * expert
-        tally.counts["experts_kept"] += local.numel() * (expert and keeps)
-        tally.counts["experts_narrow"] += local.numel() * (expert and name in narrow)
-        tally.counts["experts_trained"] += local.numel() * (expert and parameter.requires_grad)
+        counts["local"] += local.numel()
+        counts["stored"] += stored
+        counts["narrow"] += local.numel() * (name in narrow)
+        counts["scaled"] += local.numel() * (name in scaled)
+        counts["scales"] += name in scaled
+        counts["experts"] += local.numel() * expert
+        counts["experts_kept"] += local.numel() * (expert and keeps)
+        counts["experts_narrow"] += local.numel() * (expert and name in narrow)
+        counts["experts_trained"] += local.numel() * (expert and parameter.requires_grad)
         if parameter.requires_grad:
             trained[name] = parameter.numel(), stored
-            tally.counts["trained"] += local.numel()
-            tally.counts["trained_stored"] += stored
+            counts.update(trained=local.numel(), trained_stored=stored, partial=local.numel() * (name in sums))
             held += state(shard, name not in others).held
-            tally.counts["partial"] += local.numel() * (name in sums)
-        group = _group_of(name, plan, ends)
-        tally.groups[group] += local.numel() * (not (expert and keeps))
-        tally.counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
-    first, last, root = (tally.groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
+        group = _group_of(name, plan, outer)
+        groups[group] += local.numel() * (not (expert and keeps))
+        counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
+    first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
     buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
     return ParameterCounts(
-        **tally.counts,
-        groups=tuple(sorted(tally.groups.values(), reverse=True)),
+        **counts,
+        groups=tuple(sorted(groups.values(), reverse=True)),
         first=first,
         last=last,
         root=root,
@@ -271,13 +263,13 @@ def _shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (-(-shape[0] // ranks), *shape[1:]) if shape else shape
 
 
-def _group_of(name: str, plan: ParallelPlan, ends: Ends) -> str:
+def _group_of(name: str, plan: ParallelPlan, outer: OuterModules) -> str:
     """The innermost experts or layer that contains ``name``, or the place outside of all."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         path = ".".join(parts[:end])
         if matches_any(plan.experts.modules, path) or matches(plan.recompute_layer, path):
             return path
-        if path == ends.first or path in ends.last:
-            return _FIRST if path == ends.first else _LAST
+        if path == outer.first or path in outer.last:
+            return _FIRST if path == outer.first else _LAST
     return _ROOT

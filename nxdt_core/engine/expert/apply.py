@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from nxdt_core.distributed.collectives import gather_along
-from nxdt_core.engine.context.blocks import chunks_of, in_order
+from nxdt_core.engine.context.blocks import zigzag_chunks, zigzag_unshard
 from nxdt_core.engine.expert.dispatch import AllToAllDispatcher, Sliced
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.layers import local_part
@@ -63,7 +63,7 @@ def apply_expert_parallel(
     if mesh.size("ep") == mesh.size("tp") == mesh.size("cp") == 1:
         return
     for path in expert_modules(module, plan):
-        _shard(path, module.get_submodule(path), plan, mesh)
+        _shard_experts(path, module.get_submodule(path), plan, mesh)
     for path, chunks in exchange_chunks(module, plan).items():
         dispatcher = AllToAllDispatcher(
             mesh.group("ep"),
@@ -100,12 +100,12 @@ def _paths(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     return [path for path, _ in module.named_modules() if matches_any(patterns, path)]
 
 
-def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
+def _shard_experts(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
     for name, parameter in list(experts.named_parameters()):
-        cuts = dict(_cuts(path, name, experts, plan, mesh))
+        cuts = dict(_sharded_dims(path, name, experts, plan, mesh))
         if cuts:
             owner, _, leaf = name.rpartition(".")
-            setattr(experts.get_submodule(owner), leaf, _cut(parameter, cuts, mesh))
+            setattr(experts.get_submodule(owner), leaf, _sharded(parameter, cuts, mesh))
     experts.local = local_part  # type: ignore[assignment]
     for name, update in experts.named_modules():
         if not isinstance(update, Update):
@@ -117,7 +117,7 @@ def _shard(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
             dropout.whole = column  # its rows have all features
 
 
-def _cuts(
+def _sharded_dims(
     path: str, name: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
 ) -> Iterator[tuple[Dimension, int]]:
     """Yield each mesh dimension along which a parameter is cut, and the dimension of the parameter that is cut."""
@@ -151,7 +151,7 @@ def _followed(experts: nn.Module, name: str) -> tuple[str, int | None]:
     return owner.rpartition(".")[2], update.follows.get(leaf, -1)
 
 
-def _cut(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh) -> nn.Parameter:
+def _sharded(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh) -> nn.Parameter:
     """This rank's part, a DTensor over the mesh of ``cuts``; cloned, so that the whole can go."""
     local = parameter.detach()
     for dim, along in cuts.items():
@@ -182,8 +182,8 @@ class ZigZagTokens:
         rank."""
         ranks = self.group.size()
         by_rank = gather_along(counts, 0, self.group).chunk(ranks)
-        chunks = in_order(by_rank, 1)  # [batch, 2 * ranks, experts]
-        mine = list(chunks_of(self.group.rank(), ranks))
+        chunks = zigzag_unshard(by_rank, 1)  # [batch, 2 * ranks, experts]
+        mine = list(zigzag_chunks(self.group.rank(), ranks))
         return exclusive_sum(chunks)[:, mine], chunks.sum((0, 1))
 
 

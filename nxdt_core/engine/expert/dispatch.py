@@ -31,7 +31,7 @@ from nxdt_core.models.moe.router import Routing
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["AllToAllDispatcher", "Sliced", "apply_token_shuffle", "dealt"]
+__all__ = ["AllToAllDispatcher", "Sliced", "apply_token_shuffle", "exchange_tokens"]
 
 Sliced = Literal["none", "capacity", "all"]
 """Which rows are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
@@ -128,15 +128,15 @@ class TokenShuffle:
 
     def mix(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Before forward: ``args[0]`` is [batch, seq, hidden]."""
-        return (dealt(args[0], self.group), *args[1:]) if module.training else args
+        return (exchange_tokens(args[0], self.group), *args[1:]) if module.training else args
 
     def sort_out(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """After forward: ``output`` is [batch, seq, hidden]."""
-        return dealt(output, self.group) if module.training else output
+        return exchange_tokens(output, self.group) if module.training else output
 
 
-def dealt(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tokens that this rank is dealt, of ``hidden`` [batch, seq, hidden] on each of n ranks; the same shape.
+def exchange_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tokens that this rank gets, of ``hidden`` [batch, seq, hidden] on each of n ranks; the same shape.
 
     Token ``n · i + j`` of rank r becomes token ``n · i + r`` of rank j. Dealing twice undoes it.
 

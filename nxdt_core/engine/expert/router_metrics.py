@@ -16,7 +16,7 @@ from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["RouterMetrics", "routers_of"]
 
-_BEHIND = 3
+_STATISTICS = 3
 """Columns behind those of the experts: dropped assignments, entropies, tokens."""
 
 
@@ -50,7 +50,7 @@ class RouterMetrics:
         widest = max(routers.values(), default=0)
         self._no_expert = (torch.arange(widest) >= experts).to(device)
         self._experts = experts.to(device=device, dtype=dtype)
-        self.sums = torch.zeros(len(routers), widest + _BEHIND, device=device, dtype=dtype)
+        self.sums = torch.zeros(len(routers), widest + _STATISTICS, device=device, dtype=dtype)
         """[routers, columns]; they add up over data, context and pipeline parallel ranks, tensor parallel ones have
         copies."""
 
@@ -75,7 +75,7 @@ class RouterMetrics:
         """
         if not self._rows:
             return {}
-        assigned, dropped, entropy, tokens = torch.split(sums, [sums.shape[1] - _BEHIND, 1, 1, 1], dim=1)
+        assigned, dropped, entropy, tokens = torch.split(sums, [sums.shape[1] - _STATISTICS, 1, 1, 1], dim=1)
         total = assigned.sum(1, keepdim=True)
         loads = assigned * (self._experts / total)
         busiest = loads.amax(1)
@@ -94,6 +94,6 @@ class RouterMetrics:
             if row is None:
                 continue
             said = part.statistics
-            missing = self.sums.shape[1] - _BEHIND - len(said.assigned)
+            missing = self.sums.shape[1] - _STATISTICS - len(said.assigned)
             metrics = torch.stack((said.dropped, said.entropy, said.tokens))
             self.sums[row] += torch.cat((functional.pad(said.assigned, (0, missing)), metrics))

@@ -167,9 +167,9 @@ def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tu
     return tuple(names[end - 1] for end in ends[:-1])
 
 
-def stage_costs(costs: PartCosts, shares: Sequence[Sequence[str]]) -> list[int]:
+def stage_costs(costs: PartCosts, layers: Sequence[Sequence[str]]) -> list[int]:
     """Return the cost of each stage, from the layers of each."""
-    found = [sum(costs.layers[name] for name in share) for share in shares]
+    found = [sum(costs.layers[name] for name in stage) for stage in layers]
     found[0] += costs.first
     found[-1] += costs.last
     return found

@@ -25,18 +25,17 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 __all__ = ["apply_tensor_parallel", "gather_once", "partial_parameters", "replicated_partials"]
 
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
-    *(
-        "column",
-        "column_gathered",
-        "column_whole",
-        "row",
-        "row_split",
-        "row_partial",
-        "heads",
-        "channels",
-        "vocab_head",
-    ),
+    "column",
+    "column_gathered",
+    "column_whole",
+    "row",
+    "row_split",
+    "row_partial",
+    "heads",
+    "channels",
+    "vocab_head",
 )
+"""Styles of modules that are inside a tensor block."""
 
 
 def apply_tensor_parallel(

@@ -34,8 +34,8 @@ __all__ = [
     "SEQUENCE_DIM",
     "BlockEntry",
     "ColumnLinear",
+    "FeatureShard",
     "GatheredColumnLinear",
-    "OfFeatures",
     "PartialRowLinear",
     "RowLinear",
     "SplitRowLinear",
@@ -218,7 +218,7 @@ class SplitRowLinear(RowLinear):
         return super().forward(hidden.narrow(-1, self.group.rank() * own, own))
 
 
-class OfFeatures(nn.Module):
+class FeatureShard(nn.Module):
     """A module whose parameters and buffers have a leading dimension of heads or channels, with those of this rank."""
 
     def __init__(

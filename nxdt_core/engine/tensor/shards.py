@@ -16,8 +16,8 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.heads import HeadLayout, PaddedDim
 from nxdt_core.engine.tensor.layers import (
     ColumnLinear,
+    FeatureShard,
     GatheredColumnLinear,
-    OfFeatures,
     PartialRowLinear,
     RowLinear,
     SplitRowLinear,
@@ -128,7 +128,7 @@ class TensorSharder:
             update=self._update(linear, cut),
         )
 
-    def _features_of(self, path: str, module: nn.Module, style: TensorStyle) -> OfFeatures:
+    def _features_of(self, path: str, module: nn.Module, style: TensorStyle) -> FeatureShard:
         own, buffers = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
         sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in (*own.values(), *buffers.values())}
         if len(sizes) != 1 or len([*module.children()]):
@@ -146,7 +146,7 @@ class TensorSharder:
         if cut is None:
             raise TensorPlanUnusable(problem=f"'{path}' is heads, and AttentionHeads does not say of which")
         parameters = {name: self._shard(parameter, cut) for name, parameter in own.items()}
-        return OfFeatures(module, parameters, cut.spread, cut.local)
+        return FeatureShard(module, parameters, cut.spread, cut.local)
 
     def _embedding(self, path: str, module: nn.Module) -> VocabularyEmbedding:
         table = _table(path, module, "vocab_embedding")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.engine.context.apply import apply_context_parallel, unshard_sequence
-from nxdt_core.engine.context.blocks import shard_of
+from nxdt_core.engine.context.blocks import zigzag_shard
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -97,7 +97,7 @@ def difference(
     mesh: ParallelMesh, method: str, kv_heads: int, packing: str, dtype: torch.dtype, window: int | None = None
 ) -> float:
     ids = documents(packing)
-    shard = functools.partial(shard_of, rank=mesh.rank("cp"), ranks=mesh.size("cp"))
+    shard = functools.partial(zigzag_shard, rank=mesh.rank("cp"), ranks=mesh.size("cp"))
     local_ids = None if ids is None else shard(ids, dim=1)
     core = sharded_core(mesh, method, window)
     *qkv, grad = (shard(t, dim=2) for t in inputs(kv_heads, dtype))
@@ -132,7 +132,7 @@ def awkward_inputs(method: str) -> dict[str, float]:
     """Differences from one process for values of another width, odd strides, a gradient that is one number."""
     with process_group():
         mesh = context_mesh()
-        core, shard = sharded_core(mesh, method), functools.partial(shard_of, rank=mesh.rank("cp"), ranks=2, dim=2)
+        core, shard = sharded_core(mesh, method), functools.partial(zigzag_shard, rank=mesh.rank("cp"), ranks=2, dim=2)
         found = {}
         for name, value_width in (("wide values", 12), ("strides", WIDTH)):
             query, key, value, _ = inputs(2, torch.float64)
@@ -161,9 +161,9 @@ def recomputed(method: str) -> bool:
         mesh = context_mesh()
         core, local = sharded_core(mesh, method), []
         for call in (core, functools.partial(checkpoint, core, use_reentrant=False)):
-            *qkv, grad = (shard_of(t, mesh.rank("cp"), 2, 2) for t in inputs(2, torch.float32))
+            *qkv, grad = (zigzag_shard(t, mesh.rank("cp"), 2, 2) for t in inputs(2, torch.float32))
             leaves = [t.requires_grad_() for t in qkv]
-            call(*leaves, shard_of(documents("packed"), mesh.rank("cp"), 2, 1)).backward(grad)
+            call(*leaves, zigzag_shard(documents("packed"), mesh.rank("cp"), 2, 1)).backward(grad)
             local.append([t.grad for t in leaves])
         return all(torch.equal(a, b) for a, b in zip(*local, strict=True))
 
@@ -206,7 +206,7 @@ def held(method: str) -> tuple[list[tuple[int, ...]], int, set[tuple[int, ...]],
     with process_group():
         mesh = context_mesh()
         core = sharded_core(mesh, method)
-        *qkv, grad = (shard_of(t, mesh.rank("cp"), mesh.size("cp"), 2) for t in inputs(2, torch.float32))
+        *qkv, grad = (zigzag_shard(t, mesh.rank("cp"), mesh.size("cp"), 2) for t in inputs(2, torch.float32))
         leaves = [t.requires_grad_() for t in qkv]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Sizes() as forward:
             output = core(*leaves)

@@ -11,11 +11,11 @@ from nxdt_core.engine.context.blocks import (
     DocumentChunks,
     DocumentsOfBatches,
     _relations,
-    in_order,
     local_blocks,
     prefix_blocks,
     ring_blocks,
-    shard_of,
+    zigzag_shard,
+    zigzag_unshard,
 )
 
 CHUNK = 3
@@ -39,9 +39,9 @@ def counted(documents: DocumentChunks | None, ranks: int, method: str, window: i
     places = torch.arange(seq)
     times = torch.zeros(2, seq, seq, dtype=torch.int64)
     for rank in range(ranks):
-        queries = shard_of(places, rank, ranks, 0)
+        queries = zigzag_shard(places, rank, ranks, 0)
         layout = (ranks, CHUNK, documents, window)
-        parts = [(ring_blocks(rank, s, *layout), shard_of(places, s, ranks, 0)) for s in range(ranks)]
+        parts = [(ring_blocks(rank, s, *layout), zigzag_shard(places, s, ranks, 0)) for s in range(ranks)]
         if method == "gather":
             parts = [
                 (local_blocks(rank, *layout), queries),
@@ -124,13 +124,13 @@ def test_the_blocks_of_a_row_begin_with_the_diagonal():
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_shards_in_order_are_the_whole(ranks):
     whole = torch.arange(2 * 2 * ranks * 3).view(2, -1)
-    assert torch.equal(in_order([shard_of(whole, rank, ranks, 1) for rank in range(ranks)], 1), whole)
+    assert torch.equal(zigzag_unshard([zigzag_shard(whole, rank, ranks, 1) for rank in range(ranks)], 1), whole)
 
 
 def gatherings() -> list[bool]:
     with process_group():
         documents = DocumentsOfBatches(dist.group.WORLD)
-        ids = shard_of(torch.tensor(PACKED)[:, :12], dist.get_rank(), 2, 1)
+        ids = zigzag_shard(torch.tensor(PACKED)[:, :12], dist.get_rank(), 2, 1)
         first = documents(ids)
         again = documents(ids)
         ids[0, 0] = 9

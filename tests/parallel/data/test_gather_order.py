@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.data.fsdp import Ends, ends_of
+from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
 from nxdt_core.engine.stages import cut_stage
 from nxdt_core.train import build
 from tests.parallel.test_traffic import HIDDEN, STRATEGY, configured, running
@@ -98,9 +98,9 @@ def test_a_rank_with_both_ends_of_a_pipeline_gathers_each_once(ranks, stage):
 @pytest.mark.parametrize(
     ("overrides", "stages"),
     [
-        ((), [Ends(first="embed_tokens", last=("norm", "lm_head"))]),
-        (("model.share_embeddings_and_output_weights=true",), [Ends()]),
-        ((), [Ends(first="embed_tokens"), Ends(last=("norm", "lm_head"))]),
+        ((), [OuterModules(first="embed_tokens", last=("norm", "lm_head"))]),
+        (("model.share_embeddings_and_output_weights=true",), [OuterModules()]),
+        ((), [OuterModules(first="embed_tokens"), OuterModules(last=("norm", "lm_head"))]),
     ],
     ids=["whole", "tied", "pipeline"],
 )
@@ -110,4 +110,4 @@ def test_a_tied_embedding_stays_in_the_root_and_each_end_is_on_its_stage(overrid
         whole = builder.build()
     plan, count = builder.plan(), len(stages)
     parts = [whole] if count == 1 else [cut_stage(whole, plan, stage=stage, stages=count) for stage in range(count)]
-    assert [ends_of(part, plan) for part in parts] == stages
+    assert [outer_modules(part, plan) for part in parts] == stages

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
 from nxdt_core.engine.estimate.live import LiveBytes, WireBytes
-from nxdt_core.engine.estimate.memory import Storage, fullest_moment
+from nxdt_core.engine.estimate.memory import Storage, peak_memory
 from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.engine.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
@@ -185,7 +185,7 @@ def test_the_fullest_moment_comes_of_the_schedules_own_order():
 
     def at(rank, received=0):
         order = schedule_operations("1f1b", 4, 1, 8)[rank]
-        return fullest_moment(ParameterCounts(), storage, order, {rank: trace}, received)
+        return peak_memory(ParameterCounts(), storage, order, {rank: trace}, received)
 
     assert [at(rank).activations for rank in range(4)] == [38, 28, 18, 8]
     assert [at(rank).workspace for rank in range(4)] == [7] * 4
@@ -197,7 +197,7 @@ def test_masters_are_counted_with_the_optimizer():
     storage = Storage(policy=policy, zero_stage=1, sharded=True, replicated=True, accumulates=True)
     counts = ParameterCounts(local=100, stored=25, trained=100, trained_stored=25, groups=(60,), root=40, state=25 * 8)
     peak = MicroBatchTrace(kept=0, peak=dict.fromkeys(("activations", "logits", "workspace", "gradients"), 1000))
-    memory = fullest_moment(counts, storage, schedule_operations("1f1b", 1, 1, 2)[0], {0: peak}, 0)
+    memory = peak_memory(counts, storage, schedule_operations("1f1b", 1, 1, 2)[0], {0: peak}, 0)
     assert (memory.weights, memory.gradients, memory.optimizer) == (200, 400, 25 * (4 + 8))
 
 

@@ -12,7 +12,7 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.engine.context.blocks import in_order, shard_of
+from nxdt_core.engine.context.blocks import zigzag_shard, zigzag_unshard
 from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_parameters
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
@@ -191,7 +191,7 @@ def whole(tensor):
 
 def part_of(tensor, mesh, layout):
     if layout.cp > 1:
-        tensor = shard_of(tensor, mesh.rank("cp"), layout.cp, 1)
+        tensor = zigzag_shard(tensor, mesh.rank("cp"), layout.cp, 1)
     return tensor.chunk(layout.tp, 1)[mesh.rank("tp")] if layout.sequence_parallel else tensor
 
 
@@ -204,7 +204,7 @@ def gathered(tensor, group):
 def whole_input(grad, mesh, layout):
     if layout.sequence_parallel:
         grad = torch.cat(gathered(grad, mesh.group("tp")), 1)
-    return in_order(gathered(grad, mesh.group("cp")), 1) if layout.cp > 1 else grad
+    return zigzag_unshard(gathered(grad, mesh.group("cp")), 1) if layout.cp > 1 else grad
 
 
 def total(loss, layout):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_parameters
-from nxdt_core.engine.expert.dispatch import apply_token_shuffle, dealt
+from nxdt_core.engine.expert.dispatch import apply_token_shuffle, exchange_tokens
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.models.moe.experts import SwiGLUExperts
@@ -163,14 +163,14 @@ def there_and_back():
         mesh = ParallelMesh.build(MeshSizes(dp_shard=2), "cpu")
         hidden = 100.0 * dist.get_rank() + torch.arange(6.0).view(1, 6, 1)
         mesh.split_dp(2)
-        among = dealt(hidden, mesh.group("token_shuffle"))
-        back = dealt(among, mesh.group("token_shuffle"))
+        among = exchange_tokens(hidden, mesh.group("token_shuffle"))
+        back = exchange_tokens(among, mesh.group("token_shuffle"))
         model = layer()
         apply_token_shuffle(model, PLAN, mesh, ranks=2)
         batch = inputs(2)[dist.get_rank()]
         plain, evaluated = layer().eval()(batch), model.eval()(batch)
         try:
-            dealt(hidden[:, :5], mesh.group("token_shuffle"))
+            exchange_tokens(hidden[:, :5], mesh.group("token_shuffle"))
         except ValueError as error:
             refusal = str(error)
         return among.flatten().tolist(), torch.equal(hidden, back), torch.equal(plain, evaluated), refusal

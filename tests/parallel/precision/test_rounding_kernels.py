@@ -20,7 +20,7 @@ from nxdt_core.distributed.devices import HOST, current_device
 from nxdt_core.engine import rounding
 from nxdt_core.engine.data.masters import rounded_weights
 from nxdt_core.engine.rounded_updates import AdamUpdates, StochasticUpdates, round_into
-from nxdt_core.engine.rounding import BlockKernel, StochasticRounding, apart, backend_on, can_compile
+from nxdt_core.engine.rounding import BlockKernel, StochasticRounding, backend_on, can_compile, separate_rows
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel.piece import Box
 from tests.integer_widths import IntegerWidths
@@ -203,7 +203,7 @@ def test_extremes_are_rounded_alike_compiled_and_not():
 def rounded_extremes(backend, device=HOST):
     """Rounded values on the host, and signs of those that are numbers."""
     values = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3.39e38, -3.4e38, float("inf"), float("nan")]).repeat(100)
-    (key,) = apart(torch.tensor([[12345, -77, 99, 0]], dtype=torch.int32, device=device), backend)
+    (key,) = separate_rows(torch.tensor([[12345, -77, 99, 0]], dtype=torch.int32, device=device), backend)
     target = torch.zeros(900, dtype=torch.bfloat16, device=device)
     BlockKernel(round_into, backend=backend)(whole(900), (target, values.to(device)), key)
     found = target.to(HOST)
