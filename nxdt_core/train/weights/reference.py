@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.data.digest import digest
 from nxdt_core.data.references import LogProbs, Referenced, weighted_labels
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
@@ -30,7 +32,7 @@ from nxdt_core.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
 from nxdt_core.train.run.files import run_dir_explained
 
-__all__ = ["check_base_frozen", "compute_log_probs", "with_base", "with_reference"]
+__all__ = ["check_base_frozen", "compute_log_probs", "first_weights_digest", "with_base", "with_reference"]
 
 _log = logging.getLogger(__name__)
 _DIRECTORY = "reference"
@@ -158,3 +160,22 @@ def _write(path: Path, weights: str, found: LogProbs) -> None:
         np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
         file.flush()
         os.fsync(file.fileno())
+
+
+def first_weights_digest(config: ResolvedConfig, manifest: Manifest | None, foreign: Path | None) -> str:
+    """Return the digest of what a new run takes its first weights from.
+
+    Args:
+        config: of the run.
+        manifest: of the checkpoint with the weights, if there is one.
+        foreign: path of another program's checkpoint, if the weights are from one.
+    """
+    sections = config.to_values()
+    changed = (config.run.seed, sections["adapter"])
+    if manifest is not None:
+        return digest("checkpoint", changed, manifest.attempt)
+    if foreign is not None:
+        files = sorted(path for path in foreign.rglob("*") if path.is_file())
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return digest("foreign", changed, str(foreign.resolve()), *stats)
+    return digest("fresh", changed, sections["model"])
