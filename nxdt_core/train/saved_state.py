@@ -202,7 +202,9 @@ def round_to_bfloat16(weights: MutableMapping[str, torch.Tensor | Piece], parame
         dtype = (weight.tensor if isinstance(weight, Piece) else weight).dtype
         if name in parameters and dtype.is_floating_point and dtype.itemsize > torch.bfloat16.itemsize:
             masters[f"{name}/{MASTER_WEIGHT}"] = weight
-            weights[name] = _rounded(weight)
+            weights[name] = (
+                replace(weight, tensor=weight.tensor.bfloat16()) if isinstance(weight, Piece) else weight.bfloat16()
+            )
     return masters
 
 
@@ -210,12 +212,6 @@ def take_masters(state: MutableMapping[str, torch.Tensor | Piece]) -> Tensors:
     """Take what :func:`round_to_bfloat16` returned out of optimizer state; by name of the parameter."""
     suffix = f"/{MASTER_WEIGHT}"
     return {key.removesuffix(suffix): state.pop(key) for key in list(state) if key.endswith(suffix)}
-
-
-def _rounded(weight: torch.Tensor | Piece) -> torch.Tensor | Piece:
-    if isinstance(weight, Piece):
-        return replace(weight, tensor=weight.tensor.bfloat16())
-    return weight.bfloat16()
 
 
 @contextmanager

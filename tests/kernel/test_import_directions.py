@@ -52,7 +52,6 @@ WITH_TORCH = (
 DECODERS = (
     "decoder_builder",
     "decoder_config",
-    "decoder_plan",
     "flops",
     "huggingface",
     "initialisation",

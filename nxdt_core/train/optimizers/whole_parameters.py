@@ -118,7 +118,8 @@ class Adafactor(torch.optim.Optimizer):
     def _inverse_root(self, piece: TrainedPiece) -> torch.Tensor:
         """What this rank's gradients are multiplied with."""
         state: dict[str, torch.Tensor] = self.state[piece.parameter]
-        eps = _eps(piece)
+        lowest: float | None = piece.group["eps"][0]
+        eps = float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
         if not _factored(piece.shard):
             return piece.real(state["variance"]).clamp(min=eps * eps).rsqrt_()
         row_mean = state["row_var"].mean(dim=-1, keepdim=True).clamp_(min=eps)
@@ -158,11 +159,6 @@ def _boxes(shard: ParameterShard) -> tuple[tuple[slice, ...], tuple[slice, ...]]
     """Positions of this rank's rows among all rows, and of its columns among all columns."""
     at = tuple(slice(start, start + size) for start, size in zip(shard.box.offsets, shard.box.shape, strict=True))
     return at[:-1], (*at[:-2], at[-1])
-
-
-def _eps(piece: TrainedPiece) -> float:
-    lowest: float | None = piece.group["eps"][0]
-    return float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
 
 
 class Novograd(torch.optim.Optimizer):
