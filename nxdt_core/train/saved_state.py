@@ -8,7 +8,7 @@ themselves), the section ``model`` gets them rounded to the nearest, for those w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
@@ -101,7 +101,7 @@ def save_parts(
     if alone:
         weights = without_base(model, weights)
     if config.run.checkpoint.save_bf16:
-        masters = round_to_bfloat16(weights, dict(model.named_parameters()))
+        weights, masters = round_to_bfloat16(weights, dict(model.named_parameters()))
         held |= {} if optimizer is None else masters
     if optimizer is not None and average is not None:
         held |= average.state_dict()
@@ -162,7 +162,7 @@ def load_saved(
     """
     ranks = engine.ranks
     continues = optimizer is None or continues_optimizer(config, manifest, build.step_uri(storage, manifest.step))
-    with misfit_explained(config, manifest):
+    with mismatch_explained(config, manifest):
         weights = load_weights(
             storage, manifest, engine=engine, model=model, strict=strict, with_optimizer=optimizer is not None
         )
@@ -189,43 +189,43 @@ def _count_elements(weights: Mapping[str, torch.Tensor | Piece], ranks: RankAgre
     return sum(by_name.values())
 
 
-def round_to_bfloat16(weights: MutableMapping[str, torch.Tensor | Piece], parameters: Collection[str]) -> Tensors:
-    """Round those of ``weights`` that are ``parameters`` and wider than bfloat16, in place.
+def round_to_bfloat16(weights: Tensors, parameters: Collection[str]) -> tuple[Tensors, Tensors]:
+    """Round those of ``weights`` that are ``parameters`` and wider than bfloat16.
 
     The rounded ones are 2 bytes per element of new memory on the device, until they are saved.
 
     Returns:
-        What was rounded, as it was, under the names of optimizer state.
+        The weights, and those that were rounded, as they were, under the names of optimizer state.
     """
-    masters: Tensors = {}
+    rounded, masters = dict(weights), Tensors()
     for name, weight in weights.items():
         dtype = (weight.tensor if isinstance(weight, Piece) else weight).dtype
         if name in parameters and dtype.is_floating_point and dtype.itemsize > torch.bfloat16.itemsize:
             masters[f"{name}/{MASTER_WEIGHT}"] = weight
-            weights[name] = (
+            rounded[name] = (
                 replace(weight, tensor=weight.tensor.bfloat16()) if isinstance(weight, Piece) else weight.bfloat16()
             )
-    return masters
+    return rounded, masters
 
 
-def take_masters(state: MutableMapping[str, torch.Tensor | Piece]) -> Tensors:
-    """Take what :func:`round_to_bfloat16` returned out of optimizer state; by name of the parameter."""
+def take_masters(state: Tensors) -> Tensors:
+    """Take the wider weights of :func:`round_to_bfloat16` out of optimizer state; by name of the parameter."""
     suffix = f"/{MASTER_WEIGHT}"
     return {key.removesuffix(suffix): state.pop(key) for key in list(state) if key.endswith(suffix)}
 
 
 @contextmanager
-def misfit_explained(config: ResolvedConfig, manifest: Manifest) -> Iterator[None]:
+def mismatch_explained(config: ResolvedConfig, manifest: Manifest) -> Iterator[None]:
     """Name in a ``WeightsDoNotFit`` the keys of the model that differ between ``manifest`` and
     ``config``."""
     try:
         yield
     except WeightsDoNotFit as error:
-        saved = _otherwise(config, manifest)
+        saved = _differing_keys(config, manifest)
         raise WeightsDoNotFit(missing=error.missing, extra=error.extra, shapes=error.shapes, saved=saved) from error
 
 
-def _otherwise(config: ResolvedConfig, manifest: Manifest) -> list[str]:
+def _differing_keys(config: ResolvedConfig, manifest: Manifest) -> list[str]:
     saved = manifest.facts.config.get("model", {})
     shown, own = config.to_dict()["model"], config.to_values()["model"]
     if not isinstance(saved, Mapping):

@@ -52,9 +52,7 @@ WITH_TORCH = (
 DECODERS = (
     "decoder_builder",
     "decoder_config",
-    "flops",
     "huggingface",
-    "initialisation",
     "rope_scaling",
 )
 TORCH_FREE = ("api.py", "errors", "kernel", "config", "protocols", "cli", *(f"models/{each}.py" for each in DECODERS))

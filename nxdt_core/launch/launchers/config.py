@@ -1,4 +1,4 @@
-"""Options of the launchers that submit jobs: keys of a cluster file, options of ``nxdt launch``; words of their scripts.
+"""Options of the launchers that submit jobs: keys of a cluster file, options of ``nxdt launch``; words of scripts.
 
 Imports no torch.
 """

@@ -55,12 +55,12 @@ def trained_pieces(
     ]
 
 
-def sum_over_pieces(pieces: Sequence[TrainedPiece], figures: Sequence[torch.Tensor]) -> None:
-    """Add to each figure what other ranks found over their pieces of the same parameter, in place. Collective."""
-    alike: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for piece, figure in zip(pieces, figures, strict=True):
-        alike.setdefault(piece.shard.groups, []).append(figure)
-    for groups, tensors in alike.items():
+def sum_over_pieces(pieces: Sequence[TrainedPiece], values: Sequence[torch.Tensor]) -> None:
+    """Add to each value what other ranks found over their pieces of the same parameter, in place. Collective."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for piece, value in zip(pieces, values, strict=True):
+        by_groups.setdefault(piece.shard.groups, []).append(value)
+    for groups, tensors in by_groups.items():
         for group in groups:
             sum_over(group, tensors)
 

@@ -168,7 +168,7 @@ def compute_log_probs(
         for index, values in enumerate(_by_sample(micro_batches, model), start=first):
             if index < min(len(dataset), first + own):  # blank samples fill the last batch up
                 found[index] = values[weighted_labels(dataset[index])]
-    of_ranks = engine.ranks.all_gather_object(found if _speaks_for_its_samples(engine) else {})
+    of_ranks = engine.ranks.all_gather_object(found if _is_first_reader(engine) else {})
     return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
 
 
@@ -204,7 +204,7 @@ def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDA
     return found
 
 
-def _speaks_for_its_samples(engine: ParallelEngine) -> bool:
+def _is_first_reader(engine: ParallelEngine) -> bool:
     """Whether this is the first of the ranks that read the same samples."""
     readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
     return readers.index(engine.rank_info.dp_rank) == engine.ranks.rank
