@@ -86,16 +86,13 @@ def preview(
     own = isinstance(dataset, ReportingDataset)
     samples = list(islice(_in_order(dataset, seed, shuffle), count if own else max(count, _COUNTED)))
     rows = [(index, row, one) for index, sample in samples for row, one in enumerate(_rows(sample))]
+    first = {index for index, _ in samples[:count]}
     return Preview(
         samples=len(dataset) if isinstance(dataset, MapDataset) else None,
-        shown=tuple(_shown(index, row, one, tokenizer) for index, row, one in rows if index in _first(samples, count)),
+        shown=tuple(_shown(index, row, one, tokenizer) for index, row, one in rows if index in first),
         report=dataset.report() if isinstance(dataset, ReportingDataset) else _counted([one for _, _, one in rows]),
         counted=None if own else len(samples),
     )
-
-
-def _first(samples: Sequence[tuple[int, Sample]], count: int) -> set[int]:
-    return {index for index, _ in samples[:count]}
 
 
 def _in_order(dataset: MapDataset | IterableDataset, seed: int, shuffle: bool) -> Iterator[tuple[int, Sample]]:

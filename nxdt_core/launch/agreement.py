@@ -58,7 +58,9 @@ def check_agreement(config: ResolvedConfig, ranks: RankAgreement) -> None:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     if len(set(ranks.all_gather_object(digest))) == 1:
         return
-    raise RanksDisagree(found=tuple(_differences(ranks.all_gather_object((ranks.host, facts)))))
+    by_rank: list[tuple[str, Mapping[str, str]]] = ranks.all_gather_object((ranks.host, facts))
+    names = sorted({name for _, facts_of_rank in by_rank for name in facts_of_rank})
+    raise RanksDisagree(found=tuple(line for name in names if (line := _difference(name, by_rank))))
 
 
 def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
@@ -79,11 +81,6 @@ def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
                 digest = hashlib.sha256(f"{salt}{json.dumps(to_plain(node))}".encode()).hexdigest()
                 facts[key] += f" (value {digest[:8]})"
     return facts
-
-
-def _differences(by_rank: list[tuple[str, Mapping[str, str]]]) -> list[str]:
-    names = sorted({name for _, facts in by_rank for name in facts})
-    return [line for name in names if (line := _difference(name, by_rank))]
 
 
 def _difference(name: str, by_rank: list[tuple[str, Mapping[str, str]]]) -> str:

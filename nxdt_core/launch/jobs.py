@@ -117,7 +117,8 @@ def prepare(
     job = _job(config, words, options, directory, command_line)
     launcher = component.load_target()()
     submission: Submission = launcher.submission(job, options)
-    _refuse_masks(submission, config)
+    if any(MASK in text for text in submission.files.values()):  # a masked secret would be taken for the secret
+        raise SecretsInJobFiles(keys=tuple(_masked(config.to_dict())))
     return job, config, submission
 
 
@@ -203,12 +204,6 @@ def _job(config: ResolvedConfig, words: Sequence[str], options: Any, directory: 
         working_directory=Path.cwd(),
         command_line=command_line,
     )
-
-
-def _refuse_masks(submission: Submission, config: ResolvedConfig) -> None:
-    """A masked secret in a file would be taken for the secret."""
-    if any(MASK in text for text in submission.files.values()):
-        raise SecretsInJobFiles(keys=tuple(_masked(config.to_dict())))
 
 
 def _masked(tree: Any, path: str = "") -> list[str]:

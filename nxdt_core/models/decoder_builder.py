@@ -1,16 +1,17 @@
-"""Base class of the builders of decoders with rotary positions, and how such a decoder is sharded and recomputed."""
+"""Base class of the builders of decoders with rotary positions, and what builders of all decoders answer: how the model
+is sharded and recomputed, its fresh weights, and the operations of one training token. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.flops import decoder_flops_per_token
 from nxdt_core.models.huggingface import IGNORED
-from nxdt_core.models.initialisation import residual_init_rules
 from nxdt_core.models.rope_scaling import scaling_to_hf
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
@@ -19,7 +20,18 @@ from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan,
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ATTENTION", "LAYER", "MLP", "NORMS", "SWIGLU_STYLES", "RotaryDecoderBuilder", "rotary_decoder_plan"]
+__all__ = [
+    "ATTENTION",
+    "LAYER",
+    "MLP",
+    "NORMS",
+    "SWIGLU_STYLES",
+    "DecoderSizes",
+    "RotaryDecoderBuilder",
+    "decoder_flops_per_token",
+    "residual_init_rules",
+    "rotary_decoder_plan",
+]
 
 LAYER = "layers.*"
 """Pattern of the layers of a :class:`~nxdt_core.models.decoder.RotaryDecoder`."""
@@ -132,7 +144,7 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         """Say how the model may be sharded; see :func:`nxdt_core.models.decoder_builder.rotary_decoder_plan`."""
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Return the rules of :func:`nxdt_core.models.initialisation.residual_init_rules` for this model."""
+        """Return the rules of :func:`nxdt_core.models.decoder_builder.residual_init_rules` for this model."""
         return residual_init_rules(
             norms=NORMS,
             residual_writers=self.residual_writers,
@@ -146,7 +158,7 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         return self.config.num_layers * 3 * self.config.hidden_size * self.config.ffn_hidden_size
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the operations of :func:`nxdt_core.models.flops.decoder_flops_per_token` for this model."""
+        """Return the operations of :func:`nxdt_core.models.decoder_builder.decoder_flops_per_token` for this model."""
         return decoder_flops_per_token(
             self.config,
             sequence_length,
@@ -172,3 +184,88 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         """Return one entry for each parameter; a tied head has no separate entry."""
         tied = self.config.share_embeddings_and_output_weights
         return tuple(key for key in self.config.hf_family.keys if not (tied and key.name == "lm_head.weight"))
+
+
+def residual_init_rules(
+    *,
+    norms: Sequence[str],
+    residual_writers: Sequence[str],
+    std: float,
+    num_layers: int,
+    scaled: bool,
+    norm_weight: float = 1.0,
+) -> tuple[InitRule, ...]:
+    """Return rules that make norms constant, biases zero and matrices normal.
+
+    The matrices that write to the residual stream each add their variance to it. ``scaled`` divides their standard
+    deviation by √(2 · ``num_layers``), so that the stream's variance does not depend on the depth (Radford et al. 2019,
+    section 2.3).
+
+    Args:
+        norms: path patterns of the modules that normalise.
+        residual_writers: path patterns of the parameters that write to the residual stream.
+        std: standard deviation of the matrices.
+        num_layers: layers of the model, each with two blocks that write to the stream.
+        scaled: whether the matrices in ``residual_writers`` start narrower.
+        norm_weight: scale of the norms at the start.
+    """
+    narrow = std / math.sqrt(2 * num_layers) if scaled else std
+    return (
+        *(InitRule(pattern=f"{norm}.weight", distribution="constant", mean=norm_weight) for norm in norms),
+        InitRule(pattern="*.bias", distribution="constant"),
+        *(InitRule(pattern=path, distribution="normal", std=narrow) for path in residual_writers),
+        InitRule(pattern="*", distribution="normal", std=std),
+    )
+
+
+class DecoderSizes(Protocol):
+    """The sizes of attention that the dataclass of a decoder's section has."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        ...
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        ...
+
+
+def decoder_flops_per_token(
+    sizes: DecoderSizes, sequence_length: int, *, feed_forward: int, vocab_rows: int, window: int | None = None
+) -> float:
+    """Return the operations of one training token in PaLM's convention (arXiv:2204.02311, appendix B).
+
+    Each weight that a token is multiplied with counts 6, and each layer, query channel and position that a token
+    attends to counts 12. Later positions count too, as in the convention; a window bounds their number. The embedding
+    is looked up, not multiplied.
+
+    Args:
+        sizes: of attention.
+        sequence_length: positions per sequence.
+        feed_forward: weights of the feed-forward blocks of all layers that a token is multiplied with; of experts,
+            those of the experts that it is sent to.
+        vocab_rows: rows of the head.
+        window: how many tokens each token attends to; None for all.
+    """
+    query_width, kv_width = sizes.num_attention_heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+    attention = sizes.num_layers * sizes.hidden_size * 2 * (query_width + kv_width)
+    weights = attention + feed_forward + vocab_rows * sizes.hidden_size
+    seen = sequence_length if window is None else min(window, sequence_length)
+    return 6.0 * weights + 12.0 * sizes.num_layers * query_width * seen

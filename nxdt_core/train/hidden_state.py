@@ -100,17 +100,17 @@ def _watch(
         seen.append(look())
         if len(seen) == _LOOKS:
             done = True
-            changed = [_changed(before, after) for before, after in pairwise(seen)]
-            names = sorted(set().union(*changed))
+            changed = {
+                name
+                for before, after in pairwise(seen)
+                for name in before.keys() & after.keys()
+                if before[name] != after[name]
+            }
             seen.clear()
-            if names:
-                report(names)
+            if changed:
+                report(sorted(changed))
 
     optimizer.register_step_post_hook(after_step)
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    return {name for name in before.keys() & after.keys() if before[name] != after[name]}
 
 
 def _hidden(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from nxdt_core.callback import Run
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.train.callbacks.validation_figures import ValidationFigures
+from nxdt_core.train.callbacks.validation_metrics import ValidationMetrics
 from nxdt_core.train.session import without_gradients
 
 __all__ = ["fit", "validate", "validates_after"]
@@ -58,18 +58,18 @@ def validate(run: Run) -> None:
 
 
 def _evaluate(run: Run, limit: int | None, *, seen: bool = True) -> dict[str, Any]:
-    """Return a row of figures over the first ``limit`` global batches of each validation set; None and -1 take all.
+    """Return a row of metrics over the first ``limit`` global batches of each validation set; None and -1 take all.
     ``seen``: whether callbacks are called."""
     session, number = run.session, None if limit is None or limit < 0 else limit
-    figures = ValidationFigures(traits_of(session.objective).unit)
+    metrics = ValidationMetrics(traits_of(session.objective).unit)
     PROGRESS.advance("validation")
     with session.validated_weights(), without_gradients(inference=run.config.run.trainer.inference_mode):
         for index, loader in enumerate(session.validation_loaders()):
             for batch in islice(loader, number):
-                figures.add(index, session.evaluate_batch(batch))
+                metrics.add(index, session.evaluate_batch(batch))
                 PROGRESS.advance("validation")
                 if seen:
                     run.call("on_validation_batch_end")
                 if run.stopping:
                     return {}
-    return figures.row(session.data.validation_sets)
+    return metrics.row(session.data.validation_sets)

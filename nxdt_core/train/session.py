@@ -15,102 +15,54 @@ A whole training loop, right on any number of ranks::
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict
-
-import torch
-import torch.distributed as dist
+from typing import Any, Self
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Manifest
-from nxdt_core.checkpoint.format.manifest import Keep
+from nxdt_core.checkpoint import CheckpointManager, Manifest
 from nxdt_core.checkpoint.formats import format_of, load_format_into
 from nxdt_core.checkpoint.hf.source import read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
-from nxdt_core.data.digest import digest
-from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.training import ReferenceNeedsLength
-from nxdt_core.launch.agreement import check_agreement, check_world_size
+from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.objective import ObjectiveTraits, traits_of
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
-from nxdt_core.protocols.parallel.piece import Piece
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
 from nxdt_core.train.garbage_collection import GarbageCollection
 from nxdt_core.train.hidden_state import watch_objective
-from nxdt_core.train.state import TrainState, capture_rng, restore_rng, seed_all, state_explained, versions_of
+from nxdt_core.train.saved_state import SaveFacts, SaveParts, load_saved, save_parts
+from nxdt_core.train.state import TrainState, restore_rng, seed_all, state_explained
 from nxdt_core.train.step import (
     StepResult,
     initialize_parallel_model,
     initialize_parallel_optimizer,
     mean_loss,
+    start_engine,
     train_step,
+    without_gradients,
 )
-from nxdt_core.train.weights.average import WeightAverage, take_average
-from nxdt_core.train.weights.base import base_digest, load_weights, without_base
-from nxdt_core.train.weights.reference import check_base_frozen, with_base, with_reference
+from nxdt_core.train.weights.average import WeightAverage
+from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
 from nxdt_core.train.weights.saved_config import config_to_save
-from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer
-from nxdt_core.train.weights.saved_precision import round_to_bfloat16, take_masters
-from nxdt_core.train.weights.shape_mismatch import misfit_explained
 
 __all__ = ["SaveFacts", "TrainSession", "start_engine", "without_gradients"]
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFacts:
-    """What a loop says of a checkpoint in addition to its state."""
-
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Figures by which retention may rank it."""
-    keep: Keep = "regular"
-    """How retention treats it."""
-    fencing: int = 0
-    """Number of the ownership under which it is saved; 0 where the store has no owner."""
-
-
-class _Parts(TypedDict):
-    """Keywords that every way of saving takes."""
-
-    step: int
-    model: dict[str, torch.Tensor | Piece]
-    optimizer: dict[str, torch.Tensor | Piece]
-    state: dict[str, Any]
-    facts: CheckpointFacts
-    ties: dict[str, str]
-
-
-def start_engine(config: ResolvedConfig, engine: ParallelEngine) -> None:
-    """Start ``engine`` and compare what all ranks are about to run. Collective.
-
-    Raises:
-        RanksDisagree: versions, plugins or configurations differ between ranks.
-    """
-    engine.start()
-    check_agreement(config, engine.ranks)
-
-
-def without_gradients(*, inference: bool) -> AbstractContextManager[None]:
-    """Return the mode of a validation: that of inference where it is asked for, but not over the host's process groups,
-    whose collectives take no tensor that was made in it."""
-    hosts = profile_of(HOST).process_group_backend
-    over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
-    return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
+_NO_FACTS = SaveFacts()
 
 
 class TrainSession:
@@ -329,15 +281,8 @@ class TrainSession:
         """Digest of the source of the run's first weights; None in a resumed run, whose weights have changed since."""
         if self.resumed is not None:
             return None
-        sections = self.config.to_values()
-        changed = (self.config.run.seed, sections["adapter"])
-        if self._weights is not None:
-            return digest("checkpoint", changed, self._weights[1].attempt)
-        if self._foreign is not None:
-            files = sorted(path for path in self._foreign.rglob("*") if path.is_file())
-            stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-            return digest("foreign", changed, str(self._foreign.resolve()), *stats)
-        return digest("fresh", changed, sections["model"])
+        manifest = None if self._weights is None else self._weights[1]
+        return first_weights_digest(self.config, manifest, self._foreign)
 
     # Steps.
 
@@ -427,7 +372,7 @@ class TrainSession:
         storage: CheckpointStore | None = None,
         *,
         extra: dict[str, Any] | None = None,
-        about: SaveFacts = SaveFacts(),
+        about: SaveFacts = _NO_FACTS,
         before_commit: Callable[[], None] | None = None,
     ) -> Manifest:
         """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
@@ -452,7 +397,7 @@ class TrainSession:
         )
 
     def begin_save(
-        self, manager: CheckpointManager, *, extra: dict[str, Any] | None = None, about: SaveFacts = SaveFacts()
+        self, manager: CheckpointManager, *, extra: dict[str, Any] | None = None, about: SaveFacts = _NO_FACTS
     ) -> bool:
         """Begin the save of :meth:`save`, returning as soon as the next step may change what is saved.
 
@@ -500,31 +445,17 @@ class TrainSession:
         if strict is None:
             strict = self.config.run.checkpoint.strict
         optimizer = None if weights_only else getattr(self, "optimizer", None)
-        ranks, where = self.engine.ranks, build.step_uri(storage, manifest.step)
-        continues = optimizer is None or continues_optimizer(self.config, manifest, where)
-        with misfit_explained(self.config, manifest):
-            weights = load_weights(
-                storage,
-                manifest,
-                engine=self.engine,
-                model=self.model,
-                strict=strict,
-                with_optimizer=optimizer is not None,
-            )
-            same_layout = dict(manifest.facts.mesh) == dict(self.engine.rank_info.mesh)
-            same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size
-            saved = checkpoint.load_state(storage, manifest, rank=ranks.rank if same_layout else 0, ranks=ranks)
-            if optimizer is not None:
-                found = checkpoint.load_optimizer_like(
-                    storage, manifest, weights, ranks=ranks, replicas=self.model.replicas, strict=strict
-                )
-                self.model.load_state_dict(take_masters(found), strict=False)
-                averaged = take_average(found)
-                if self.average is not None:
-                    self.average.load_state_dict(averaged)
-                if continues:
-                    optimizer.load_state_dict(found)
-        with state_explained(where):
+        saved, same_layout = load_saved(
+            storage,
+            manifest,
+            config=self.config,
+            engine=self.engine,
+            model=self.model,
+            optimizer=optimizer,
+            average=self.average,
+            strict=strict,
+        )
+        with state_explained(build.step_uri(storage, manifest.step)):
             if optimizer is not None and same_layout:
                 restore_rng(saved["rng"], self.engine.device)
             if not weights_only:
@@ -543,56 +474,19 @@ class TrainSession:
             return {}
         return read_hf_source(self._foreign).facts()
 
-    def _parts(self, extra: dict[str, Any] | None, about: SaveFacts) -> _Parts:
-        config, engine, model, state = self.config, self.engine, self.model, self.state
-        optimizer = getattr(self, "optimizer", None)
-        skipped = 0 if optimizer is None else int(optimizer.skipped_steps)
-        # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
-        updates = max(0, state.updates - skipped)
-        weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
-        if optimizer is not None and self._elements is None:
-            check_shared_state(held, weights, engine.ranks)
-        alone = not all(adapter.saves_base for adapter in build.adapters(config))
-        if alone:
-            weights = without_base(model, weights)
-        if config.run.checkpoint.save_bf16:
-            masters = round_to_bfloat16(weights, dict(model.named_parameters()))
-            held |= {} if optimizer is None else masters
-        if optimizer is not None and self.average is not None:
-            held |= self.average.state_dict()
-        return {
-            "step": state.step,
-            "model": weights,
-            "optimizer": held,
-            "state": {
-                "train": {**state.to_dict(), "updates": updates},
-                "rng": capture_rng(engine.device),
-                "extra": extra or {},
-            },
-            "facts": CheckpointFacts(
-                consumed_samples=state.consumed_samples,
-                consumed_tokens=state.consumed_tokens,
-                updates=updates,
-                config=self._saved_config,
-                plugin_fingerprint=config.kernel.fingerprint(),
-                plugins=config.kernel.identities(),
-                mesh=dict(engine.rank_info.mesh),
-                metrics=dict(about.metrics),
-                versions=versions_of(config.kernel),
-                keep=about.keep,
-                fencing=about.fencing,
-                elements=self._count_elements(weights),
-                base=base_digest(model, engine.ranks) if model.added else "",
-                without_base=alone,
-                hf=self.hf_facts,
-            ),
-            "ties": {},
-        }
-
-    def _count_elements(self, weights: Mapping[str, torch.Tensor | Piece]) -> int:
-        """Return the number of elements that all ranks together save. Collective at the first call."""
-        if self._elements is None:
-            own = {name: math.prod(weight.shape) for name, weight in weights.items()}
-            by_name = {name: size for held in self.engine.ranks.all_gather_object(own) for name, size in held.items()}
-            self._elements = sum(by_name.values())
-        return self._elements
+    def _parts(self, extra: dict[str, Any] | None, about: SaveFacts) -> SaveParts:
+        parts = save_parts(
+            self.config,
+            self.engine,
+            self.model,
+            getattr(self, "optimizer", None),
+            self.average,
+            self.state,
+            extra=extra or {},
+            about=about,
+            saved_config=self._saved_config,
+            elements=self._elements,
+            hf=self.hf_facts,
+        )
+        self._elements = parts["facts"].elements
+        return parts

@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.launch.agreement import check_agreement
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel.engine import ParallelEngine
@@ -25,7 +29,9 @@ __all__ = [
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "mean_loss",
+    "start_engine",
     "train_step",
+    "without_gradients",
 ]
 
 
@@ -37,6 +43,16 @@ class StepResult:
     grad_norm: torch.Tensor
     """Global 2-norm before clipping."""
     lr_factor: float
+
+
+def start_engine(config: ResolvedConfig, engine: ParallelEngine) -> None:
+    """Start ``engine`` and compare what all ranks are about to run. Collective.
+
+    Raises:
+        RanksDisagree: versions, plugins or configurations differ between ranks.
+    """
+    engine.start()
+    check_agreement(config, engine.ranks)
 
 
 def initialize_parallel_model(
@@ -120,3 +136,11 @@ def mean_loss(results: Iterable[StepLoss]) -> float:
         total += float(result.loss) * float(result.weight)
         weight += float(result.weight)
     return total / weight if weight else float("nan")
+
+
+def without_gradients(*, inference: bool) -> AbstractContextManager[None]:
+    """Return the mode of a validation: that of inference where it is asked for, but not over the host's process groups,
+    whose collectives take no tensor that was made in it."""
+    hosts = profile_of(HOST).process_group_backend
+    over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
+    return torch.inference_mode() if inference and not over_hosts else torch.no_grad()

@@ -52,10 +52,7 @@ WITH_TORCH = (
 DECODERS = (
     "decoder_builder",
     "decoder_config",
-    "decoder_plan",
-    "flops",
     "huggingface",
-    "initialisation",
     "rope_scaling",
 )
 TORCH_FREE = ("api.py", "errors", "kernel", "config", "protocols", "cli", *(f"models/{each}.py" for each in DECODERS))

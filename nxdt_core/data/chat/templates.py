@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nxdt_core.config.sources.paths import resolve_path
-from nxdt_core.data.files.keys import RecordFiles
-from nxdt_core.data.files.paths import decode, read_bytes
+from nxdt_core.data.files.paths import RecordFiles, decode, read_bytes
 from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.protocols.tokenizer import ChatTokenizer

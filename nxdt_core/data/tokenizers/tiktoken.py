@@ -116,16 +116,14 @@ class TiktokenTokenizer:
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """Return the ids of :meth:`encode_batch` with positions; tokens that share a character have the same
         position."""
+        spelled = self._encoding.decode_tokens_bytes
         found = zip(texts, self.encode_batch(texts), strict=True)
-        return [located(valid(text), ids, self._widths(ids)) for text, ids in found]
+        return [located(valid(text), ids, [len(token) for token in spelled(ids)]) for text, ids in found]
 
     def spell(self, ids: Iterable[int]) -> str:
         """Return the text of :meth:`decode`, special tokens included."""
         text: str = self._encoding.decode([i for i in ids if 0 <= i < self.vocab_size])
         return text
-
-    def _widths(self, ids: Sequence[int]) -> list[int]:
-        return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
 
     def fingerprint(self) -> str:
         """Digest of the file, the pattern, and the special tokens."""

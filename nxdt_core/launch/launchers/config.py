@@ -1,14 +1,21 @@
-"""Options of the launchers that submit jobs: keys of a cluster file, and options of ``nxdt launch``. No torch here."""
+"""Options of the launchers that submit jobs: keys of a cluster file, options of ``nxdt launch``; words of scripts.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from nxdt_core import __version__
 from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range
+from nxdt_core.protocols.launcher import Job
 
-__all__ = ["ClusterOptions", "HyperPodOptions", "KubernetesOptions", "LocalOptions", "SlurmOptions"]
+__all__ = ["HyperPodOptions", "KubernetesOptions", "LocalOptions", "SlurmOptions", "exports", "header", "program"]
 
 _CORES = "aws.amazon.com/neuroncore"
 """Resource of the Neuron device plugin; it counts cores."""
@@ -174,3 +181,27 @@ class HyperPodOptions(SlurmOptions, KubernetesOptions):
 
     orchestrator: Literal["slurm", "eks"] = "slurm"
     """What the cluster runs."""
+
+
+def program(options: ClusterOptions, *, module: bool = False) -> list[str]:
+    """Return the words that call nxdt on a node.
+
+    Args:
+        options: of the cluster.
+        module: as a module behind ``torchrun``, ``-m nxdt_core``.
+    """
+    if module:
+        return ["torchrun", "-m", "nxdt_core"]
+    if options.program is not None:
+        return shlex.split(options.program)
+    return ["nxdt"] if options.image is not None else [sys.executable, "-m", "nxdt_core"]
+
+
+def header(job: Job) -> list[str]:
+    """Return comments that say where a file comes from."""
+    return [f"# Written by nxdt {__version__}:", f"#   {job.command_line}"]
+
+
+def exports(variables: Mapping[str, str]) -> list[str]:
+    """Return a line for each variable."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]

@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from nxdt_core.errors.clusters import LauncherNeedsOption
-from nxdt_core.launch.launchers.config import KubernetesOptions
-from nxdt_core.launch.launchers.shell import header, program
+from nxdt_core.launch.launchers.config import KubernetesOptions, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
 __all__ = ["KubernetesLauncher", "manifests", "pod_spec"]

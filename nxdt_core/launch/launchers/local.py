@@ -9,8 +9,7 @@ from typing import Any
 
 from nxdt_core.distributed.environment import join_mpi, join_usual
 from nxdt_core.errors.clusters import CannotSubmit
-from nxdt_core.launch.launchers.config import LocalOptions
-from nxdt_core.launch.launchers.shell import exports, header, program
+from nxdt_core.launch.launchers.config import LocalOptions, exports, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
 __all__ = ["EnvironmentLauncher", "LocalLauncher", "MPILauncher"]

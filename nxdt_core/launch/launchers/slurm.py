@@ -7,8 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from nxdt_core.distributed.environment import join_slurm
-from nxdt_core.launch.launchers.config import SlurmOptions
-from nxdt_core.launch.launchers.shell import exports, header, program
+from nxdt_core.launch.launchers.config import SlurmOptions, exports, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
 __all__ = ["SlurmLauncher"]
@@ -119,13 +118,10 @@ def _srun(arguments: Sequence[str], options: SlurmOptions, more: Sequence[str] =
     words = ["srun", "--label", "--kill-on-bad-exit=0", "--cpu-bind=none", *more]
     if options.image is not None:
         words += [f"--container-image={options.image}"]
-        words += [f"--container-mounts={','.join(map(_mount, options.mounts))}"] if options.mounts else []
+        mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
+        words += [f"--container-mounts={','.join(mounts)}"] if mounts else []
     command = [*program(options), *arguments]
     if not by_node:
         return shlex.join([*words, *command])
     script = f"NODE_RANK=$SLURM_NODEID exec {shlex.join(command)}"
     return f'{shlex.join(words)} --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c {shlex.quote(script)}'
-
-
-def _mount(mount: str) -> str:
-    return mount if ":" in mount else f"{mount}:{mount}"

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from nxdt_core.distributed.flight_recorder import keep_record
 from nxdt_core.errors.ranks import RankDied, RankHung
-from nxdt_core.launch.supervision.heartbeat import Heartbeat, is_stopped, wake
+from nxdt_core.launch.supervision.heartbeat import Heartbeat, is_stopped, keep_record, wake
 from nxdt_core.launch.supervision.messages import (
     BeatReceived,
     Done,

@@ -244,8 +244,10 @@ def run_numbered(
         keys.append(_keys(rows, *groups, count=count, rank=rank))
         return rows
 
+    shifts = torch.arange(0, 8 * _BYTES, 8, device=numbers.device)
+    spelled = (numbers.unsqueeze(-1) >> shifts).bitwise_and_(255)
     with torch.no_grad():
-        run(_spelled(numbers, hidden.dtype).view(*hidden.shape[:-1], _BYTES), keep)
+        run(spelled.to(hidden.dtype).view(*hidden.shape[:-1], _BYTES), keep)
     due: Iterator[torch.Tensor] = iter(keys)
 
     def numbered(rows: torch.Tensor, *groups: Any) -> torch.Tensor:
@@ -253,11 +255,6 @@ def run_numbered(
             return experts(rows, *groups)
 
     return run(hidden, numbered)
-
-
-def _spelled(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    shifts = torch.arange(0, 8 * _BYTES, 8, device=numbers.device)
-    return (numbers.unsqueeze(-1) >> shifts).bitwise_and_(255).to(dtype)
 
 
 def _keys(rows: torch.Tensor, groups: Any = None, *, count: int, rank: int) -> torch.Tensor:

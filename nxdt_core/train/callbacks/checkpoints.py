@@ -18,11 +18,11 @@ from nxdt_core.config.fields.duration import seconds_of
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
-from nxdt_core.train.run.metric_files import FigureFiles
+from nxdt_core.train.run.metric_files import MetricFiles
 from nxdt_core.train.session import SaveFacts
 from nxdt_core.train.weights.export import HFForm
 
-__all__ = ["STEPS", "CheckpointSaver", "SaveFigures", "StepTimes"]
+__all__ = ["STEPS", "CheckpointSaver", "SaveMetrics", "StepTimes"]
 
 STEPS = 10
 """Steps before and after a save that are compared."""
@@ -95,14 +95,14 @@ class _Save:
         }
 
 
-class SaveFigures:
+class SaveMetrics:
     """Collects the reports of saves and the times of the steps around them.
 
     Args:
         files: of which ``saves.jsonl`` is one.
     """
 
-    def __init__(self, files: FigureFiles) -> None:
+    def __init__(self, files: MetricFiles) -> None:
         self._files = files
         self._times = StepTimes()
         self._step_began_at: float | None = None
@@ -189,7 +189,7 @@ class CheckpointSaver(Callback):
         self,
         storage: CheckpointStore,
         config: ResolvedConfig,
-        figures: SaveFigures,
+        figures: SaveMetrics,
         ownership: Ownership | None = None,
     ) -> None:
         self._config = config.run.checkpoint

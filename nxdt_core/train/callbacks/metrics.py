@@ -16,8 +16,8 @@ from nxdt_core.models.token_flops import TokenFlops
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train.callbacks.console import Console
-from nxdt_core.train.callbacks.validation_figures import scalars
-from nxdt_core.train.run.metric_files import FigureFiles
+from nxdt_core.train.callbacks.validation_metrics import scalars
+from nxdt_core.train.run.metric_files import MetricFiles
 from nxdt_core.train.state import versions_of
 
 __all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter"]
@@ -48,7 +48,7 @@ class MetricsWriter(Callback):
 
     def __init__(
         self,
-        files: FigureFiles,
+        files: MetricFiles,
         console: Console,
         *,
         every: int,

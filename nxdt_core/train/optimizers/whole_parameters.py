@@ -55,12 +55,12 @@ def trained_pieces(
     ]
 
 
-def sum_over_pieces(pieces: Sequence[TrainedPiece], figures: Sequence[torch.Tensor]) -> None:
-    """Add to each figure what other ranks found over their pieces of the same parameter, in place. Collective."""
-    alike: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for piece, figure in zip(pieces, figures, strict=True):
-        alike.setdefault(piece.shard.groups, []).append(figure)
-    for groups, tensors in alike.items():
+def sum_over_pieces(pieces: Sequence[TrainedPiece], values: Sequence[torch.Tensor]) -> None:
+    """Add to each value what other ranks found over their pieces of the same parameter, in place. Collective."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for piece, value in zip(pieces, values, strict=True):
+        by_groups.setdefault(piece.shard.groups, []).append(value)
+    for groups, tensors in by_groups.items():
         for group in groups:
             sum_over(group, tensors)
 
@@ -118,7 +118,8 @@ class Adafactor(torch.optim.Optimizer):
     def _inverse_root(self, piece: TrainedPiece) -> torch.Tensor:
         """What this rank's gradients are multiplied with."""
         state: dict[str, torch.Tensor] = self.state[piece.parameter]
-        eps = _eps(piece)
+        lowest: float | None = piece.group["eps"][0]
+        eps = float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
         if not _factored(piece.shard):
             return piece.real(state["variance"]).clamp(min=eps * eps).rsqrt_()
         row_mean = state["row_var"].mean(dim=-1, keepdim=True).clamp_(min=eps)
@@ -158,11 +159,6 @@ def _boxes(shard: ParameterShard) -> tuple[tuple[slice, ...], tuple[slice, ...]]
     """Positions of this rank's rows among all rows, and of its columns among all columns."""
     at = tuple(slice(start, start + size) for start, size in zip(shard.box.offsets, shard.box.shape, strict=True))
     return at[:-1], (*at[:-2], at[-1])
-
-
-def _eps(piece: TrainedPiece) -> float:
-    lowest: float | None = piece.group["eps"][0]
-    return float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
 
 
 class Novograd(torch.optim.Optimizer):

@@ -21,13 +21,13 @@ from nxdt_core.regular_files import regular_opener
 from nxdt_core.train.monitoring.log_lines import strict_json
 from nxdt_core.train.run.files import cannot_write
 
-__all__ = ["FigureFiles", "Row", "drawable", "finite", "json_object", "lines_of", "rows_by_step"]
+__all__ = ["MetricFiles", "Row", "drawable", "finite", "json_object", "lines_of", "rows_by_step"]
 
 _ASIDE = ".replaced.jsonl"
 
 
 @final
-class FigureFiles:
+class MetricFiles:
     """Appends rows to the files of figures of a run; a run that cannot write one of them is not worth continuing.
 
     Args:

@@ -29,7 +29,7 @@ from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build
-from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveFigures
+from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveMetrics
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.callbacks.metrics import MetricsWriter
 from nxdt_core.train.callbacks.profiler import Profiler
@@ -39,7 +39,7 @@ from nxdt_core.train.loop import fit
 from nxdt_core.train.monitoring.monitor import Monitor, MonitorReports, monitored
 from nxdt_core.train.run.files import dated, keep_inputs, other_source, owned_on_rank_zero, run_dir_explained
 from nxdt_core.train.run.log import printed, run_log
-from nxdt_core.train.run.metric_files import FigureFiles
+from nxdt_core.train.run.metric_files import MetricFiles
 from nxdt_core.train.run.out_of_memory import memory_errors_explained
 from nxdt_core.train.run.report import RunSummary, banner, resume_command, resume_notes
 from nxdt_core.train.run.start import (
@@ -144,7 +144,7 @@ class _Training:
         data.prepare()
         PROGRESS.spent("data")
         session = TrainSession(config, engine=self.engine, data=data)
-        files = FigureFiles(config.run_dir if self.engine.ranks.rank == 0 else None, self.signals.fail)
+        files = MetricFiles(config.run_dir if self.engine.ranks.rank == 0 else None, self.signals.fail)
         metrics, run = self._composed(session, files)
         try:
             collect_as_usual()
@@ -188,11 +188,11 @@ class _Training:
             self.console.say(f"note: {note}")
         _log.info("plugins %s", config.kernel.fingerprint())
 
-    def _composed(self, session: TrainSession, files: FigureFiles) -> tuple[MetricsWriter, Run]:
+    def _composed(self, session: TrainSession, files: MetricFiles) -> tuple[MetricsWriter, Run]:
         """Return the run with its callbacks: the figures first, then what acts on them, then saving; what stops the run
         on request comes after all of them."""
         config, trainer, manager = session.config, session.config.run.trainer, session.config.run.exp_manager
-        figures = SaveFigures(files)
+        figures = SaveMetrics(files)
         policy = build.precision(config)
         metrics = MetricsWriter(
             files,

@@ -63,7 +63,9 @@ class WeightAverage:
             fresh = {name: weight for name, weight in weights.items() if name not in self._pieces}
             for bucket in _buckets({name: weights[name] for name in self._pieces}):
                 self._update([self._pieces[name].tensor for name in bucket], [w.float() for w in bucket.values()], 0)
-            self._begin(model, fresh)
+            places = model.state_dict() if fresh else {}
+            for name, weight in fresh.items():
+                self._pieces[name] = replace(piece_of(places[name], name), tensor=weight.to(torch.float32, copy=True))
 
     def put_into(self, model: ParallelModel) -> dict[str, Piece]:
         """Put the average in the weights' place; give what this returns to :meth:`put_back`."""
@@ -90,12 +92,6 @@ class WeightAverage:
             self._trained = frozenset(name for name, weight in model.named_parameters() if weight.requires_grad)
         held = {name: weight for name, weight in model.state_dict().items() if name in self._trained}
         return {name: weight.tensor if isinstance(weight, Piece) else local_of(weight) for name, weight in held.items()}
-
-    def _begin(self, model: ParallelModel, fresh: Mapping[str, torch.Tensor]) -> None:
-        if fresh:
-            places = model.state_dict()
-            for name, weight in fresh.items():
-                self._pieces[name] = replace(piece_of(places[name], name), tensor=weight.to(torch.float32, copy=True))
 
 
 def take_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:

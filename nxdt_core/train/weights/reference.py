@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.references import LogProbs, Referenced, weighted_labels
+from nxdt_core.data.digest import digest
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
 from nxdt_core.models.updates import updates_off
-from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel
@@ -30,7 +31,75 @@ from nxdt_core.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
 from nxdt_core.train.run.files import run_dir_explained
 
-__all__ = ["check_base_frozen", "compute_log_probs", "with_base", "with_reference"]
+__all__ = [
+    "LogProbs",
+    "Referenced",
+    "check_base_frozen",
+    "compute_log_probs",
+    "first_weights_digest",
+    "weighted_labels",
+    "with_base",
+    "with_reference",
+]
+
+
+class LogProbs:
+    """Log-probabilities of the labels that count, of every sample of a dataset.
+
+    Args:
+        values: float32, of sample after sample.
+        counts: how many of each sample.
+    """
+
+    def __init__(self, values: NDArray[np.float32], counts: NDArray[np.int64]) -> None:
+        self.values, self.counts = values, counts
+        self._ends = np.cumsum(counts)
+
+    @classmethod
+    def gather(cls, by_sample: Mapping[int, NDArray[np.float32]]) -> LogProbs:
+        """Join the log-probabilities of all samples, given by number."""
+        parts = [by_sample[index] for index in range(len(by_sample))]
+        return cls(np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64))
+
+    def of(self, index: int) -> NDArray[np.float32]:
+        """Return the log-probabilities [seq] of one sample."""
+        end = self._ends[index]
+        return self.values[end - self.counts[index] : end]
+
+
+class Referenced:
+    """A dataset whose samples have ``reference_log_probs``.
+
+    Args:
+        dataset: the samples.
+        log_probs: of their labels.
+        model: digest of what the log-probabilities were computed with.
+    """
+
+    def __init__(self, dataset: MapDataset, log_probs: LogProbs, *, model: str) -> None:
+        self._dataset = dataset
+        self._log_probs = log_probs
+        self._model = model
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        sample = self._dataset[index]
+        values = np.zeros(sample.labels.shape, dtype=np.float32)
+        values[weighted_labels(sample)] = self._log_probs.of(index)
+        return replace(sample, reference_log_probs=values)
+
+    def fingerprint(self) -> str:
+        """Return a digest of the dataset's fingerprint and of the reference model."""
+        return digest("referenced", self._dataset.fingerprint(), self._model)
+
+
+def weighted_labels(sample: Sample) -> NDArray[np.bool_]:
+    """Return which labels of a sample count in the loss."""
+    labelled: NDArray[np.bool_] = sample.labels != IGNORE_INDEX
+    return labelled if sample.loss_weights is None else np.logical_and(labelled, sample.loss_weights > 0)
+
 
 _log = logging.getLogger(__name__)
 _DIRECTORY = "reference"
@@ -99,7 +168,7 @@ def compute_log_probs(
         for index, values in enumerate(_by_sample(micro_batches, model), start=first):
             if index < min(len(dataset), first + own):  # blank samples fill the last batch up
                 found[index] = values[weighted_labels(dataset[index])]
-    of_ranks = engine.ranks.all_gather_object(found if _speaks_for_its_samples(engine) else {})
+    of_ranks = engine.ranks.all_gather_object(found if _is_first_reader(engine) else {})
     return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
 
 
@@ -135,7 +204,7 @@ def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDA
     return found
 
 
-def _speaks_for_its_samples(engine: ParallelEngine) -> bool:
+def _is_first_reader(engine: ParallelEngine) -> bool:
     """Whether this is the first of the ranks that read the same samples."""
     readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
     return readers.index(engine.rank_info.dp_rank) == engine.ranks.rank
@@ -158,3 +227,22 @@ def _write(path: Path, weights: str, found: LogProbs) -> None:
         np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
         file.flush()
         os.fsync(file.fileno())
+
+
+def first_weights_digest(config: ResolvedConfig, manifest: Manifest | None, foreign: Path | None) -> str:
+    """Return the digest of what a new run takes its first weights from.
+
+    Args:
+        config: of the run.
+        manifest: of the checkpoint with the weights, if there is one.
+        foreign: path of another program's checkpoint, if the weights are from one.
+    """
+    sections = config.to_values()
+    changed = (config.run.seed, sections["adapter"])
+    if manifest is not None:
+        return digest("checkpoint", changed, manifest.attempt)
+    if foreign is not None:
+        files = sorted(path for path in foreign.rglob("*") if path.is_file())
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return digest("foreign", changed, str(foreign.resolve()), *stats)
+    return digest("fresh", changed, sections["model"])

@@ -23,7 +23,7 @@ from nxdt_core.config.resolve.path_values import Locator
 from nxdt_core.config.secrets.fields import dotted
 from nxdt_core.config.sources.node import Node, from_plain, merge, to_plain
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
-from nxdt_core.data.files.keys import RecordFiles
+from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.errors.exchange import SavedConfigUnusable

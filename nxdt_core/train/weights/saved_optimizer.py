@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +72,11 @@ def check_shared_state(
         OptimizerStateOfShards: some differs; the same on all ranks.
     """
     own = {
-        key: (str(value.dtype), tuple(value.shape), digest(_bytes(value)))
+        key: (
+            str(value.dtype),
+            tuple(value.shape),
+            digest(value.detach().to(HOST).reshape(-1).view(torch.uint8).numpy().tobytes()),
+        )
         for key, value in state.items()
         if type(value) is torch.Tensor and _is_shard(weights.get(key.rpartition("/")[0]))
     }
@@ -92,10 +95,6 @@ def _is_shard(weight: torch.Tensor | Piece | None) -> bool:
     return weight is not None and bool(sharded_over(weight))
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().to(HOST).reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def _saved_names(manifest: Manifest) -> set[frozenset[str]]:
     """Return the sets of state names that parameters have in a checkpoint."""
     by_parameter: dict[str, set[str]] = {}
@@ -112,11 +111,8 @@ def _names_kept(config: ResolvedConfig) -> set[frozenset[str]]:
     parameters = [nn.Parameter(torch.ones(shape)) for shape, _ in _KINDS]
     shards = [ParameterShard(shape=shape, box=Box.whole(shape), matrix=matrix) for shape, matrix in _KINDS]
     optimizer = stepped_once(selected.component.load_target(), selected.config, parameters, shards)
-    return {_tensors_of(unpacked_state(optimizer, parameter)) for parameter in parameters}
-
-
-def _tensors_of(state: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(str(name) for name, value in state.items() if value is not None)
+    states = [unpacked_state(optimizer, parameter) for parameter in parameters]
+    return {frozenset(str(name) for name, value in state.items() if value is not None) for state in states}
 
 
 def _described(name: str | None, states: Iterable[frozenset[str]]) -> str:

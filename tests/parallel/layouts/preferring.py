@@ -11,12 +11,11 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.data.references import Referenced
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
-from nxdt_core.train.weights.reference import check_base_frozen, compute_log_probs, with_base
+from nxdt_core.train.weights.reference import Referenced, check_base_frozen, compute_log_probs, with_base
 from tests.parallel.matrix.training import whole
 
 STRATEGY = "distributed_strategy."

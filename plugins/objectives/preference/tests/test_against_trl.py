@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.data.references import Referenced
 from nxdt_core.data.sources import collate
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.step import initialize_parallel_model
-from nxdt_core.train.weights.reference import compute_log_probs
+from nxdt_core.train.weights.reference import Referenced, compute_log_probs
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is pinned in constraints.txt")
 datasets = pytest.importorskip("datasets")

@@ -17,7 +17,7 @@ from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
-from nxdt_core.train.callbacks.validation_figures import ValidationFigures, scalars
+from nxdt_core.train.callbacks.validation_metrics import ValidationMetrics, scalars
 from nxdt_core.train.data import UNNAMED, StepInput
 from nxdt_core.train.session import TrainSession
 from nxdt_core.train.state import TrainState
@@ -47,7 +47,7 @@ class NxdtModule(pl.LightningModule):
         self.session = TrainSession(config)
         """What the steps work on; its engine is the strategy's."""
         self._logs_metrics = logs_metrics
-        self._figures: ValidationFigures | None = None
+        self._figures: ValidationMetrics | None = None
         self._validated = ExitStack()
         self.saved: Manifest | None = None
         """The newest checkpoint of this process."""
@@ -158,7 +158,7 @@ class NxdtModule(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Validate the average where ``exp_manager.ema.evaluate_ema_weights_instead`` says so."""
         self._validated.enter_context(self.session.validated_weights())
-        self._figures = ValidationFigures(traits_of(self.objective).unit) if self._logs_metrics else None
+        self._figures = ValidationMetrics(traits_of(self.objective).unit) if self._logs_metrics else None
 
     def on_validation_epoch_end(self) -> None:
         """Log what was found, and go back to the weights, before any callback's ``on_validation_end`` saves them."""

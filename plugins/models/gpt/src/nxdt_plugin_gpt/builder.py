@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.models.flops import decoder_flops_per_token
-from nxdt_core.models.initialisation import residual_init_rules
+from nxdt_core.models.decoder_builder import decoder_flops_per_token, residual_init_rules
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import ParallelPlan
@@ -49,7 +48,7 @@ class GPTBuilder:
         return plan_of(self.config)
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Return the rules of :func:`nxdt_core.models.initialisation.residual_init_rules`; a ``layernorm1p`` starts at
+        """Return the rules of :func:`nxdt_core.models.decoder_builder.residual_init_rules`; a ``layernorm1p`` starts at
         zero, its difference from one."""
         c = self.config
         return residual_init_rules(
@@ -62,7 +61,7 @@ class GPTBuilder:
         )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the operations of :func:`nxdt_core.models.flops.decoder_flops_per_token` for this model."""
+        """Return the operations of :func:`nxdt_core.models.decoder_builder.decoder_flops_per_token` for this model."""
         c = self.config
         block = (3 if c.gated else 2) * c.hidden_size * c.ffn_size
         return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=c.vocab_rows)

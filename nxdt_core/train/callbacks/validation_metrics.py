@@ -11,12 +11,12 @@ import torch
 from nxdt_core.protocols.parallel.model import StepLoss
 from nxdt_core.train.data import UNNAMED
 
-__all__ = ["ValidationFigures", "scalars"]
+__all__ = ["ValidationMetrics", "scalars"]
 
-Figures = dict[str, float | int | None]
+Metrics = dict[str, float | int | None]
 
 
-class ValidationFigures:
+class ValidationMetrics:
     """Adds up losses and metrics on the device, batch by batch.
 
     Args:
@@ -41,15 +41,15 @@ class ValidationFigures:
         if not self._sums:
             return {}
         by_set = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))  # the one copy
-        together = self._figures([sum(column) for column in zip(*by_set.values(), strict=True)])
+        together = self._metrics([sum(column) for column in zip(*by_set.values(), strict=True)])
         if list(sets) == [UNNAMED]:
             return dict(together)
-        return {**together, "sets": {sets[number]: self._figures(sums) for number, sums in by_set.items()}}
+        return {**together, "sets": {sets[number]: self._metrics(sums) for number, sums in by_set.items()}}
 
-    def _figures(self, sums: Sequence[float]) -> Figures:
+    def _metrics(self, sums: Sequence[float]) -> Metrics:
         weight = sums[0]
         loss, *metrics = [value / weight if weight else None for value in sums[1:]]
-        found: Figures = {"loss": loss, self._unit: int(weight)}
+        found: Metrics = {"loss": loss, self._unit: int(weight)}
         if self._unit == "tokens":
             found["perplexity"] = None if loss is None else math.exp(min(loss, 700.0))  # beyond, there is no such float
         return {**found, **dict(zip(self._names, metrics, strict=True))}
