@@ -16,8 +16,7 @@ from torch import nn
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer
-from nxdt_core.models.decoder_builder import LAYER, NORMS, SWIGLU_STYLES, rotary_decoder_plan
-from nxdt_core.models.flops import decoder_flops_per_token
+from nxdt_core.models.decoder_builder import LAYER, NORMS, SWIGLU_STYLES, decoder_flops_per_token, rotary_decoder_plan
 from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts
