@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TORCH_FOLDER",
-    "ahead_of",
     "check_folder_writable",
     "check_torch_folder",
     "folder_of",
     "graph_origins",
-    "use_cache",
 ]
 
 TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
