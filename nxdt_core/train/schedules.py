@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
@@ -100,7 +100,7 @@ class NoamConfig(AnnealingConfig):
 class NoamHoldConfig(HoldConfig):
     """Warm-up to ``lr``, hold, then a power of the step to ``min_lr``."""
 
-    warmup_steps: PositiveInt
+    warmup_steps: PositiveInt = field()  # required: without it, the default of the class above would be inherited
     """Optimizer steps of linear warm-up, which also set the pace of the decay."""
     decay_rate: Annotated[float, Range(0.0, None)] = 0.5
     """Exponent of the decay: 0.5 falls as Noam does, 1 faster."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.schedule import ScheduleHorizon
 from nxdt_core.train.records import OPTIMIZERS, SCHEDULES
 
@@ -97,6 +98,13 @@ def test_a_schedule_shorter_than_the_run_is_noted_with_the_rate_that_remains(loa
     section = config.selected("schedule")
     factor = section.component.load_target()(section.config, ScheduleHorizon(max_steps=60, lr=1e-3))
     assert [factor(step) for step in range(61, 100)] == pytest.approx([0.1] * 39)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_what_a_schedule_cannot_do_without_is_required(load, good, name):
+    key = REQUIRED[name].partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"model\.optim\.sched\.{key}: required key is missing"):
+        load(good, f"model.optim.sched={{name: {name}, max_steps: 60}}")
 
 
 def test_a_warmup_longer_than_a_run_that_ends_before_its_schedule_is_noted(load, good):
