@@ -20,6 +20,7 @@ from nxdt_core.config.resolve.normalize import (
     mandatory_keys,
     merge_plugin_defaults,
     tidy_given,
+    with_moved_keys,
     with_name,
 )
 from nxdt_core.config.resolve.path_values import Locator
@@ -211,6 +212,8 @@ class _Load:
             reason = "a base is read with the file that names it, and overrides come later"
             place = base.origin.at("base")
             self.problems.append(NotSupported(**place, found=describe_node(base), reason=reason, allowed="null"))
+        given, moved = with_moved_keys(given)
+        self.notes += moved
         self.mandatory = mandatory_keys(given)
         given = self._keep(tidy_given(given))
         given = with_name(given, source.stem)

@@ -104,7 +104,6 @@ def test_commands_read_one_and_say_once_what_became_of_its_keys(nxdt, tmp_path, 
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("exp_manager.resume_if_exists=true", "Did you mean 'checkpoint.resume_if_exists'?"),
         ("model.encoder_seq_length=8", "Did you mean 'data.seq_length'?"),
         ("model_source=megatron", "Did you mean 'model.name'?"),
         ("exp_manager.checkpoint_callback_params.save_top_k=1", "the section checkpoint has all of saving"),
