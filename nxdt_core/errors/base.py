@@ -132,7 +132,9 @@ class ErrorCode(Generic[E]):
         own = {"code": self.code, "exit_status": self.exit_status, "happened": self.happened, "remedy": self.remedy}
         given = {**self.defaults, **values}
         vars(error).update(given, **own, usual_remedy=self.usual_remedy, _names=tuple(given), _also=self.also)
-        error.what(), error.do()  # a missing value is a defect of the caller: found here, and not when it is printed
+        view = error._view()
+        for template in (self.happened, self.remedy):  # a missing value is found here, and not when it is printed
+            template.format(**view)
         return error
 
 

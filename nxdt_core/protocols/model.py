@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from nxdt_core.protocols.initialisation import InitRule
@@ -111,7 +112,7 @@ class PlainBuilder:
 
     def plan(self) -> ParallelPlan:
         """Return the norms and the tied parameters of the module."""
-        modules, named = self._parts()
+        modules, named = self._parts
         norms = {f"{path}.weight" for path, module in modules if type(module).__name__.endswith("Norm")}
         first: dict[int, str] = {}
         owners = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -129,10 +130,11 @@ class PlainBuilder:
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Return six for each element of a matrix that is not an embedding table; attention is not counted."""
-        modules, named = self._parts()
+        modules, named = self._parts
         tables = {f"{path}.weight" for path, module in modules if type(module).__name__ == "Embedding"}
         return 6.0 * sum(each.numel() for name, each in named if each.ndim > 1 and name not in tables)
 
+    @cached_property
     def _parts(self) -> tuple[list[tuple[str, torch.nn.Module]], list[tuple[str, torch.nn.Parameter]]]:
         """The modules and the parameters by name, of the model without memory."""
         import torch

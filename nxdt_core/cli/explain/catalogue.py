@@ -42,16 +42,21 @@ class Explanation:
 
 def explanations(codes: Collection[str] | None = None) -> dict[str, Explanation]:
     """Return the explanation of each of ``codes`` that exists, or of all codes, in their order."""
-    wanted = {code: found for code, found in sorted(error_codes().items()) if codes is None or code in codes}
-    packages = tuple(sorted({module.partition(".")[0] for module in _modules()}))
+    modules = _modules()
+    wanted = {code: found for code, found in sorted(_rows(modules).items()) if codes is None or code in codes}
+    packages = tuple(sorted({module.partition(".")[0] for module in modules}))
     uses = _uses(packages, frozenset(name for name, _ in wanted.values()))
     return {code: _explained(row, uses.get(name, ())) for code, (name, row) in wanted.items()}
 
 
 def error_codes() -> dict[str, tuple[str, ErrorCode[NxdtError]]]:
     """Return the name in the source and the row of every error code of the core and of the installed plugins."""
+    return _rows(_modules())
+
+
+def _rows(modules: Sequence[str]) -> dict[str, tuple[str, ErrorCode[NxdtError]]]:
     found = {}
-    for module in map(import_module, _modules()):
+    for module in map(import_module, modules):
         for name, value in vars(module).items():
             if isinstance(value, ErrorCode):
                 found[value.code] = name, value
