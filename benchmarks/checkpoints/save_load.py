@@ -33,7 +33,7 @@ from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_
 from nxdt_core.checkpoint.format.safetensors_stream import bytes_of
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.train.callbacks.checkpoints import STEPS, StepTimes
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.saving import save_checkpoint
 
 TENSOR_BYTES = 32 * 2**20
 MEMORY = Path("/dev/shm")

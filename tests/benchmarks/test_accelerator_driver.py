@@ -258,9 +258,7 @@ def test_a_call_is_recorded_with_its_note_even_if_nothing_could_be_run(tmp_path)
 
 def test_the_tests_of_an_accelerator_are_found_by_their_mark():
     found = [path.as_posix() for path in marked_tests(HERE.parents[1])]
-    assert {"tests/parallel/context/test_context_kernels.py", "tests/parallel/estimate/test_estimate_memory.py"} <= {
-        *found
-    }
+    assert {"tests/engine/context/test_context_kernels.py", "tests/engine/estimate/test_estimate_memory.py"} <= {*found}
 
 
 def test_a_bundle_follows_requirements_and_leaves_out_what_comes_with_torch():

@@ -15,7 +15,7 @@ from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.poison import builder, little_memory, marker
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.saving import save_checkpoint
 
 __all__ = ["builder", "little_memory", "marker", "save", "store"]
 

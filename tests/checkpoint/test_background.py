@@ -29,8 +29,8 @@ from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, Stor
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
+from tests.checkpoint.memory import MemoryStorage
 from tests.sampling import slow
-from tests.stores.memory import MemoryStorage
 
 
 def committed(storage: Any) -> list[int]:

@@ -17,8 +17,8 @@ from nxdt_core.cli.checkpoint import difference
 from nxdt_core.cli.checkpoint.difference import Difference, Side, compare_checkpoints
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from tests.checkpoint.layouts.sharded import STEP, Layout, save_in
-from tests.stores.memory import MemoryStorage
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.memory import MemoryStorage
+from tests.checkpoint.saving import save_checkpoint
 
 
 def side(model: Mapping[str, torch.Tensor], *, config: Any = None, state: Any = None, **more: Any) -> Side:

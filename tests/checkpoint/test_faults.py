@@ -13,8 +13,8 @@ from nxdt_testing.errors import raises
 from nxdt_core.checkpoint import latest, list_checkpoints, prune, read_manifest, verify
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.errors.checkpoints import CheckpointConflict, StorageDenied, StorageError, StorageFull
-from tests.stores.faults import FaultyStorage, When
-from tests.stores.memory import MemoryStorage
+from tests.checkpoint.faults import FaultyStorage, When
+from tests.checkpoint.memory import MemoryStorage
 
 Prepare = Callable[[MemoryStorage, Any], None]
 

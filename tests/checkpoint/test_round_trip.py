@@ -23,7 +23,7 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.commit import commit
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
 from nxdt_core.protocols.parallel.piece import Box, Piece
-from tests.stores.memory import MemoryStorage
+from tests.checkpoint.memory import MemoryStorage
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

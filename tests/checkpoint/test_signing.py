@@ -50,10 +50,10 @@ from nxdt_core.errors.signing import (
 )
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.importing import import_checkpoint
+from tests.checkpoint.faults import FaultyStorage
 from tests.checkpoint.hf.exchange import save_run
+from tests.checkpoint.memory import MemoryStorage
 from tests.checkpoint.signed import load_trusted, make_key, write_key
-from tests.stores.faults import FaultyStorage
-from tests.stores.memory import MemoryStorage
 
 FILES = (
     "manifest.json",

@@ -19,8 +19,8 @@ from nxdt_testing.errors import raises
 from nxdt_core.checkpoint import CheckpointFacts, load_state, read_manifest
 from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
 from nxdt_core.errors.checkpoints import TensorStateUnsupported, UnsavableState
+from tests.checkpoint.memory import MemoryStorage
 from tests.sampling import takes_all
-from tests.stores.memory import MemoryStorage
 
 texts = st.text(max_size=8) | st.sampled_from(["$", "~", "/", "a/b", "~1", ""])
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | texts

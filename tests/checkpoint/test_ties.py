@@ -16,8 +16,8 @@ from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import CheckpointDamaged, SaveLacksElements, TensorStateUnsupported
 from nxdt_core.train import TrainSession
-from tests.stores.memory import MemoryStorage
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.memory import MemoryStorage
+from tests.checkpoint.saving import save_checkpoint
 
 TINY = ("model.num_layers=2", "data.seq_length=16", "trainer.max_steps=2", "exp_manager.exp_dir=null")
 TIED = "model.share_embeddings_and_output_weights=true"

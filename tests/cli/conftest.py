@@ -136,7 +136,7 @@ def saved_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from nxdt_core.checkpoint import CheckpointFacts, open_storage
-    from tests.stores.saving import save_checkpoint
+    from tests.checkpoint.saving import save_checkpoint
 
     uri = str(tmp_path_factory.mktemp("saved") / "store")
     storage = open_storage(uri)

@@ -12,7 +12,7 @@ import pytest
 
 from nxdt_core.cli.app import root
 from nxdt_core.cli.lazy import LazyCommand
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 SECRET, REFERENCE = 's3cr3t-"Pa55\\w0rd-XYZZY', "${oc.env:NXDT_CANARY}"
 RECIPE = "recipe:llama-tiny"

@@ -44,20 +44,20 @@ SETTINGS = {
 """Capability of an engine → settings that need it."""
 
 ELSEWHERE = {
-    "adapters": "tests/parallel/layouts/test_lora_layouts.py",
-    "reference": "tests/parallel/layouts/test_preference_layouts.py",
-    "pad_heads": "tests/parallel/tensor/test_padded_heads.py",
-    "sp:regather": "tests/parallel/tensor/test_gathered_again.py",
-    "token_shuffle": "tests/parallel/expert/test_token_shuffle.py",
-    "compile": "tests/parallel/compile/test_compiled_runs.py",
-    "param_groups": "tests/parallel/optimizer/test_optimizers_sharded.py",
-    "dtype:bfloat16": "tests/parallel/precision/test_mixed_precision.py",
-    "dtype:float64": "tests/parallel/layouts/test_matrix.py",
-    "autocast": "tests/parallel/precision/test_mixed_precision.py",
-    "master_weights": "tests/parallel/precision/test_master_weights.py",
-    "gradient_dtype": "tests/parallel/precision/test_gradient_sums.py",
-    "optimizer_dtype": "tests/parallel/precision/test_precision.py",
-    "stochastic_rounding": "tests/parallel/precision/test_rounding_kernels.py",
+    "adapters": "tests/engine/layouts/test_lora_layouts.py",
+    "reference": "tests/engine/layouts/test_preference_layouts.py",
+    "pad_heads": "tests/engine/tensor/test_padded_heads.py",
+    "sp:regather": "tests/engine/tensor/test_gathered_again.py",
+    "token_shuffle": "tests/engine/expert/test_token_shuffle.py",
+    "compile": "tests/engine/compile/test_compiled_runs.py",
+    "param_groups": "tests/engine/optimizer/test_optimizers_sharded.py",
+    "dtype:bfloat16": "tests/engine/precision/test_mixed_precision.py",
+    "dtype:float64": "tests/engine/layouts/test_matrix.py",
+    "autocast": "tests/engine/precision/test_mixed_precision.py",
+    "master_weights": "tests/engine/precision/test_master_weights.py",
+    "gradient_dtype": "tests/engine/precision/test_gradient_sums.py",
+    "optimizer_dtype": "tests/engine/precision/test_precision.py",
+    "stochastic_rounding": "tests/engine/precision/test_rounding_kernels.py",
     "linear_product": "plugins/precision/torchao/tests/test_float8.py",
 }
 """Capability of the torch engine that is not a layout of the matrix → the tests that show that it works."""
@@ -237,7 +237,7 @@ def shown_by(layout):
 
 
 def test_tests_show_that_the_torch_engine_does_what_it_declares(everything):
-    from tests.parallel.matrix.layouts import LAYOUTS as matrix
+    from tests.engine.matrix.layouts import LAYOUTS as matrix
 
     declared = everything.registry.get("engine", "torch").record.capabilities
     assert declared == set().union(*map(shown_by, matrix)) | ELSEWHERE.keys()
@@ -250,7 +250,7 @@ MODELS |= {"nxd-core-module": LLAMA - {"cp"}}
 
 
 def test_our_models_declare_what_their_layout_tests_run(everything):
-    """``tests/parallel/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix (Llama), and the plugins of LoRA
+    """``tests/engine/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix (Llama), and the plugins of LoRA
     and NxD Core."""
     found = {component.record.name: component.record for component in everything.registry.all("model")}
     assert {name: set(found[name].capabilities) for name in MODELS.keys() & found.keys()} == {
@@ -260,8 +260,8 @@ def test_our_models_declare_what_their_layout_tests_run(everything):
 
 
 def test_all_our_optimizers_train_shards(everything):
-    """``tests/parallel/test_optimizers_sharded.py`` runs each of the core's, ``adamw_8bit`` its own tests."""
-    from tests.parallel.optimizer.optimizing import NAMES
+    """``tests/engine/test_optimizers_sharded.py`` runs each of the core's, ``adamw_8bit`` its own tests."""
+    from tests.engine.optimizer.optimizing import NAMES
 
     found = {component.record.name: component.record.capabilities for component in everything.registry.all("optimizer")}
     assert found == dict.fromkeys(found, frozenset({"sharded"}))

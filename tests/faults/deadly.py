@@ -7,8 +7,8 @@ import signal
 from typing import Any
 
 from nxdt_core.api import StoreComponent, hookimpl
+from tests.checkpoint.faults import FaultyStorage
 from tests.faults.place import Place
-from tests.stores.faults import FaultyStorage
 
 __all__ = ["DEATH", "ENDPOINT", "PLACE", "DeadlyStorage", "opened"]
 

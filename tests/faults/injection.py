@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nxdt_plugin_s3.testing.http_faults import Exchange, Fault, lose_answer, reset, stall
 from nxdt_plugin_s3.testing.server import refuse_s3
 
-from tests.stores.faults import When, disk_full
+from tests.checkpoint.faults import When, disk_full
 
 __all__ = ["CALLS", "CALL_DEATHS", "REQUESTS", "REQUEST_DEATHS", "Call", "Injection", "Request", "let_go"]
 

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from nxdt_core.checkpoint import prune
 from nxdt_core.checkpoint.write import save
-from tests.stores.faults import FaultyStorage
+from tests.checkpoint.faults import FaultyStorage
 
 __all__ = ["MUTANTS"]
 

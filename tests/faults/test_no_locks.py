@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.saving import save_checkpoint
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, open_storage
 from nxdt_core.cli import main

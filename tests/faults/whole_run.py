@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nxdt_core.cli import main
 from tests.faults import deadly
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 __all__ = ["STEPS", "train"]
 

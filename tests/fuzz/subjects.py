@@ -49,8 +49,8 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.train.run.plot import read_run as read_plotted
 from tests.checkpoint.poison import import_all, weights
+from tests.checkpoint.saving import save_checkpoint
 from tests.fuzz.mutation import changed, changed_bytes, odd_values
-from tests.stores.saving import save_checkpoint
 
 __all__ = ["SUBJECTS", "Subject"]
 

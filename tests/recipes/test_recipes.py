@@ -166,7 +166,7 @@ def test_a_large_recipe_fits_the_devices_that_it_names(planned):
 
 
 @pytest.mark.parametrize("searched", SEARCHED)
-@pytest.mark.slow  # of hundreds of devices minutes; tests/training/test_layout_search.py shows that a search finds them
+@pytest.mark.slow  # of hundreds of devices minutes; tests/train/test_layout_search.py shows that a search finds them
 @pytest.mark.timeout(1800)
 def test_a_recipe_has_one_of_the_fastest_layouts_that_leave_a_tenth_of_the_memory(searched):
     """Fastest as ``nxdt plan --search`` estimates it, which changes neither batch nor sequences."""

@@ -19,7 +19,7 @@ SOLO = Path(__file__).parent / "mutants/solo_parts.py"
 
 
 class TestTorch(EngineContract):
-    """By default one layout: the matrix of ``tests/parallel`` runs all of them."""
+    """By default one layout: the matrix of ``tests/engine`` runs all of them."""
 
     engine = "torch"
 
@@ -29,7 +29,7 @@ class TestTorch(EngineContract):
 
     @pytest.mark.parametrize("policy", slow_except(POLICIES, ("bf16SR",)))
     def test_a_precision_trains_or_is_refused(self, settings: Settings, batches: list[Batch], policy: str) -> None:
-        """``tests/parallel/precision`` compares the others with float32."""
+        """``tests/engine/precision`` compares the others with float32."""
         super().test_a_precision_trains_or_is_refused(settings, batches, policy)
 
 

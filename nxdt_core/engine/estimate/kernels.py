@@ -6,7 +6,7 @@ It has no autocast either.
 
 Inductor cuts a layer's graph where the fewest bytes cross from forward to backward. It computes cheap operations again,
 unless their result is the input of a matrix product: backward would have to write that to memory again. Measured on
-the graphs of the models here; ``tests/parallel/estimate/test_estimate_compiled.py`` repeats it.
+the graphs of the models here; ``tests/engine/estimate/test_estimate_compiled.py`` repeats it.
 """
 
 from __future__ import annotations

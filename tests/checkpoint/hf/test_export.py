@@ -22,9 +22,9 @@ from nxdt_core.train import build
 from nxdt_core.train.generate import generate
 from nxdt_core.train.weights.export import export_hf, plan_export
 from nxdt_core.train.weights.saved_config import own_run, saved_run
+from tests.checkpoint.faults import FaultyStorage
 from tests.checkpoint.hf.exchange import VOCABULARY, export_together, llama, newest, save_run, write_tokenizer
 from tests.sampling import slow_except
-from tests.stores.faults import FaultyStorage
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to load exports with")
 

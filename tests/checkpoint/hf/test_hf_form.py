@@ -21,9 +21,9 @@ from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights import export
 from nxdt_core.train.weights.export import HFForm, export_hf
+from tests.checkpoint.faults import FaultyStorage
 from tests.checkpoint.hf.exchange import llama
 from tests.sampling import slow
-from tests.stores.faults import FaultyStorage
 
 LAYOUT = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
 

@@ -41,9 +41,9 @@ from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.importing import import_checkpoint
 from nxdt_core.train.weights.saved_config import saved_run
 from tests.calls import Call, in_turn
+from tests.checkpoint.faults import FaultyStorage
 from tests.checkpoint.hf.exchange import VOCABULARY, import_together, llama, newest, write_tokenizer
-from tests.parallel.matrix.training import whole
-from tests.stores.faults import FaultyStorage
+from tests.engine.matrix.training import whole
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")
 

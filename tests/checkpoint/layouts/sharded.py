@@ -29,8 +29,8 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.protocols.store import CheckpointStore
+from tests.checkpoint.saving import save_checkpoint
 from tests.error_names import name_of
-from tests.stores.saving import save_checkpoint
 
 SHAPES = {
     "embed": (10, 6),  # by rows over tensor parallel ranks, and again, unevenly, over data parallel ones

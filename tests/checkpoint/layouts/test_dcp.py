@@ -19,11 +19,11 @@ from nxdt_core.dcp.read import NxdtReader
 from nxdt_core.dcp.write import NxdtWriter
 from nxdt_core.errors.checkpoints import StorageError
 from tests.calls import Call, in_turn
+from tests.checkpoint.faults import FaultyStorage
 from tests.checkpoint.layouts.dcp_ranks import error_in, read_in, refused_in, write_in
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, save_in, whole
+from tests.checkpoint.memory import MemoryStorage
 from tests.sampling import slow
-from tests.stores.faults import FaultyStorage
-from tests.stores.memory import MemoryStorage
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.calls import Call, in_turn
-from tests.parallel.matrix.batches import global_batch, share
-from tests.parallel.matrix.layouts import Layout
-from tests.parallel.matrix.training import configuration, whole
+from tests.engine.matrix.batches import global_batch, share
+from tests.engine.matrix.layouts import Layout
+from tests.engine.matrix.training import configuration, whole
 from tests.sampling import asked, slow_except
 
 STEPS = 2

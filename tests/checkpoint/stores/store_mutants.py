@@ -14,8 +14,8 @@ import pytest
 from nxdt_testing.store_contract import StoreContract
 
 from nxdt_core.protocols.store import ObjectInfo
+from tests.checkpoint.memory import MemoryStorage
 from tests.checkpoint.stores.store_of_one_process import LocksInOneProcess
-from tests.stores.memory import MemoryStorage
 
 PART_BYTES = 4096
 

@@ -32,9 +32,9 @@ from nxdt_core.errors.checkpoints import (
 )
 from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
+from tests.checkpoint.faults import FaultyStorage
+from tests.checkpoint.memory import MemoryStorage
 from tests.sampling import slow
-from tests.stores.faults import FaultyStorage
-from tests.stores.memory import MemoryStorage
 
 STEP = 4
 SEVERAL_BLOCKS = 3 * 2**20

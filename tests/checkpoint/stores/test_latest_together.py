@@ -12,7 +12,7 @@ from nxdt_core.checkpoint import CheckpointFacts, latest, read_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.saving import save_checkpoint
 
 
 class Opened(LocalStorage):

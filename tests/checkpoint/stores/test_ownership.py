@@ -31,8 +31,8 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
 from nxdt_core.protocols.store import CheckpointStore, LocksUnsupported
 from tests import processes
-from tests.stores.faults import FaultyStorage, When
-from tests.stores.memory import MemoryStorage
+from tests.checkpoint.faults import FaultyStorage, When
+from tests.checkpoint.memory import MemoryStorage
 
 EXPIRY_S = 1.0
 """Of leases in these tests; long enough for a loaded machine to beat six times, short enough to wait for."""

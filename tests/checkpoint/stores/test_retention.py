@@ -12,7 +12,7 @@ from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Retention, 
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.read.status import CheckpointStatus
 from tests.checkpoint.background import begin
-from tests.stores.memory import MemoryStorage
+from tests.checkpoint.memory import MemoryStorage
 
 
 def status(step: int, loss: float | None = None, keep: Any = "regular") -> CheckpointStatus:

@@ -22,9 +22,9 @@ from nxdt_core.checkpoint import (
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_of, step_prefix
 from nxdt_core.checkpoint.write.retention import RunRetention
 from nxdt_core.protocols.store import CheckpointStore
-from tests.stores.faults import FaultyStorage
-from tests.stores.memory import MemoryStorage
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.faults import FaultyStorage
+from tests.checkpoint.memory import MemoryStorage
+from tests.checkpoint.saving import save_checkpoint
 
 OLD = range(1, 41)
 

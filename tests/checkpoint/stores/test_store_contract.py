@@ -10,7 +10,7 @@ from nxdt_testing.store_contract import StoreContract
 
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from tests.stores.memory import MemoryStorage
+from tests.checkpoint.memory import MemoryStorage
 
 
 class TestLocalStorage(StoreContract):

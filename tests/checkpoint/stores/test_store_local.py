@@ -166,7 +166,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_return(
 FILL = """
     import sys, torch
     from nxdt_core.checkpoint import CheckpointFacts, open_storage
-    from tests.stores.saving import save_checkpoint
+    from tests.checkpoint.saving import save_checkpoint
     from nxdt_core.errors.checkpoints import StorageFull
     store = open_storage(sys.argv[1])
     for step, elements in ((1, 1000), (2, 4_000_000)):
@@ -210,7 +210,7 @@ KILLED = """
     import sys, time, torch
     from nxdt_core.checkpoint.stores.local import LocalStorage
     from nxdt_core.checkpoint import CheckpointFacts
-    from tests.stores.saving import save_checkpoint
+    from tests.checkpoint.saving import save_checkpoint
     class Stopping(LocalStorage):
         stop_at = None
         def open_write(self, key):

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from nxdt_core.checkpoint import CheckpointFacts, open_storage
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.saving import save_checkpoint
 
 
 def test_inspect_takes_the_newest_committed_step_or_the_named_one(nxdt, store):

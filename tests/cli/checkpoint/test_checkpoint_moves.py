@@ -19,7 +19,7 @@ def good(nxdt, store, tmp_path):
         _delete(store, step)
     storage = open_storage(store)
     from nxdt_core.checkpoint import CheckpointFacts
-    from tests.stores.saving import save_checkpoint
+    from tests.checkpoint.saving import save_checkpoint
 
     save_checkpoint(storage, step=40, model={}, optimizer={}, state={}, facts=CheckpointFacts())
     return store
@@ -93,7 +93,7 @@ def test_copy_refuses_a_damaged_source(nxdt, store, tmp_path):
 
 def test_copy_onto_another_checkpoint_of_the_step_is_refused(nxdt, good, store, tmp_path):
     from nxdt_core.checkpoint import CheckpointFacts
-    from tests.stores.saving import save_checkpoint
+    from tests.checkpoint.saving import save_checkpoint
 
     to = str(tmp_path / "to")
     save_checkpoint(open_storage(to), step=10, model={}, optimizer={}, state={}, facts=CheckpointFacts())

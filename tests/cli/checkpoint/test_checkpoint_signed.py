@@ -7,8 +7,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from nxdt_core.checkpoint import CheckpointFacts, Signer, TrustedKeys, open_storage
+from tests.checkpoint.saving import save_checkpoint
 from tests.checkpoint.signed import write_key
-from tests.stores.saving import save_checkpoint
 
 
 def save(where, step, private=None):

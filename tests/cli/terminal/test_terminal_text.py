@@ -60,7 +60,7 @@ def test_facts_of_a_hostile_checkpoint(nxdt, nxdt_on_terminal, tmp_path):
     import torch
 
     from nxdt_core.checkpoint import CheckpointFacts, open_storage
-    from tests.stores.saving import save_checkpoint
+    from tests.checkpoint.saving import save_checkpoint
 
     facts = CheckpointFacts(
         config={f"name{HOSTILE}": HOSTILE},

@@ -405,7 +405,7 @@ def trained_on_rank(overrides):
     train(load(RUN, overrides))
 
 
-@pytest.mark.slow  # tests/parallel/layouts merges what ranks hold
+@pytest.mark.slow  # tests/engine/layouts merges what ranks hold
 def test_two_ranks_merge_in_the_store_of_the_run_by_its_options(tmp_path, s3_server, s3_uri):
     same = (*MERGING, "adapter.lora_dropout=0")
     there = (f"checkpoint.uri={s3_uri}", f"checkpoint.storage.endpoint_url={s3_server.url}", "trainer.devices=2")

@@ -32,7 +32,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import BadStorageUri
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.store import ArchivingStorage, LockableStorage
-from tests.stores.saving import save_checkpoint
+from tests.checkpoint.saving import save_checkpoint
 
 
 def save(storage: FsxStorage, step: int) -> Manifest:

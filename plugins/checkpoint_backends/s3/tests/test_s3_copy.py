@@ -24,9 +24,9 @@ from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.signing import CheckpointNotSigned
 from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
+from tests.checkpoint.saving import save_checkpoint
 from tests.checkpoint.signed import load_trusted, make_key
 from tests.sampling import slow
-from tests.stores.saving import save_checkpoint
 
 STEP = 7
 ELEMENTS = 11 * 2**18

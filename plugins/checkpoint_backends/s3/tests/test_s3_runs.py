@@ -15,7 +15,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.train import train
 from tests.sampling import sampled
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 LASTING = {
     "expired": (refuse_s3(400, "ExpiredToken", "The provided token has expired."), "NXDT-S102"),

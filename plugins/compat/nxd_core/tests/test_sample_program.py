@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from nxdt_core.train import TrainSession, build
 from plugins.compat.nxd_core.tests.loops import whole
 from tests.sampling import slow
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 STEPS, LR = 3, 1e-3
 YAML = (

@@ -19,7 +19,7 @@ from nxdt_core.train.generate import load_model
 from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
 from tests.sampling import takes_all
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra lm-eval)")
 CHAT = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")

@@ -16,7 +16,7 @@ from nxdt_core.config import load
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.errors import NxdtError
 from nxdt_core.train.run.train import train
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 
 class TestRouge(MetricContract):

@@ -19,8 +19,8 @@ from nxdt_testing.launcher_contract import LauncherContract
 
 from nxdt_core.protocols.launcher import Launcher
 from tests import in_the_way, processes
-from tests.launchers import waits
-from tests.training.small import SMALL
+from tests.launch import waits
+from tests.train.small import SMALL
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install ray")
 DEADLINE_S = 800

@@ -14,8 +14,8 @@ from nxdt_testing.errors import raises
 from nxdt_core.errors.checkpoints import UnsavableState
 from nxdt_core.train import train
 from tests import processes
-from tests.training.launch.launching import environment
-from tests.training.small import SMALL
+from tests.launch.launching import environment
+from tests.train.small import SMALL
 
 
 class Losses(pl.Callback):

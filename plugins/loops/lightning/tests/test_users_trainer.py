@@ -18,7 +18,7 @@ from pytorch_lightning.demos.boring_classes import BoringModel
 from nxdt_core.errors.training import NotOurCallback
 from nxdt_core.train import train
 from tests.sampling import slow
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 PAGE = Path(__file__).parents[4] / "docs" / "lightning.md"
 SHORT = ("trainer.limit_val_batches=2", "trainer.max_steps=3")

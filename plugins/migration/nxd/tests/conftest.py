@@ -7,7 +7,7 @@ import pytest
 from nxdt_core.kernel import Kernel
 from tests.checkpoint.poison import builder, little_memory, marker
 from tests.cli.conftest import dist, nxdt, site, work
-from tests.training.conftest import metric_rows, small_run, weights
+from tests.train.conftest import metric_rows, small_run, weights
 
 __all__ = ["builder", "dist", "little_memory", "marker", "metric_rows", "nxdt", "site", "small_run", "weights", "work"]
 

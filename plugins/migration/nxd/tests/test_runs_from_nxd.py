@@ -8,7 +8,7 @@ from nxdt_core.train import build, train
 from nxdt_core.train.weights.importing import import_checkpoint
 from plugins.migration.nxd.tests.nxd_writer import Written
 from tests.sampling import slow
-from tests.training.small import SMALL
+from tests.train.small import SMALL
 
 SIZES = ("model.num_layers=2", "model.num_attention_heads=4", "model.num_kv_heads=2")
 STILL = ("model.optim.lr=0.0", "model.optim.sched.min_lr=0.0")

@@ -36,7 +36,7 @@ class TestOrpo(ObjectiveContract):
         return OrpoConfig()
 
     def tries(self, layout, config):
-        """By default in none: tests/parallel/layouts trains by it in several."""
+        """By default in none: tests/engine/layouts trains by it in several."""
         return config.getoption("samples", default=None) == "all"
 
 

@@ -14,7 +14,7 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.estimate.live import WireBytes
 from nxdt_core.engine.estimate.rank import dimensions
 from nxdt_core.errors.configuration import ConfigError
-from tests.parallel.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, STRATEGY, SUMS, configured, planned, running
+from tests.engine.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, STRATEGY, SUMS, configured, planned, running
 from tests.sampling import shortened, slow, slow_except
 
 TENSORWISE = "precision.scaling=tensorwise"

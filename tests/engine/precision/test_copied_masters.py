@@ -1,0 +1,76 @@
+"""Masters of weights that one rank has alone: what a step moves for them, and what stays of it between steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nxdt_core.engine.data.fsdp import copies_masters, needs_sharding
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.precision import PrecisionPolicy
+from tests.engine.test_traffic import MICRO_BATCHES, configured, running
+
+MASTERS = PrecisionPolicy(name="mixed_precision", parameters="bfloat16", master_weights=True)
+CASTS = {"_to_copy", "copy_", "_foreach_copy_", "add_", "div", "chunk_cat"}
+"""Operators by which weights and gradients go from one dtype or buffer to another."""
+
+
+class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of tensors of some shapes that operators read and write."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes: Counter[str] = Counter()
+        self._shapes = shapes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        self.bytes[func._opname] += sum(leaf.nbytes for leaf in leaves if tuple(leaf.shape) in self._shapes)
+        return result
+
+
+def moved_by_casts(*overrides: str) -> tuple[float, bool, bool, set[str]]:
+    """Bytes for each element of the matrices in a step; whether there is a process group, and whether FSDP2 is at
+    work; the dtypes that the modules have after it."""
+    with running(configured("llama-tiny", "mixed_precision", 1, *overrides)) as (_, model, step):
+        step()
+        matrices = [p for _, p in model.named_parameters() if p.ndim == 2]
+        (module,) = model.local_modules()
+        with Moved({tuple(p.shape) for p in matrices}) as moved:
+            step()
+        total = sum(size for name, size in moved.bytes.items() if name in CASTS)
+        dtypes = {str(parameter.dtype) for parameter in module.parameters()}
+        sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+        return total / sum(p.numel() for p in matrices), dist.is_initialized(), sharded, dtypes
+
+
+def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(ranks):
+    ((moved, grouped, sharded, dtypes),) = ranks(1).run(moved_by_casts, timeout_s=240)
+    weights, first, later = 4 + 2, 2 + 4, 2 + 4 + 4
+    assert moved == weights + first + (MICRO_BATCHES - 1) * later
+    assert (grouped, sharded, dtypes) == (False, False, {"torch.float32"})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "copied"),
+    [
+        (MeshSizes(), True),
+        (MeshSizes(tp=4), True),
+        (MeshSizes(dp_shard=2), False),
+        (MeshSizes(cp=2), False),
+        (MeshSizes(pp=2), False),
+    ],
+    ids=str,
+)
+def test_masters_that_others_hold_too_or_in_a_pipeline_are_sharded(sizes, copied):
+    assert copies_masters(sizes, MASTERS) == copied
+    assert needs_sharding(ParallelMesh(sizes, None), MASTERS) == (not copied)
