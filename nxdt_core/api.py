@@ -96,7 +96,7 @@ class Component:
     """Names from :data:`CAPABILITIES` for the component's kind that say what the implementation does. A configuration
     may not require a capability that its engine, model or optimizer does not declare."""
     requires: frozenset[str] = frozenset()
-    """Capabilities that the run's engine must always declare for this component. The section's dataclass reports
+    """Capabilities that the run's engine must always declare for this component. The section reports
     those that depend on its values (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
 
     def __post_init__(self) -> None:

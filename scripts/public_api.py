@@ -280,7 +280,7 @@ def _keys() -> Iterator[str]:
                 yield from lines(key.section, f"{path}{name}.")
             else:
                 default = "" if key.default is REQUIRED else f" = {key.default}"
-                yield f"key {path}{name} : {key.shape.describe()}{default}"
+                yield f"key {path}{name} : {key.describe()}{default}"
                 going = key.mark(Deprecated)
                 if going is not None:
                     yield f"deprecated {path}{name} : since {going.since}, goes in {going.goes}, use {going.use}"

@@ -1,7 +1,7 @@
-"""What an annotation of a configuration dataclass can say in addition to its type: bounds, secrets, paths.
+"""What an annotation of a configuration section can say in addition to its type: bounds, secrets, paths.
 
 They are written with :data:`typing.Annotated`, so that type checkers see the bare type. Components' own
-dataclasses may use them too::
+sections may use them too::
 
     momentum: Annotated[float, Range(0.0, 1.0)] = 0.9
 """
@@ -9,7 +9,7 @@ dataclasses may use them too::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 __all__ = [
     "DefaultsTo",
@@ -34,6 +34,11 @@ class Range:
 
     low: float | None = None
     high: float | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return pydantic's schema of a number within the bounds."""
+        bounds = {"ge": self.low, "le": self.high}
+        return {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
 
     def holds(self, value: float) -> bool:
         """Return whether ``value`` is within the bounds."""
@@ -75,14 +80,22 @@ class Deprecated:
 @dataclass(frozen=True, slots=True)
 class Secret:
     """The key holds a token or a password: a value that is not a reference such as ``${oc.env:NAME}`` is masked
-    wherever a configuration is shown or written. Give the field ``field(repr=False)``, too, so that the dataclass does
+    wherever a configuration is shown or written. Give the field ``field(repr=False)``, too, so that the section does
     not print it."""
+
+    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the JSON Schema of a value that is written and never read back."""
+        return {**handler(source), "writeOnly": True}
 
 
 @dataclass(frozen=True, slots=True)
 class StartsAtFile:
     """The key is an address to read from. A relative path starts at the directory of the file that sets it, as one of
     type ``Path`` does; ``scheme://…`` stays as it is."""
+
+    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the JSON Schema of a text that is a path."""
+        return {**handler(source), "format": "path"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ __all__ = ["ResolvedConfig", "Selected"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A component and its own section, as an instance of the dataclass that it declares."""
+    """A component and its own section, as an instance of the class that it declares."""
 
     component: RegisteredComponent
     config: Any
-    """None where the component declares no dataclass."""
+    """None where the component declares none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from nxdt_core.config.annotations import PositiveInt
+from nxdt_core.config.section import Section
 from nxdt_core.errors.models import HFUnsupported
 
 __all__ = ["RopeScalingConfig", "RopeType", "scaling_from_hf", "scaling_to_hf"]
@@ -17,8 +17,7 @@ _KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position
 _NEEDED: Mapping[RopeType, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _KEYS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScalingConfig:
+class RopeScalingConfig(Section):
     """Stretches the rotary embedding beyond the context that a model was first trained on."""
 
     rope_type: RopeType | None = None

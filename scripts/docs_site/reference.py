@@ -190,7 +190,7 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
 
 def _key(key: Key, doc: str, path: str, level: int) -> Iterator[str]:
     yield from (f"{'#' * level} `{key.name}` {{ #{path} }}", "")
-    yield from (f"Value: {_escaped(key.shape.describe())}. Default: {_default(key)}.", "", _escaped(doc), "")
+    yield from (f"Value: {_escaped(key.describe())}. Default: {_default(key)}.", "", _escaped(doc), "")
 
 
 def _component_keys(component: Any, anchor: str, level: int = 3) -> list[str]:

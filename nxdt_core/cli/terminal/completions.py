@@ -48,7 +48,7 @@ def _recipes() -> list[str]:
 
 
 def _classes(section: str) -> Iterator[type]:
-    """The dataclasses with the keys of a section: the core's, and those of all components that it may select."""
+    """The sections with the keys of a section: the core's, and those of all components that it may select."""
     from nxdt_core.config.fields.component_slots import SLOTS
     from nxdt_core.config.fields.keys import keys_of
     from nxdt_core.config.resolve.select import usable_class
@@ -100,7 +100,7 @@ def _values(path: str) -> list[str]:
     for cls in _classes(section):
         key = keys_of(cls).get(name)
         if key is not None:
-            return list(dict.fromkeys(_words(key.shape.json_schema())))
+            return list(dict.fromkeys(_words(key.json_schema())))
     return []
 
 

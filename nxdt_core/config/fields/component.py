@@ -1,15 +1,15 @@
-"""What a component's own dataclass may offer in addition to fields; all methods are optional.
+"""What a component's own section may offer in addition to fields; all methods are optional.
 
-The dataclass is declared by the component's record (``config="my_plugin.config:TinyConfig"``), is in a module that
-imports no torch, and its fields are keys of the section that selects the component, flat, next to ``name``. Field docs
-are strings below the fields, or ``field(metadata={"doc": …})``. Types are those of YAML: ``bool``, ``int``,
+It is a pydantic model, best a :class:`nxdt_core.config.section.Section`. The component's record declares it
+(``config="my_plugin.config:TinyConfig"``). It is in a module that imports no torch, and its fields are keys of the
+section that selects the component, flat, next to ``name``. The strings below the fields are their documentation, or
+``Field(description=…)``. Types are those of YAML: ``bool``, ``int``,
 ``float``, ``str``, ``Path`` (a relative one starts at the file that names it), ``Literal``, unions, lists, tuples,
-mappings and dataclasses of these; bounds are written ``Annotated[float, Range(0, 1)]``.
+mappings and sections of these; bounds are written ``Annotated[float, Range(0, 1)]``.
 
 Example::
 
-    @dataclass(frozen=True, kw_only=True)
-    class TinyConfig:
+    class TinyConfig(Section):
         hidden_size: PositiveInt
         \"\"\"Width of the model.\"\"\"
         heads: PositiveInt = 4
@@ -30,7 +30,7 @@ __all__ = ["ChecksItself", "NamesHFKeys", "ReadsHFConfig", "RequiresCapabilities
 
 @runtime_checkable
 class ChecksItself(Protocol):
-    """The dataclass knows combinations that cannot work."""
+    """The section knows combinations that cannot work."""
 
     def check(self) -> Iterable[tuple[str, str]]:
         """Yield (key, problem) for each; the key is relative to the section. Called once the types are right."""
@@ -51,7 +51,7 @@ class RequiresCapabilities(Protocol):
 
 @runtime_checkable
 class ReadsHFConfig(Protocol):
-    """The dataclass of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``).
+    """The section of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``).
 
     ``nxdt checkpoint import`` calls it, too. ``config_to_hf`` of the model's builder is its inverse
     (:class:`nxdt_core.protocols.model.HFExchange`).
@@ -76,7 +76,7 @@ class ReadsHFConfig(Protocol):
 
 @runtime_checkable
 class NamesHFKeys(Protocol):
-    """The dataclass maps its keys to the keys of that file that they come from; messages then name both."""
+    """The section maps its keys to the keys of that file that they come from; messages then name both."""
 
     @classmethod
     def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:

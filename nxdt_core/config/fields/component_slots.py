@@ -47,7 +47,7 @@ class Composition:
     components: Mapping[str, RegisteredComponent | None] = field(default_factory=dict)
     """By kind; one whose component is unavailable is absent."""
     classes: Mapping[str, type] = field(default_factory=dict)
-    """By path of the section: the dataclass that the component declares."""
+    """By path of the section: the class that the component declares."""
     open: frozenset[str] = frozenset()
     """Sections whose component is unknown, so that their keys are unknown too."""
     unfilled: frozenset[str] = frozenset()

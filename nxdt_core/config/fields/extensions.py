@@ -55,7 +55,7 @@ def select_extensions(tree: Node, kernel: Kernel, locator: Locator) -> Extension
 
 
 def option_sections(tree: Node, kernel: Kernel) -> Iterator[tuple[Path, type]]:
-    """Yield where options of loggers and callbacks are written, selected or not, and the dataclass that declares them;
+    """Yield where options of loggers and callbacks are written, selected or not, and the section that declares them;
     a component that cannot be had is left out: :func:`select_extensions` reports it."""
     places: list[tuple[Path, object]] = [(("exp_manager", options), logger) for logger, options in FLAGS.items()]
     for key in (_LOGGERS, "trainer.callbacks"):

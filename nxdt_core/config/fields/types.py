@@ -1,313 +1,28 @@
-"""Annotations as shapes: each reads a plain value strictly, describes what it allows, and gives JSON Schema.
-
-Strict means: no number out of text, no text out of numbers, no integer out of ``true``. An integer where a
-number is wanted is the one conversion.
-"""
+"""How messages describe a value that was found, and what a key allows: the latter from pydantic's JSON Schema."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
-from nxdt_core.config.annotations import Range
 from nxdt_core.errors.base import either
 
-__all__ = [
-    "LARGEST_INTEGER",
-    "Anything",
-    "Choice",
-    "FilePath",
-    "Hidden",
-    "Items",
-    "Mismatch",
-    "Nothing",
-    "OneOf",
-    "Scalar",
-    "Shape",
-    "Table",
-    "describe_value",
-]
+__all__ = ["LARGEST_INTEGER", "Mismatch", "describe_value", "described", "schema_of"]
+
+LARGEST_INTEGER = 2**63 - 1
+"""Integers go to torch, to C and to JSON, where they have 64 bits."""
+_ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
+
+_FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
 
 
 class Mismatch(Exception):
-    """The value does not have the shape; ``found`` says what it is instead."""
+    """The value cannot be read; ``found`` says what it is."""
 
     def __init__(self, found: str) -> None:
         super().__init__(found)
         self.found = found
-
-
-class Shape(Protocol):
-    """What a value must look like."""
-
-    def read(self, value: Any) -> Any:
-        """Return the typed value of a node.
-
-        Raises:
-            Mismatch: it does not fit.
-        """
-        ...
-
-    def describe(self) -> str:
-        """Return what is allowed, as the object of a sentence."""
-        ...
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of the values."""
-        ...
-
-
-LARGEST_INTEGER = 2**63 - 1
-"""Integers go to torch, to C and to JSON, where they have 64 bits."""
-_WORDS: dict[type, tuple[str, str]] = {
-    bool: ("true or false", "boolean"),
-    int: ("an integer", "integer"),
-    float: ("a number", "number"),
-    str: ("text", "string"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """``bool``, ``int``, ``float`` or ``str``, within bounds."""
-
-    type: type
-    bounds: Range | None = None
-
-    def read(self, value: Any) -> Any:
-        """Return the number of this type; floats must be finite."""
-        if type(value) is int and self.type is int and not -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER:
-            raise Mismatch("an integer of more than 64 bits")
-        try:
-            read: Any = float(value) if self.type is float and type(value) is int else value
-        except OverflowError as error:  # an integer of more than 308 digits
-            raise Mismatch(describe_value(value)) from error
-        fits = type(read) is self.type
-        fits = fits and (self.type is not float or math.isfinite(read))
-        if not fits or (self.bounds is not None and not self.bounds.holds(read)):
-            raise Mismatch(describe_value(value))
-        return read
-
-    def describe(self) -> str:
-        """``an integer of at least 1``."""
-        words = _WORDS[self.type][0]
-        return f"{words} {self.bounds.describe()}".rstrip() if self.bounds else words
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the JSON type and the bounds."""
-        schema: dict[str, Any] = {"type": _WORDS[self.type][1]}
-        if self.bounds is not None and self.bounds.low is not None:
-            schema["minimum"] = self.bounds.low
-        if self.bounds is not None and self.bounds.high is not None:
-            schema["maximum"] = self.bounds.high
-        return schema
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of the values of a ``Literal``."""
-
-    values: tuple[Any, ...]
-
-    def read(self, value: Any) -> Any:
-        """Return the value if it is one of the allowed ones; ``1`` and ``true`` differ."""
-        if not any(type(value) is type(allowed) and value == allowed for allowed in self.values):
-            raise Mismatch(describe_value(value))
-        return value
-
-    def describe(self) -> str:
-        """Return the values for a message: ``'a', 'b' or 'c'``."""
-        return either(self.words())
-
-    def words(self) -> list[str]:
-        """Return each value as YAML text."""
-        return ["null" if value is None else repr(value) for value in self.values]
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the list of values."""
-        return {"enum": list(self.values)}
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """The value ``null``."""
-
-    def read(self, value: Any) -> None:
-        """Return None, the only allowed value."""
-        if value is not None:
-            raise Mismatch(describe_value(value))
-
-    def describe(self) -> str:
-        """Return ``null``."""
-        return "null"
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the JSON type null."""
-        return {"type": "null"}
-
-
-_NAME_BYTES = 255
-"""Of a name within a path, which is what Linux accepts."""
-
-
-def _is_path(text: str) -> bool:
-    """Whether the operating system accepts a path; it raises an error even at the question whether others exist."""
-    names = text.encode(errors="replace").split(b"/")
-    return bool(text) and "\0" not in text and all(len(name) <= _NAME_BYTES for name in names)
-
-
-@dataclass(frozen=True, slots=True)
-class FilePath:
-    """``Path`` or ``SourcePath``: a file or directory to read. The configuration makes it absolute beforehand."""
-
-    type: type[Path] | type[str] = Path
-
-    def read(self, value: Any) -> Path | str:
-        """Return the path."""
-        if not isinstance(value, (str, Path)) or not _is_path(str(value)):
-            raise Mismatch(describe_value(value))
-        return self.type(value)
-
-    def describe(self) -> str:
-        """Return ``a path``."""
-        return "a path"
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the JSON type string."""
-        return {"type": "string", "minLength": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """A secret of some shape."""
-
-    shape: Shape
-
-    def read(self, value: Any) -> Any:
-        """Return the value as the inner shape reads it."""
-        return self.shape.read(value)
-
-    def describe(self) -> str:
-        """Return the description of the inner shape."""
-        return self.shape.describe()
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the schema of the inner shape, marked as written and never read back."""
-        return {**self.shape.json_schema(), "writeOnly": True}
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """A union; the first member that fits reads the value."""
-
-    members: tuple[Shape, ...]
-
-    def read(self, value: Any) -> Any:
-        """Return the value of the first member that reads it; a mismatch inside a list or mapping keeps its place."""
-        found = describe_value(value)
-        for member in self.members:
-            try:
-                return member.read(value)
-            except Mismatch as mismatch:
-                if isinstance(member, (Items, Table)) and isinstance(value, (list, tuple, Mapping)):
-                    found = mismatch.found
-        raise Mismatch(found)
-
-    def describe(self) -> str:
-        """Return the descriptions of the members, joined by "or"."""
-        words: list[str] = []
-        for member in self.members:
-            words += member.words() if isinstance(member, Choice) else [member.describe()]
-        return either(list(dict.fromkeys(words)))
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return ``anyOf`` of the members."""
-        return {"anyOf": [member.json_schema() for member in self.members]}
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A list: of one item shape, or of one shape a place."""
-
-    items: tuple[Shape, ...]
-    fixed: bool = False
-    make: Callable[[list[Any]], Any] = tuple
-
-    def read(self, value: Any) -> Any:
-        """Return the items; a mismatch names the item."""
-        if not isinstance(value, (list, tuple)):
-            raise Mismatch(describe_value(value))
-        if self.fixed and len(value) != len(self.items):
-            raise Mismatch(f"a list of {len(value)}")
-        shapes = self.items if self.fixed else self.items * len(value)
-        read = []
-        for number, (shape, item) in enumerate(zip(shapes, value, strict=True), start=1):
-            try:
-                read.append(shape.read(item))
-            except Mismatch as mismatch:
-                raise Mismatch(f"{mismatch.found} as item {number} of the list") from None
-        return self.make(read)
-
-    def describe(self) -> str:
-        """``a list, each item text``."""
-        if self.fixed:
-            return f"a list of {len(self.items)}: {', '.join(shape.describe() for shape in self.items)}"
-        return f"a list, each item {self.items[0].describe()}"
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the type array."""
-        if self.fixed:
-            size = len(self.items)
-            places = [shape.json_schema() for shape in self.items]
-            return {"type": "array", "prefixItems": places, "minItems": size, "maxItems": size}
-        return {"type": "array", "items": self.items[0].json_schema()}
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A mapping from text to values of one shape."""
-
-    value: Shape
-
-    def read(self, value: Any) -> dict[str, Any]:
-        """Return the entries; a mismatch names the key."""
-        if not isinstance(value, Mapping):
-            raise Mismatch(describe_value(value))
-        read = {}
-        for key, item in value.items():
-            try:
-                read[str(key)] = self.value.read(item)
-            except Mismatch as mismatch:
-                raise Mismatch(f"{mismatch.found} under {key!r}") from None
-        return read
-
-    def describe(self) -> str:
-        """``a mapping to numbers``."""
-        return "a mapping" if isinstance(self.value, Anything) else f"a mapping to {self.value.describe()}"
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the type object."""
-        return {"type": "object", "additionalProperties": self.value.json_schema()}
-
-
-@dataclass(frozen=True, slots=True)
-class Anything:
-    """``Any``."""
-
-    def read(self, value: Any) -> Any:
-        """Return the value itself."""
-        return value
-
-    def describe(self) -> str:
-        """``any value``."""
-        return "any value"
-
-    def json_schema(self) -> dict[str, Any]:
-        """No bound."""
-        return {}
 
 
 def describe_value(value: Any) -> str:
@@ -321,6 +36,71 @@ def describe_value(value: Any) -> str:
     if isinstance(value, (list, tuple)) and not value:
         return "an empty list"
     text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}…"
-    if isinstance(value, (list, tuple)):
-        return f"{text} (a list)"
-    return f"{text} ({'text' if isinstance(value, str) else _WORDS.get(type(value), ('a value', ''))[0]})"
+    return f"{text} ({'a list' if isinstance(value, (list, tuple)) else _FOUND.get(type(value), 'a value')})"
+
+
+def schema_of(cls: Any, key: str) -> dict[str, Any]:
+    """Return the JSON Schema of the values of a key, without its documentation and default."""
+    schema = _whole_schema(cls)
+    found: dict[str, Any] = _plain(schema["properties"][key], schema.get("$defs", {}))
+    return found
+
+
+@cache
+def _whole_schema(cls: Any) -> dict[str, Any]:
+    found: dict[str, Any] = cls.model_json_schema()
+    return found
+
+
+def _plain(schema: Any, defs: Mapping[str, Any]) -> Any:
+    """Return a schema with definitions in place of references to them."""
+    if isinstance(schema, list):
+        return [_plain(each, defs) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _plain(defs[schema["$ref"].rpartition("/")[2]], defs)
+    kept = {name: each for name, each in schema.items() if name not in ("title", "default", "description")}
+    properties = {name: _plain(each, defs) for name, each in schema.get("properties", {}).items()}
+    return {name: properties if name == "properties" else _plain(each, defs) for name, each in kept.items()}
+
+
+def described(schema: Mapping[str, Any]) -> str:
+    """Return what a JSON Schema allows, as the object of a sentence."""
+    return either(list(dict.fromkeys(_words(schema))))
+
+
+def _words(schema: Mapping[str, Any]) -> list[str]:
+    """The members of a union one by one, ``null`` last and numbers from the narrowest."""
+    if "properties" in schema:
+        return [f"a mapping of {', '.join(schema['properties'])}"]
+    if "anyOf" in schema:
+        order = {"boolean": 0, "integer": 1, "number": 2, "null": 9}
+        members = sorted(schema["anyOf"], key=lambda member: order.get(member.get("type"), 3))
+        return [word for member in members for word in _words(member)]
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ["null" if value is None else repr(value) for value in values]
+    kind = schema.get("type")
+    if kind == "array" and "prefixItems" in schema:
+        places = [described(place) for place in schema["prefixItems"]]
+        return [f"a list of {len(places)}: {', '.join(places)}"]
+    if kind == "array":
+        return [f"a list, each item {described(schema.get('items', {}))}"]
+    if kind == "object":
+        inner = schema.get("additionalProperties")
+        return [f"a mapping to {described(inner)}" if isinstance(inner, Mapping) and inner else "a mapping"]
+    if schema.get("format") == "path":
+        return ["a path"]
+    if kind is None:
+        return ["any value"]
+    return [f"{_ALLOWED[kind]} {_bounds(schema)}".rstrip()]
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f"from {low:g} to {high:g}"
+    if low is not None:
+        return f"of at least {low:g}"
+    return "" if high is None else f"of at most {high:g}"

@@ -11,7 +11,6 @@ from typing import Any
 from nxdt_core.config.fields.component import NamesHFKeys, ReadsHFConfig
 from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.fields.types import FilePath
 from nxdt_core.config.huggingface.bounds import oversized, weights_in
 from nxdt_core.config.huggingface.values import architectures_of
 from nxdt_core.config.resolve.path_values import Locator
@@ -45,7 +44,7 @@ def read_hf_config(view: Node, locator: Locator) -> HFConfig:
         return HFConfig()
     place = node.origin.at(_KEY)
     try:
-        path = resolve_path(locator.locate(node, FilePath()).value)
+        path = resolve_path(locator.locate(node).value)
     except PackageNotFound:  # reported as a wrong value when it is read
         return HFConfig()
     try:

@@ -48,7 +48,7 @@ class HFValues:
         return ours | {key: hf_config.get(theirs, default) for key, (theirs, default) in self.optional.items()}
 
     def write(self, config: object) -> dict[str, Any]:
-        """Their keys from the section's dataclass, and the first implemented value of each feature."""
+        """Their keys from the section, and the first implemented value of each feature."""
         features = {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
         return features | {theirs: attrgetter(ours)(config) for ours, theirs in self.names.items()}
 

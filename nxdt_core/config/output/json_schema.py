@@ -97,7 +97,7 @@ def _property(key: Key, path: str, kernel: Kernel, sections: dict[str, Any]) -> 
         if name not in sections:
             sections[name] = _section(key.section, path, kernel, sections)
         return {"anyOf": [{"$ref": f"#/$defs/{name}"}, {"type": "null"}]}
-    shape = key.shape.json_schema()
+    shape = key.json_schema()
     null = [] if key.default is REQUIRED else [{"type": "null"}]
     described = {"anyOf": [shape, *null, _INTERPOLATION]} if shape else {}
     text = field_docs(key.owner).get(key.name, "")

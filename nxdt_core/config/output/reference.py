@@ -1,4 +1,4 @@
-"""The YAML reference in Markdown, written from the dataclasses: one table per section."""
+"""The YAML reference in Markdown, written from the sections: one table per section."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _table(cls: type) -> list[str]:
 
 
 def _row(key: Key, doc: str) -> str:
-    allowed = "section" if key.section is not None else key.shape.describe()
+    allowed = "section" if key.section is not None else key.describe()
     cells = (f"`{key.name}`", allowed, _default(key), " ".join([doc, *_remarks(key)]).strip())
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

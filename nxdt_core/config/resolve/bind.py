@@ -1,23 +1,24 @@
-"""From the filled tree to typed instances, with every wrong type, unknown key and missing key on the way."""
+"""From the filled tree to sections, with every wrong type, unknown key and missing key on the way."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.fields.component_slots import Composition
-from nxdt_core.config.fields.keys import Key
-from nxdt_core.config.fields.types import Choice, Items, Mismatch, Scalar, Shape
+from nxdt_core.config.fields.keys import LISTS, Key, keys_of, members
+from nxdt_core.config.fields.types import LARGEST_INTEGER, Mismatch
 from nxdt_core.config.output.suggest import nearest_keys
 from nxdt_core.config.resolve.defaults import complete, section_keys
 from nxdt_core.config.resolve.interpolation import UNRESOLVED
 from nxdt_core.config.resolve.path_values import Locator
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.secrets.messages import describe_node, is_hidden
+from nxdt_core.config.section import read_section
 from nxdt_core.config.sources.node import Node, join, to_plain
 from nxdt_core.errors.configuration import (
     ComponentFinding,
@@ -29,9 +30,6 @@ from nxdt_core.errors.configuration import (
 
 __all__ = ["Reading", "read_part", "read_tree"]
 
-_INVALID: Any = object()
-"""What reading gives for a value that is wrong: reported, not used."""
-
 
 @dataclass(slots=True)
 class Reading:
@@ -42,19 +40,18 @@ class Reading:
     tree: Node
     """The tree with paths made absolute."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Typed value by key path; wrong ones are absent."""
+    """Plain value by key path, lists as tuples; wrong ones are absent."""
     instances: dict[str, Any] = field(default_factory=dict)
-    """By section: an instance of the component's dataclass."""
+    """By section: an instance of the component's class."""
     problems: list[ConfigProblem] = field(default_factory=list)
     followers: dict[str, str] = field(default_factory=dict)
     """Key → key that it takes its value from: a wrong value is reported at the latter."""
 
 
 def read_tree(tree: Node, composition: Composition, known: Sequence[str], locator: Locator) -> Reading:
-    """Read the filled tree into a :class:`RunConfig` and the components' dataclasses."""
+    """Read the filled tree into a :class:`RunConfig` and the components' sections."""
     reader = _Reader(tree, composition, known, locator)
-    run = reader.section(RunConfig, tree, "")
-    reader.result.run = None if run is _INVALID else run
+    reader.result.run = reader.read(RunConfig, tree, "")
     return reader.result
 
 
@@ -62,8 +59,7 @@ def read_part(cls: type, node: Node, path: str, locator: Locator) -> tuple[Any, 
     """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
     completion = complete(node, Composition(), cls, path)
     reader = _Reader(completion.tree, Composition(), completion.known, locator)
-    instance = reader.section(cls, completion.tree, path)
-    return (None if instance is _INVALID else instance), reader.result.problems
+    return reader.read(cls, completion.tree, path), reader.result.problems
 
 
 class _Reader:
@@ -72,74 +68,116 @@ class _Reader:
         self.composition = composition
         self.known = known
         self.locator = locator
+        self.keys: dict[str, tuple[Key, Node]] = {}
+        """By path: each key that has a value, and the value."""
+        self.order: dict[str, int] = {}
+        """Paths in the order in which they are visited: problems are reported in it."""
+        self.located: set[str] = set()
+        """Paths of keys whose relative path was made absolute."""
+        self.bad: set[str] = set()
+        """Paths of keys with a problem."""
+        self.parts: dict[str, dict[str, Any]] = {}
+        """By path of a section: the plain values of its component's keys."""
 
-    def section(self, cls: type, node: Node, path: str) -> Any:
-        """Return an instance of ``cls``, or ``_INVALID`` where one of its keys is wrong."""
+    def read(self, cls: type, node: Node, path: str) -> Any:
+        """Return an instance of ``cls``, or None where one of its keys is wrong; components' are in the result."""
+        plain = self._section(cls, node, path)
+        instance = self._instance(cls, plain, path)
+        for section, component in self.composition.classes.items():
+            if section in self.parts:
+                found = self._instance(component, self.parts[section], section)
+                if found is not None and self._complete(component, section):
+                    self.result.instances[section] = found
+        for where in self.bad:
+            self.result.values.pop(where, None)
+        self.result.problems.sort(key=lambda problem: self.order.get(problem.key, 0))
+        return instance
+
+    def _section(self, cls: type, node: Node, path: str) -> dict[str, Any]:
+        """Return the plain values of the keys that ``cls`` declares; those of the component go to ``parts``."""
         if not isinstance(node.value, dict):
             self._wrong(path, node, describe_node(node), "a mapping")
-            return _INVALID
+            return {}
         extra = self.composition.classes.get(path)
+        plain: dict[str, Any] = {}
+        part = self.parts.setdefault(path, {}) if extra is not None else {}
         declared = section_keys(cls, extra)
-        values: dict[int, dict[str, Any]] = {0: {}, 1: {}}
         for name, keys in declared.items():
-            for key, value in zip(keys, self._values(keys, node, join(path, name)), strict=True):
-                values[int(key.owner is not cls)][name] = value
+            for key, value in self._values(keys, node, join(path, name)):
+                (plain if key.owner is cls else part)[name] = value
         for name, child in node.children.items():
-            if name not in declared:
-                self._undeclared(name, child, path, declared)
-        if extra is not None and _INVALID not in values[1].values():
-            self._component(extra, values[1], path, node)
-        return _INVALID if _INVALID in values[0].values() else cls(**values[0])
+            if name not in declared and path not in self.composition.open:
+                where = join(path, name)
+                self.order.setdefault(where, len(self.order))
+                near = nearest_keys(where, self.known)
+                self.result.problems.append(
+                    UnknownKey(**child.origin.at(where), candidates=near, known=tuple(declared))
+                )
+        return plain
 
-    def _values(self, keys: tuple[Key, ...], section: Node, path: str) -> list[Any]:
-        """The key's value as each of its declarations reads it."""
-        key = keys[0]
-        node = section.children.get(key.name)
+    def _values(self, keys: tuple[Key, ...], section: Node, path: str) -> Iterator[tuple[Key, Any]]:
+        """The key's plain value for each of its declarations; nothing where there is none."""
+        self.order.setdefault(path, len(self.order))
+        key, node = keys[0], section.children.get(keys[0].name)
         if node is None:
             if key.mark(DefaultsTo) is None:
                 self._missing(path, section, key)
-            return [_INVALID for _ in keys]
+            self.bad.add(path)
+            return
         if node.origin.written:
             self.result.followers[path] = node.origin.where
-        if node.value is UNRESOLVED:
-            return [_INVALID for _ in keys]
-        if key.section is not None and not (key.optional and node.value is None):
-            value = self.section(key.section, node, path)
-            return [value for _ in keys]
-        return self._leaf(keys, node, path)
-
-    def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> list[Any]:
         if _unresolved(node):
-            return [_INVALID for _ in keys]
-        read: list[Any] = []
-        for key in keys:
-            located = self.locator.locate(node, key.shape)
+            self.bad.add(path)
+            return
+        self.keys[path] = key, node
+        if key.section is not None and not (key.optional and node.value is None):
+            yield from ((each, self._section(key.section, node, path)) for each in keys)
+            return
+        try:
+            value = self._leaf(keys, node, path)
+        except Mismatch as mismatch:
+            self._wrong(path, node, mismatch.found, key.describe())
+            return
+        self.result.values[path] = tuple(value) if isinstance(value, list) else value
+        yield from ((each, value) for each in keys)
+
+    def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
+        value = to_plain(node)
+        if any(key.holds_path for key in keys):
+            located = self.locator.locate(node)
             if located is not node:
                 self.result.tree = self.result.tree.set(path, located)
-            try:
-                read.append(key.shape.read(self.locator.resolve(located, key.shape)))
-            except Mismatch as mismatch:
-                hint = _hint(to_plain(node), key.shape, path) if node.shown is None else _hint_hidden(node, key.shape)
-                plain = located is node and not is_hidden(node)
-                found = mismatch.found if plain else describe_node(node)
-                self._wrong(path, node, found, key.shape.describe(), hint)
-                return [_INVALID for _ in keys]
-        self.result.values[path] = read[0]
-        return read
+                self.located.add(path)
+            value = self.locator.resolve(located)
+        _require_64_bits(value)
+        return value
 
-    def _component(self, cls: type, values: Mapping[str, Any], path: str, node: Node) -> None:
+    def _instance(self, cls: type, plain: Mapping[str, Any], path: str) -> Any:
         try:
-            self.result.instances[path] = cls(**values)
-        except (ValueError, TypeError) as error:  # raised by a __post_init__
-            found = ComponentFinding(**node.origin.at(path), message=f"{error}.")
-            self.result.problems.append(found)
+            instance, faults = read_section(cls, plain)
+        except ValueError as error:  # raised by the section itself
+            section = self.result.tree.find(path) if path else self.result.tree
+            origin = (section or self.result.tree).origin
+            self.result.problems.append(ComponentFinding(**origin.at(path), message=f"{error}."))
+            return None
+        for fault in faults:
+            self._fault(path, fault.path, fault.found)
+        return instance
 
-    def _undeclared(self, name: str, node: Node, path: str, declared: Mapping[str, Any]) -> None:
-        """A key that neither the core nor the component declares."""
-        if path not in self.composition.open:
-            where = join(path, name)
-            near = nearest_keys(where, self.known)
-            self.result.problems.append(UnknownKey(**node.origin.at(where), candidates=near, known=tuple(declared)))
+    def _fault(self, path: str, inside: Sequence[str], found: str) -> None:
+        """Report a wrong value at its key, unless something is reported there already."""
+        where = ".".join([*([path] if path else []), *inside])
+        if where not in self.keys or where in self.bad:
+            return
+        key, node = self.keys[where]
+        hint = _hint(to_plain(node), key, where) if node.shown is None else _hint_hidden(node, key)
+        hidden = is_hidden(node) or where in self.located
+        self._wrong(where, node, describe_node(node) if hidden else found, key.describe(), hint)
+
+    def _complete(self, cls: type, path: str) -> bool:
+        """Return whether all values of a section were read: what it says of its defaults instead would mislead."""
+        own = {join(path, name) for name in keys_of(cls)}
+        return not any(where in own or any(where.startswith(f"{key}.") for key in own) for where in self.bad)
 
     def _missing(self, path: str, section: Node, key: Key) -> None:
         where = path.rpartition(".")[0]
@@ -150,19 +188,37 @@ class _Reader:
             where = where.rpartition(".")[0]
             around = self.result.tree.find(where) if where else self.result.tree
             origin = around.origin if around is not None else origin
-        self.result.problems.append(MissingKey(**origin.at(path), allowed=key.shape.describe()))
+        self.result.problems.append(MissingKey(**origin.at(path), allowed=key.describe()))
 
     def _wrong(self, path: str, node: Node, found: str, allowed: str, hint: str = "") -> None:
+        self.bad.add(path)
         problem = WrongValue(**node.origin.at(path), found=found, allowed=allowed, hint=hint)
         self.result.problems.append(problem)
 
 
+def _require_64_bits(value: Any) -> None:
+    """Refuse larger integers: they go to torch, to C and to JSON, where they have 64 bits."""
+    if isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _require_64_bits(item)
+    elif type(value) is int and not -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER:
+        raise Mismatch("an integer of more than 64 bits")
+
+
 def _unresolved(node: Node) -> bool:
-    """Whether an interpolation below the node failed."""
+    """Whether an interpolation in the node failed."""
+    if isinstance(node.value, dict):
+        return False  # its keys say so one by one
+    if isinstance(node.value, list):
+        return any(map(_unresolved_inside, node.value))
+    return node.value is UNRESOLVED
+
+
+def _unresolved_inside(node: Node) -> bool:
     children = node.value.values() if isinstance(node.value, dict) else node.value
     if not isinstance(node.value, (dict, list)):
         return node.value is UNRESOLVED
-    return any(_unresolved(child) for child in children)
+    return any(map(_unresolved_inside, children))
 
 
 _SHARES = {
@@ -172,10 +228,10 @@ _SHARES = {
 """Keys whose floats mean something else in Lightning than the same number as an integer → what to write."""
 
 
-def _hint(value: Any, shape: Shape, path: str) -> str:
+def _hint(value: Any, key: Key, path: str) -> str:
     """Return what to write instead, where it is clear what was meant."""
-    members = getattr(shape, "members", (shape,))
-    kinds = {member.type for member in members if isinstance(member, Scalar)}
+    found = members(key.annotation)
+    kinds = {bool, int, float, str} & {each for each in found if isinstance(each, type)}
     if isinstance(value, float) and path in _SHARES:
         return _SHARES[path]
     if kinds & {int, float} and _boundless(value):
@@ -184,19 +240,20 @@ def _hint(value: Any, shape: Shape, path: str) -> str:
         return "Write it without quotes." if _number_like(value) else ""
     if isinstance(value, float) and int in kinds and value.is_integer():
         return f"Write {int(value)}."
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds and int not in kinds:
+    quoted = str in kinds and int not in kinds and not key.holds_path
+    if quoted and isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"Write it in quotes: '{value}'."
-    if isinstance(value, str) and any(isinstance(member, Items) for member in members):
+    if isinstance(value, str) and any((get_origin(each) or each) in LISTS for each in found):
         return f"Write a list: [{value}]."
-    choices = [text for m in members if isinstance(m, Choice) for text in m.values if isinstance(text, str)]
+    choices = [text for each in found if get_origin(each) is Literal for text in get_args(each) if type(text) is str]
     close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f"Did you mean {close[0]!r}?" if close else ""
 
 
-def _hint_hidden(node: Node, shape: Shape) -> str:
+def _hint_hidden(node: Node, key: Key) -> str:
     """Return how to read a variable as a number."""
-    kinds = {member.type for member in getattr(shape, "members", (shape,)) if isinstance(member, Scalar)}
-    if isinstance(node.value, str) and kinds & {int, float, bool} and str(node.shown).startswith("${oc.env:"):
+    numbers = {int, float, bool} & {each for each in members(key.annotation) if isinstance(each, type)}
+    if isinstance(node.value, str) and numbers and str(node.shown).startswith("${oc.env:"):
         return f"The value of a variable is text: write ${{oc.decode:{node.shown}}}."
     return ""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.fields.component_slots import Composition
-from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
+from nxdt_core.config.fields.keys import REQUIRED, Key, is_model, keys_of
 from nxdt_core.config.resolve.interpolation import has_interpolation
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Node, Origin, from_plain, join
@@ -113,7 +113,7 @@ def _following(node: Node, source: str) -> Node:
 
 
 def complete(given: Node, composition: Composition, root: type = RunConfig, path: str = "") -> Completion:
-    """Fill ``given`` by the dataclass ``root`` and what the components of ``composition`` add to it.
+    """Fill ``given`` by the section ``root`` and what the components of ``composition`` add to it.
 
     ``path`` is the path of ``given``; keys follow others only from the root of the configuration.
     """
@@ -121,7 +121,7 @@ def complete(given: Node, composition: Composition, root: type = RunConfig, path
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_model(type(value)):
         return dict(_pairs(value))
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
@@ -131,4 +131,4 @@ def _plain(value: Any) -> Any:
 def _pairs(instance: Any) -> Iterator[tuple[str, Any]]:
     cls: Any = type(instance)
     for name in keys_of(cls):
-        yield name, _plain(getattr(instance, name))
+        yield name, _plain(getattr(instance, keys_of(cls)[name].attribute))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nxdt_core.config.fields.component_slots import SLOTS, Slot
-from nxdt_core.config.fields.keys import BadAnnotation, Key, keys_of
+from nxdt_core.config.fields.keys import Key, keys_of
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Node, join
 from nxdt_core.errors import NxdtError
@@ -103,5 +103,5 @@ def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None
         )
         cls = component.load_config()
         return keys_of(cls) if cls is not None else {}
-    except (NxdtError, BadAnnotation):
+    except NxdtError:
         return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nxdt_core.config.fields.component_slots import SLOTS, Composition, Slot
-from nxdt_core.config.fields.keys import BadAnnotation, keys_of
 from nxdt_core.config.huggingface.values import architectures_of
 from nxdt_core.config.sources.node import Node, Origin, Place
 from nxdt_core.errors import NxdtError
@@ -170,7 +170,7 @@ def _storage(name: str | None, view: Node, kernel: Kernel) -> RegisteredComponen
 
 
 def _take_class(selection: Selection, slot: Slot, component: RegisteredComponent | None, origin: Origin) -> None:
-    """Import the dataclass of the component's section and see that its annotations can be read."""
+    """Import the class of the component's section and see that its annotations can be read."""
     if component is None:
         return
     try:
@@ -183,30 +183,31 @@ def _take_class(selection: Selection, slot: Slot, component: RegisteredComponent
         selection.classes[slot.section] = cls
 
 
+def _type_named(message: str) -> str:
+    """Return the type that pydantic's error names, without its module."""
+    found = re.search(r"<class '(?:.*\.)?(\w+)'>", message)
+    return f": {found[1]}" if found else ""
+
+
 def usable_class(component: RegisteredComponent, place: Place) -> type | None:
-    """Return the component's dataclass; ``place`` is that of the key that selects it.
+    """Return the class of the component's section; ``place`` is that of the key that selects it.
 
     Raises:
         BadComponentChoice: it cannot be imported.
         BadComponentConfig: a field has a type that no YAML value can have.
     """
+    from pydantic.errors import PydanticUserError  # a component that has a class has imported it
+
     try:
         cls = component.load_config()
-        if cls is not None:
-            _visit(cls)
-        return cls
     except NxdtError as error:
         raise BadComponentChoice(**place, error=error) from error
-    except BadAnnotation as error:
-        raise BadComponentConfig(
-            **place,
-            component=component.qualified_name,
-            dist=component.dist,
-            reason=str(error),
-        ) from error
-
-
-def _visit(cls: type) -> None:
-    for key in keys_of(cls).values():
-        if key.section is not None and key.section is not cls:
-            _visit(key.section)
+    if cls is None:
+        return None
+    try:
+        cls.model_rebuild()  # type: ignore[attr-defined]
+    except PydanticUserError as error:
+        reason = f"a key of {cls.__name__} has a type that no YAML value can be read into{_type_named(error.message)}"
+        name, dist = component.qualified_name, component.dist
+        raise BadComponentConfig(**place, component=name, dist=dist, reason=reason) from error
+    return cls

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
+
+from pydantic import Field
 
 from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range, SourcePath
 from nxdt_core.config.fields.duration import Duration
+from nxdt_core.config.section import Section
 
 __all__ = ["CheckpointConfig", "SignSection", "StorageSection"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageSection:
+class StorageSection(Section):
     """Storage backend of the checkpoints; its keys are next to ``name``."""
 
     name: str | None = None
     """Component of kind ``store``; ``null`` takes the one that serves the scheme of ``checkpoint.uri``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignSection:
+class SignSection(Section):
     """Signatures of checkpoints, for stores that others can write to. Needs ``pip install 'nxdt-core[sign]'``."""
 
     key: SourcePath | None = None
@@ -31,8 +31,7 @@ class SignSection:
     none of them has signed, and checkpoints of other programs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When checkpoints are saved, where, which are kept, and what a run starts from."""
 
     enabled: bool = True
@@ -90,7 +89,7 @@ class CheckpointConfig:
     """What happens where ``model.optim`` is another optimizer than that of the resumed run, or one that keeps other
     state: the run ends with an error, or its optimizer begins without state. Weights, counters and the position in the
     data are those of the checkpoint in any case."""
-    sign: SignSection = field(default_factory=SignSection)
+    sign: SignSection = Field(default_factory=SignSection)
     """Signatures."""
-    storage: StorageSection = field(default_factory=StorageSection)
+    storage: StorageSection = Field(default_factory=StorageSection)
     """The store."""

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from nxdt_core.config.annotations import NonNegativeInt, PositiveInt
+from nxdt_core.config.section import Section
 
 __all__ = ["DataConfig", "TokenizerSection"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerSection:
+class TokenizerSection(Section):
     """Selects a tokenizer; the keys of the tokenizer are next to ``library``."""
 
     library: str | None = None
     """Component of kind ``tokenizer``; ``huggingface`` where ``type`` or ``model`` is given."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Selects a dataloader; the keys of the dataloader are next to ``name``."""
 
     name: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from nxdt_core.config.annotations import (
     DefaultsTo,
@@ -15,12 +16,12 @@ from nxdt_core.config.annotations import (
     SourcePath,
 )
 from nxdt_core.config.schema.monitoring import MonitoringConfig
+from nxdt_core.config.section import Section
 
 __all__ = ["EarlyStoppingParams", "EmaConfig", "ExpManagerConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmaConfig:
+class EmaConfig(Section):
     """Exponential moving average of the weights, in float32: 4 bytes for each weight that a rank holds and trains.
 
     It is saved with the optimizer's state; ``nxdt checkpoint export --ema`` writes it.
@@ -38,8 +39,7 @@ class EmaConfig:
     """Validate the average instead of the weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyStoppingParams:
+class EarlyStoppingParams(Section):
     """Early stopping: judged after each validation, with the same result on all ranks."""
 
     monitor: str = "val_loss"
@@ -60,8 +60,7 @@ class EarlyStoppingParams:
     """A metric that is not logged is an error; with ``false`` the run then continues."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpManagerConfig:
+class ExpManagerConfig(Section):
     """The run's directory, resuming, loggers."""
 
     exp_dir: str = "./nxdt_experiments"
@@ -98,13 +97,13 @@ class ExpManagerConfig:
     """Only the first rank of the run does; not together with ``log_local_rank_0_only``."""
     log_format: Literal["text", "json"] = "text"
     """Lines of these files and of standard error; ``json`` writes one object per line and draws no bar."""
-    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
+    monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     """State of the run for other programs."""
-    ema: EmaConfig = field(default_factory=EmaConfig)
+    ema: EmaConfig = Field(default_factory=EmaConfig)
     """Exponential moving average of the weights."""
     files_to_copy: tuple[SourcePath, ...] | None = None
     """Files to copy to ``files`` below the run's directory at each start."""
     create_early_stopping_callback: bool = False
     """Stop, saved, when a metric no longer improves; a later start with ``resume_if_exists`` stops again at once."""
-    early_stopping_callback_params: EarlyStoppingParams = field(default_factory=EarlyStoppingParams)
+    early_stopping_callback_params: EarlyStoppingParams = Field(default_factory=EarlyStoppingParams)
     """Its options."""

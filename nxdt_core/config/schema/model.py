@@ -1,21 +1,22 @@
 """Section ``model``: what the core itself reads of it. The docstrings are the YAML reference.
 
-The architecture's own keys (layers, heads, …) are those of the selected model's dataclass.
+The architecture's own keys (layers, heads, …) are those of the selected model's section.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from nxdt_core.config.annotations import DefaultsTo, NonNegativeFloat, PositiveInt
+from nxdt_core.config.section import Section
 
 __all__ = ["ModelConfig", "OptimConfig", "ParamGroupConfig", "SchedConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedConfig:
+class SchedConfig(Section):
     """Selects the learning-rate schedule; the keys of the schedule are next to ``name``."""
 
     name: str = "constant"
@@ -24,8 +25,7 @@ class SchedConfig:
     """Steps after which the schedule has ended; ``trainer.max_steps`` where it is not set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamGroupConfig:
+class ParamGroupConfig(Section):
     """Parameters that learn otherwise than the rest."""
 
     params: str
@@ -36,8 +36,7 @@ class ParamGroupConfig:
     """Their decay, also of norms and biases among them. ``null``: as the model's plan and ``model.optim`` say."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Section):
     """Selects the optimizer; the keys of the optimizer are next to ``name``."""
 
     name: str = "adamw"
@@ -52,14 +51,13 @@ class OptimConfig:
     """The learning-rate schedule."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Selects a model; the keys of the architecture are next to ``name``."""
 
     name: str
     """Component of kind ``model``. Where it is not set: the one that reads the architecture of
     ``model_config``, else ``llama``. A note says which."""
-    model_config: Path | None = None
+    hf_config: Path | None = Field(default=None, alias="model_config")
     """Hugging Face ``config.json``, or its directory. Keys given next to it take precedence."""
     optim: OptimConfig
     """Optimizer and learning rate."""

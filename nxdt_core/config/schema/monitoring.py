@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from nxdt_core.config.annotations import NonNegativeFloat, Range
+from nxdt_core.config.section import Section
 
 __all__ = ["MonitoringConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MonitoringConfig:
+class MonitoringConfig(Section):
     """The state of a run for other programs: files and a port of rank 0. Nothing is written by default."""
 
     health_file: str | None = None

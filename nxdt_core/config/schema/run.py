@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from pydantic import Field
 
 from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.config.schema.checkpoint import CheckpointConfig
@@ -18,12 +18,12 @@ from nxdt_core.config.schema.selectors import (
 )
 from nxdt_core.config.schema.strategy import DistributedStrategyConfig
 from nxdt_core.config.schema.trainer import TrainerConfig
+from nxdt_core.config.section import Section
 
 __all__ = ["RunConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """One training run."""
 
     base: str | None = None
@@ -38,23 +38,23 @@ class RunConfig:
     """How long, how often, on how many devices."""
     exp_manager: ExpManagerConfig
     """Where the run writes and what it logs."""
-    distributed_strategy: DistributedStrategyConfig = field(default_factory=DistributedStrategyConfig)
+    distributed_strategy: DistributedStrategyConfig = Field(default_factory=DistributedStrategyConfig)
     """The layout over devices."""
     data: DataConfig
     """Batches and the source of samples."""
     model: ModelConfig
     """The model, its optimizer and its initial weights."""
-    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
     """Dtypes."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Saving and resuming."""
-    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     """The loss."""
-    adapter: AdapterSection = field(default_factory=AdapterSection)
+    adapter: AdapterSection = Field(default_factory=AdapterSection)
     """A change to the model, such as LoRA."""
-    parallel_engine: EngineSection = field(default_factory=EngineSection)
+    parallel_engine: EngineSection = Field(default_factory=EngineSection)
     """The runtime."""
-    plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    plugins: PluginsConfig = Field(default_factory=PluginsConfig)
     """Which plugins the run may use."""
     compiler_cache_url: str | None = None
     """Where compiled graphs are kept for later runs: a folder; engines of the XLA runtime also take ``s3://…``. By

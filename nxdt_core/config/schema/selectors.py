@@ -5,15 +5,15 @@ A bare name may stand for the section: ``parallel_engine: torch``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from nxdt_core.config.section import Section
 
 __all__ = ["AdapterSection", "EngineSection", "ObjectiveSection", "PluginsConfig", "PrecisionSection"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionSection:
+class PrecisionSection(Section):
     """Selects the dtypes of the run; the keys of the policy are next to ``type``."""
 
     type: str = "fp32"
@@ -21,32 +21,28 @@ class PrecisionSection:
     file, since it changes results.)"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveSection:
+class ObjectiveSection(Section):
     """Selects the loss; its keys are next to ``name``."""
 
     name: str = "causal_lm"
     """Component of kind ``objective``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSection:
+class AdapterSection(Section):
     """Selects a change to the model; its keys are next to ``name``."""
 
     name: str | None = None
     """Component of kind ``adapter``; ``null`` for none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSection:
+class EngineSection(Section):
     """Selects the runtime; its keys are next to ``name``."""
 
     name: str = "torch"
     """Component of kind ``engine``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginsConfig:
+class PluginsConfig(Section):
     """Which plugins a run may use. Entries are names of entry points or of distributions."""
 
     allow: tuple[str, ...] | None = None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.config.annotations import PositiveInt
+from nxdt_core.config.section import Section
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.protocols.parallel.mesh import MeshSizes
 
 __all__ = ["DistributedStrategyConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedStrategyConfig:
+class DistributedStrategyConfig(Section):
     """Sizes of the dimensions; what is left of the world is data parallel."""
 
     tensor_model_parallel_size: PositiveInt = 1

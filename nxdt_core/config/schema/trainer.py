@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from nxdt_core.config.annotations import (
@@ -14,12 +13,12 @@ from nxdt_core.config.annotations import (
     Range,
 )
 from nxdt_core.config.fields.duration import Duration
+from nxdt_core.config.section import Section
 
 __all__ = ["TrainerConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """The training loop. Names are those of PyTorch Lightning's ``Trainer``."""
 
     max_steps: PositiveInt

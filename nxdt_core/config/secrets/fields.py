@@ -1,12 +1,13 @@
-"""Fields that a component's dataclass marks as secret: what is written there literally is masked."""
+"""Fields that a component's section marks as secret: what is written there literally is masked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from nxdt_core.config.fields.keys import Record, keys_of
-from nxdt_core.config.fields.types import Hidden, Items, OneOf, Shape, Table
+from nxdt_core.config.annotations import Secret
+from nxdt_core.config.fields.keys import LISTS, TABLES, is_model, keys_of
 from nxdt_core.config.sources.node import MASK, Node, replaced
 
 __all__ = ["Path", "dotted", "find_node", "leaf_places", "mask_fields"]
@@ -20,7 +21,7 @@ def mask_fields(tree: Node, sections: Iterable[tuple[Path, type]]) -> Node:
 
     Args:
         tree: with interpolations resolved.
-        sections: where each dataclass has its keys.
+        sections: where each section has its keys.
     """
     for path, cls in sections:
         node = find_node(tree, path)
@@ -48,27 +49,30 @@ def _section(node: Node, cls: type) -> Node:
         if name not in keys
         else _section(child, section)
         if (section := keys[name].section) is not None and isinstance(child.value, dict)
-        else _value(child, keys[name].shape)
+        else _value(child, keys[name].annotation)
         for name, child in node.children.items()
     }
     return Node(masked, node.origin, node.shown)
 
 
-def _value(node: Node, shape: Shape) -> Node:
-    if isinstance(shape, Hidden):
-        return _masked(node)
-    if isinstance(shape, OneOf):
-        for member in shape.members:
+def _value(node: Node, annotation: Any) -> Node:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        secret = any(isinstance(mark, Secret) for mark in annotation.__metadata__)
+        return _masked(node) if secret else _value(node, annotation.__origin__)
+    if origin in (Union, UnionType):
+        for member in arguments:
             node = _value(node, member)
         return node
-    if isinstance(shape, Items) and isinstance(node.value, list):
-        shapes = shape.items if shape.fixed else shape.items * len(node.value)
+    if origin in LISTS and isinstance(node.value, list) and arguments:
+        fixed = origin is tuple and arguments[-1] is not Ellipsis
+        shapes = arguments if fixed else arguments[:1] * len(node.value)
         items = [_value(item, each) for item, each in zip(node.value, shapes, strict=False)]
         return Node([*items, *node.value[len(items) :]], node.origin, node.shown)
-    if isinstance(shape, Table):
-        return _each(node, lambda child: _value(child, shape.value))
-    if isinstance(shape, Record) and isinstance(node.value, dict):
-        return _section(node, shape.type)
+    if origin in TABLES and len(arguments) == 2:
+        return _each(node, lambda child: _value(child, arguments[1]))
+    if is_model(annotation) and isinstance(node.value, dict):
+        return _section(node, annotation)
     return node
 
 

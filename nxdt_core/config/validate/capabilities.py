@@ -68,7 +68,7 @@ def find_undeclared(
     Args:
         checked: the values.
         components: those that are selected.
-        sections: instances of their dataclasses, by path of the section.
+        sections: instances of them, by path.
         registry: knows who declares what.
     """
     asked = [*_of_layout(checked), *_of_steps(checked), *_of_components(components, sections)]

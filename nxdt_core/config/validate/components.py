@@ -23,7 +23,7 @@ _ENGINE = "engine"
 def component_findings(
     checked: Checked, composition: Composition, instances: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Yield the problems that the dataclasses of components report of themselves."""
+    """Yield the problems that the sections of components report of themselves."""
     for slot in SLOTS:
         instance, component = instances.get(slot.section), composition.components.get(slot.kind)
         if component is not None and isinstance(instance, ChecksItself):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
+from nxdt_core.config.fields.keys import keys_of
 from nxdt_core.config.schema.strategy import DistributedStrategyConfig
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.protocols.parallel.mesh import MeshSizes
@@ -25,7 +24,7 @@ BATCH, MICRO_BATCH = "data.global_batch_size", "data.micro_batch_size"
 def mesh_sizes(settings: Settings) -> MeshSizes | None:
     """Return the size of every dimension; None where they do not fit the processes or one is wrong."""
     world = settings.numbers(*WORLD)
-    names = [field.name for field in fields(DistributedStrategyConfig)]
+    names = list(keys_of(DistributedStrategyConfig))
     if world is None or any(f"{_SECTION}.{name}" not in settings.values for name in names):
         return None
     strategy = DistributedStrategyConfig(**{name: settings.values[f"{_SECTION}.{name}"] for name in names})

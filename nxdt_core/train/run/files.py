@@ -54,7 +54,7 @@ def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
     run_dir = config.run_dir / version
     return replace(
         config,
-        run=replace(config.run, exp_manager=replace(manager, version=version)),
+        run=config.run.changed(exp_manager=manager.changed(version=version)),
         run_dir=run_dir,
         checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -82,10 +81,9 @@ class ModelExchange:
 def _config_from_hf(cls: type[ReadsHFConfig], hf: Mapping[str, Any]) -> Any:
     """Return the section ``model`` that a run gets from a ``config.json`` alone."""
     origin = Origin(kind="hf", where="config.json")
-    tree = Node({"model": Node({}, origin)}, origin)
+    section = Node({}, origin)
     for key, value in cls.from_hf(hf).items():
-        tree = tree.set(f"model.{key}", from_plain(value, origin))
-    run = make_dataclass("Run", [("model", cls)])  # keys of the section may be aliases of `model.<key>`
-    read, problems = read_part(run, tree, "", Locator(origin.where))
+        section = section.set(key, from_plain(value, origin))
+    read, problems = read_part(cls, section, "model", Locator(origin.where))
     assert not problems, f"its section does not take what from_hf returns: {'; '.join(map(str, problems))}"
-    return read.model
+    return read

@@ -100,7 +100,7 @@ class PluginContract:
 
     @pytest.fixture
     def sections(self, components: Sequence[RegisteredComponent]) -> Sequence[tuple[RegisteredComponent, type]]:
-        """Return the components that have a section, each with its dataclass."""
+        """Return the components that have a section, each with its class."""
         return [(each, cls) for each in components if (cls := each.load_config()) is not None]
 
     @pytest.fixture
@@ -144,7 +144,7 @@ class PluginContract:
             assert called, f"the target {each.record.target!r} of the {each.kind} {each.record.name!r} cannot be called"
 
     def test_every_section_is_documented(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
-        """The dataclass and each of its keys, where ``nxdt config show`` and the reference take their text from."""
+        """The section and each of its keys, where ``nxdt config show`` and the reference take their text from."""
         for _, cls in sections:
             assert class_doc(cls), f"{cls.__name__} has no docstring"
             documented = field_docs(cls)
@@ -155,7 +155,7 @@ class PluginContract:
         """Code of the package or of the core reads each key, so that none is accepted and then ignored.
 
         A key that is deliberately ignored says so: ``Annotated[bool, NoEffect("reason")]``. A package that takes all
-        keys at once, for example with ``dataclasses.asdict``, is not checked.
+        keys at once, for example with ``model_dump``, is not checked.
         """
         for _, cls in sections:
             unread = unread_keys_of_package(cls)
@@ -177,7 +177,7 @@ class PluginContract:
                 if key.section is not None:
                     continue
                 with no_error(f"the JSON Schema of {cls.__name__}.{name} has a value that JSON has not:"):
-                    json.dumps(key.shape.json_schema())
+                    json.dumps(key.json_schema())
 
     def test_every_record_has_a_summary(self, components: Sequence[RegisteredComponent]) -> None:
         """``nxdt plugins show`` prints it."""
