@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.fields.types import describe_value
+from nxdt_core.config.sources.node import describe_value
 
 __all__ = ["Fault", "Section", "read_section"]
 

@@ -8,14 +8,9 @@ from typing import Any
 
 from nxdt_core.errors.base import either
 
-__all__ = ["LARGEST_INTEGER", "Mismatch", "describe_value", "described", "schema_of"]
+__all__ = ["Mismatch", "described", "schema_of"]
 
-LARGEST_INTEGER = 2**63 - 1
-"""Integers go to torch, to C and to JSON, where they have 64 bits."""
 _ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
-
-_FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
-
 
 class Mismatch(Exception):
     """The value cannot be read; ``found`` says what it is."""
@@ -23,20 +18,6 @@ class Mismatch(Exception):
     def __init__(self, found: str) -> None:
         super().__init__(found)
         self.found = found
-
-
-def describe_value(value: Any) -> str:
-    """Return a description of a found value: ``'12' (text)``."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return f"{str(value).lower()} (a boolean)"
-    if isinstance(value, Mapping):
-        return "a mapping" if value else "an empty mapping"
-    if isinstance(value, (list, tuple)) and not value:
-        return "an empty list"
-    text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}…"
-    return f"{text} ({'a list' if isinstance(value, (list, tuple)) else _FOUND.get(type(value), 'a value')})"
 
 
 def schema_of(cls: Any, key: str) -> dict[str, Any]:

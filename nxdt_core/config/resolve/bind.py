@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.fields.component_slots import Composition
 from nxdt_core.config.fields.keys import LISTS, Key, keys_of, members
-from nxdt_core.config.fields.types import LARGEST_INTEGER, Mismatch
+from nxdt_core.config.fields.types import Mismatch
+from nxdt_core.config.sources.node import LARGEST_INTEGER
 from nxdt_core.config.output.suggest import nearest_keys
 from nxdt_core.config.resolve.defaults import complete, section_keys
 from nxdt_core.config.resolve.interpolation import UNRESOLVED

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nxdt_core.config.fields.types import Mismatch, describe_value
+from nxdt_core.config.fields.types import Mismatch
+from nxdt_core.config.sources.node import describe_value
 from nxdt_core.config.sources.node import MASK, Node, to_plain
 from nxdt_core.config.sources.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nxdt_core.config.fields.types import describe_value
+from nxdt_core.config.sources.node import describe_value
 from nxdt_core.config.secrets.addresses import without_credentials
 from nxdt_core.config.secrets.environment import variables_of
 from nxdt_core.config.secrets.fields import dotted, leaf_places
@@ -25,7 +25,7 @@ def is_hidden(node: Node) -> bool:
 
 
 def describe_node(node: Node) -> str:
-    """Describe a found value, as :func:`~nxdt_core.config.fields.types.describe_value`, without hidden values."""
+    """Describe a found value, as :func:`~nxdt_core.config.sources.node.describe_value`, without hidden values."""
     if not is_hidden(node):
         return describe_value(to_plain(node))
     kind = describe_value(to_plain(node)).rpartition(" (")[2].rstrip(")")

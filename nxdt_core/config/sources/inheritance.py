@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.fields.types import describe_value
+from nxdt_core.config.sources.node import describe_value
 from nxdt_core.config.sources.files import Source, read_source
 from nxdt_core.config.sources.node import Node, merge, to_plain
 from nxdt_core.config.sources.overrides import COMMAND_LINE

@@ -10,10 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypedDict
 
-__all__ = ["MASK", "Node", "Origin", "Place", "from_plain", "join", "merge", "replaced", "to_plain", "to_shown"]
+__all__ = ["LARGEST_INTEGER", "MASK", "describe_value", "Node", "Origin", "Place", "from_plain", "join", "merge", "replaced", "to_plain", "to_shown"]
 
 MASK = "********"
 """Shown in place of a value that has no reference to show."""
+
+
+LARGEST_INTEGER = 2**63 - 1
+"""Integers go to torch, to C and to JSON, where they have 64 bits."""
+
+_FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
 
 
 class Place(TypedDict):
@@ -162,3 +168,17 @@ def replaced(node: Node, path: tuple[str | int, ...], new: Node) -> Node:
     children: Any = node.value.copy()
     children[path[0]] = replaced(children[path[0]], path[1:], new)
     return Node(children, node.origin)
+
+
+def describe_value(value: Any) -> str:
+    """Return a description of a found value: ``'12' (text)``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (a boolean)"
+    if isinstance(value, Mapping):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)) and not value:
+        return "an empty list"
+    text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}…"
+    return f"{text} ({'a list' if isinstance(value, (list, tuple)) else _FOUND.get(type(value), 'a value')})"

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nxdt_core.config.fields.types import LARGEST_INTEGER
+from nxdt_core.config.sources.node import LARGEST_INTEGER
 from nxdt_core.config.sources.node import Node, Origin, join
 from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax, YamlTooLarge
 

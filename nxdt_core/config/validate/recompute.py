@@ -12,8 +12,6 @@ from nxdt_core.errors.configuration import ConfigProblem, WrongValue
 
 __all__ = ["find_unknown_recompute"]
 
-_GRANULARITY = "model.activations_checkpoint_granularity"
-_NAMES = "model.activations_checkpoint_recompute"
 
 
 def find_unknown_recompute(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
@@ -22,11 +20,11 @@ def find_unknown_recompute(checked: Checked, composition: Composition) -> Iterat
     known = model.record.recompute_names if model is not None and isinstance(model.record, ModelComponent) else None
     if known is None or model is None or checked.values.get(_GRANULARITY) != "selective":
         return
-    for name in checked.values.get(_NAMES) or ():
+    for name in checked.values.get(_RECOMPUTE) or ():
         if name not in known:
             near = get_close_matches(name, known, n=1)
             yield WrongValue(
-                **checked.place(_NAMES),
+                **checked.place(_RECOMPUTE),
                 found=f"{name!r}, which model {model.record.name!r} does not have",
                 allowed=", ".join(known),
                 hint=f"Did you mean {near[0]!r}?" if near else "",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from nxdt_core.config.fields.keys import section_paths
-from nxdt_core.config.fields.types import describe_value
+from nxdt_core.config.sources.node import describe_value
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.files import read_source
 from nxdt_core.config.sources.node import Node, to_plain
