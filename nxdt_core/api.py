@@ -97,7 +97,7 @@ class Component:
     may not require a capability that its engine, model or optimizer does not declare."""
     requires: frozenset[str] = frozenset()
     """Capabilities that the run's engine must always declare for this component. The section reports
-    those that depend on its values (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
+    those that depend on its values (:class:`nxdt_core.config.section.RequiresCapabilities`)."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):

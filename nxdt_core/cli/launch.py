@@ -136,8 +136,8 @@ def _parameters() -> list[click.Parameter]:
 
 def _options(component: RegisteredComponent) -> list[click.Parameter]:
     """An option for each key of the launcher's section; its documentation is the help text."""
-    from nxdt_core.config.fields.docs import field_docs
-    from nxdt_core.config.fields.keys import keys_of
+    from nxdt_core.config.reference import field_docs
+    from nxdt_core.config.section import keys_of
 
     cls = component.load_config()
     if cls is None:
@@ -148,7 +148,7 @@ def _options(component: RegisteredComponent) -> list[click.Parameter]:
 
 def _option(name: str, annotation: Any, text: str) -> click.Option:
     """Values that are not given are None or empty, so that the cluster file and the defaults count."""
-    from nxdt_core.config.fields.keys import LISTS, TABLES, members
+    from nxdt_core.config.section import LISTS, TABLES, members
 
     word, destination = name.replace("_", "-"), f"option_{name}"
     (main,) = [each for each in members(annotation) if each is not type(None)][:1]
@@ -205,7 +205,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> None:
-    from nxdt_core.config.placeholders import require_set, values_to_set
+    from nxdt_core.config.resolved import require_set, values_to_set
     from nxdt_core.launch.jobs import prepare, submit, write
 
     job, config, submission = prepare(
@@ -247,7 +247,7 @@ def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> N
 
 
 def _command_line(name: str, values: dict[str, Any]) -> str:
-    from nxdt_core.config.secrets.command_line import drop_replaced
+    from nxdt_core.config.secrets import drop_replaced
 
     words = ["nxdt", "launch", name, values["source"], *drop_replaced(values["overrides"])]
     words += [f"--nodes={values['nodes']}"] if values["nodes"] is not None else []

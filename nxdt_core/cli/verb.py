@@ -56,9 +56,9 @@ class Verb(click.Command):
 
 def _keys_like(option: str) -> list[str]:
     """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
-    from nxdt_core.config.fields.component_slots import Composition
-    from nxdt_core.config.resolve.defaults import complete
-    from nxdt_core.config.sources.node import Node, Origin
+    from nxdt_core.config.complete import complete
+    from nxdt_core.config.schema import Composition
+    from nxdt_core.config.tree import Node, Origin
 
     name = option.lstrip("-").replace("-", "_")
     known = complete(Node({}, Origin(kind="file", where="")), Composition()).known
@@ -132,7 +132,7 @@ def print_note(text: str) -> None:
 
 def without_secrets(text: str) -> str:
     """Return a message without the secrets of the configurations that this process has read."""
-    from nxdt_core.config.secrets.messages import hide_secrets  # not for `nxdt --help`
+    from nxdt_core.config.secrets import hide_secrets  # not for `nxdt --help`
 
     return hide_secrets(text)
 

@@ -1,4 +1,4 @@
-"""What an annotation of a configuration section can say in addition to its type: bounds, secrets, paths.
+"""What an annotation of a section can say in addition to its type: bounds, secrets, paths, lengths of time.
 
 They are written with :data:`typing.Annotated`, so that type checkers see the bare type. Components' own
 sections may use them too::
@@ -8,12 +8,16 @@ sections may use them too::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, Any
 
 __all__ = [
+    "FORMS",
     "DefaultsTo",
     "Deprecated",
+    "Duration",
     "Fraction",
     "NonNegativeFloat",
     "NonNegativeInt",
@@ -25,6 +29,7 @@ __all__ = [
     "SourcePath",
     "StartsAtFile",
     "Written",
+    "seconds_of",
 ]
 
 
@@ -109,3 +114,32 @@ PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
+
+
+Duration = PositiveInt | str | Mapping[str, int]
+"""The type of a key that is a length of time."""
+
+FORMS = "seconds, 'days:hours:minutes:seconds', or a mapping of days, hours, minutes and seconds, above zero"
+
+_UNITS = ("days", "hours", "minutes", "seconds")
+
+
+def seconds_of(value: Duration) -> float:
+    """Return the seconds of ``1800``, ``00:00:30:00`` or ``{minutes: 30}``.
+
+    Raises:
+        ValueError: it is none of these, or not above zero.
+    """
+    if isinstance(value, int):
+        value = {"seconds": value}
+    if isinstance(value, str):
+        parts = value.split(":")
+        if len(parts) != len(_UNITS) or not all(part.isdecimal() for part in parts):
+            raise ValueError(f"{value!r} is no time")
+        value = dict(zip(_UNITS, map(int, parts), strict=True))
+    if not value.keys() <= set(_UNITS):
+        raise ValueError(f"{sorted(value.keys() - set(_UNITS))} are not units")
+    seconds = timedelta(**value).total_seconds()
+    if seconds <= 0:
+        raise ValueError("it is not above zero")
+    return seconds

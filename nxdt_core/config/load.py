@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.fields.component_slots import SLOTS, Composition
-from nxdt_core.config.fields.extensions import Extensions, option_sections, select_extensions
-from nxdt_core.config.huggingface.section import merge_hf_values, read_hf_config
-from nxdt_core.config.migration import converted, explained
-from nxdt_core.config.output.problems import error_report
-from nxdt_core.config.resolve.bind import Reading, read_tree
-from nxdt_core.config.resolve.defaults import complete
-from nxdt_core.config.resolve.interpolation import interpolate
-from nxdt_core.config.resolve.normalize import (
+from nxdt_core.config.capabilities import find_undeclared
+from nxdt_core.config.checks import (
+    Checked,
+    find_impossible,
+    find_overfull_curve,
+    find_unknown_recompute,
+    find_wrong_durations,
+)
+from nxdt_core.config.complete import (
+    complete,
     find_ungiven,
     mandatory_keys,
     merge_plugin_defaults,
@@ -23,35 +25,33 @@ from nxdt_core.config.resolve.normalize import (
     with_moved_keys,
     with_name,
 )
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.resolve.plugin_policy import read_policy, start_kernel, unusable_files
-from nxdt_core.config.resolve.replaced import Replaced, drop_replaced, find_replaced
-from nxdt_core.config.resolve.select import select, selecting_keys
-from nxdt_core.config.resolved import ResolvedConfig, Selected
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.secrets.addresses import hide_credentials
-from nxdt_core.config.secrets.fields import mask_fields
-from nxdt_core.config.secrets.messages import describe_node, hide_secrets, notes_on_secrets
-from nxdt_core.config.sources.files import Source
-from nxdt_core.config.sources.inheritance import read_based
-from nxdt_core.config.sources.node import Node, Origin, merge
-from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
-from nxdt_core.config.validate import (
-    Checked,
-    find_impossible,
-    find_notes,
-    find_overfull_curve,
-    find_unknown_recompute,
-    find_wrong_durations,
+from nxdt_core.config.components import Replaced, drop_replaced, find_replaced, select, selecting_keys
+from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.migration import converted, explained
+from nxdt_core.config.notes import find_notes
+from nxdt_core.config.plugins import (
+    Extensions,
+    component_findings,
+    engine_findings,
+    option_sections,
+    plugin_findings,
+    read_policy,
+    select_extensions,
+    start_kernel,
+    unusable_files,
 )
-from nxdt_core.config.validate.capabilities import find_undeclared
-from nxdt_core.config.validate.components import component_findings, engine_findings, plugin_findings
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, NotSupported
+from nxdt_core.config.read import Locator, Reading, read_tree
+from nxdt_core.config.resolved import ResolvedConfig, Selected
+from nxdt_core.config.schema import SLOTS, Composition, RunConfig
+from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
+from nxdt_core.config.sources import COMMAND_LINE, Source, apply_overrides, read_based
+from nxdt_core.config.tree import Node, Origin, merge
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ImpossibleCombination, Misfit, NotSupported
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.plugin import plugin_notes
 
-__all__ = ["check", "load"]
-
+__all__ = ["check", "error_report", "load"]
 
 _NO_END = 2**31 - 1
 """Steps that no run takes."""
@@ -315,3 +315,52 @@ def _run_directory(run: RunConfig) -> Path:
         return Path(manager.explicit_log_dir)
     named = Path(manager.exp_dir) / manager.name
     return named if manager.version is None else named / str(manager.version)
+
+
+def error_report(label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str]) -> ConfigError:
+    """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
+
+    Args:
+        label: What the user named.
+        problems: In the order in which they were found.
+        followers: Key → key that it takes its value from.
+    """
+    found = list(_one_per_cause(problems))
+    keys = {problem.key for problem in found}
+    kept: dict[tuple[str, str, str], ConfigProblem] = {}
+    for problem in found:
+        if followers.get(problem.key) not in keys:
+            kept.setdefault((problem.place, problem.key, problem.row()), problem)
+    if not kept:
+        raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
+    ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
+    return ConfigError(source=label, problems=tuple(ordered))
+
+
+def _one_per_cause(problems: Iterable[ConfigProblem]) -> Iterator[ConfigProblem]:
+    """Yield the problems; those of values that one other value does not divide become one, in place of the first."""
+    found = list(problems)
+    sharing: dict[str, list[Misfit]] = {}
+    for problem in found:
+        if isinstance(problem, ImpossibleCombination) and problem.cause:
+            sharing.setdefault(problem.cause.of, []).append(problem.cause)
+    for problem in found:
+        cause = problem.cause if isinstance(problem, ImpossibleCombination) else None
+        if cause is None or len(sharing[cause.of]) == 1:
+            yield problem
+        elif cause is sharing[cause.of][0]:
+            yield _merged(sharing[cause.of])
+
+
+def _merged(misfits: Sequence[Misfit]) -> ImpossibleCombination:
+    first = misfits[0]
+    numbers = {each.name: each.number for each in misfits}
+    fitting = math.gcd(*numbers.values())
+    values = ", ".join(f"{name} {number}" for name, number in numbers.items())
+    return ImpossibleCombination(
+        **first.place,
+        reason=f"{first.divisor} fits none of {values}",
+        advice=f"Set it to {fitting} or a divisor of it, or change those values."
+        if fitting > 1
+        else "Set it to 1, or change those values.",
+    )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from nxdt_core.config.validate.sizes import CP, EP, MICRO_BATCH, REPLICAS, TP, WORLD, mesh_sizes
+from nxdt_core.config.checks import CP, EP, MICRO_BATCH, REPLICAS, TP, WORLD, mesh_sizes
 from nxdt_core.engine.pipeline.rules import STAGE_RULES
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit
 from nxdt_core.kernel.metadata import admits

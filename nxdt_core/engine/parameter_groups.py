@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from nxdt_core.config.schema.model import ParamGroupConfig
+from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.optimizer import ParameterGroup

@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.interpolation import interpolate
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.secrets.command_line import drop_replaced, shown_words
-from nxdt_core.config.sources.files import read_source
-from nxdt_core.config.sources.node import MASK, Node
-from nxdt_core.config.sources.overrides import COMMAND_LINE
-from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.secrets import drop_replaced, shown_words
+from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
+from nxdt_core.config.tree import MASK, Node
 from nxdt_core.errors.clusters import (
     CannotSubmit,
     ClusterHasOtherDevices,

@@ -61,7 +61,7 @@ def scaling_from_hf(
     """Return the keys of :class:`RopeScalingConfig` that the rotary keys of a ``config.json`` give; None for none.
 
     Args:
-        rope: the result of :func:`nxdt_core.config.huggingface.values.rope_of`, with the keys of older files.
+        rope: the result of :func:`nxdt_core.config.huggingface.rope_of`, with the keys of older files.
         model: name of the model for the error message.
         supported: types that the model implements.
         max_position_embeddings: the original context where a ``llama3`` scaling does not give one.

@@ -20,7 +20,7 @@ from nxdt_core.checkpoint import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.fields.keys import keys_of
+from nxdt_core.config.section import keys_of
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer

@@ -80,9 +80,8 @@ def test_a_deprecated_key_is_a_note_where_it_is_set(tmp_path, value):
 
 
 def test_the_reference_of_keys_says_that_one_is_deprecated():
-    from nxdt_core.config.fields.keys import keys_of
-    from nxdt_core.config.output.reference import _remarks
-    from nxdt_core.config.section import Section
+    from nxdt_core.config.reference import _remarks
+    from nxdt_core.config.section import Section, keys_of
 
     class Other(Section):
         key: Annotated[int, Deprecated(use="other", since="0.1", goes="0.3")] = 1

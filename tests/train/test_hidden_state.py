@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.config.fields.keys import REQUIRED, keys_of
+from nxdt_core.config.section import REQUIRED, keys_of
 from nxdt_core.train import TrainSession, build, train
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step

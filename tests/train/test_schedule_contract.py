@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.schedule_contract import ScheduleContract
 
-from nxdt_core.config.fields.keys import REQUIRED, keys_of
+from nxdt_core.config.section import REQUIRED, keys_of
 from nxdt_core.kernel.loading import import_reference
 from nxdt_core.train.records import SCHEDULES
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxdt_core.checkpoint.hf.source import SPECIAL, HFSource
-from nxdt_core.config.huggingface.values import older_rope
+from nxdt_core.config.huggingface import older_rope
 from nxdt_core.errors.base import listing
 from nxdt_core.protocols.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.huggingface.floats import spell_floats
+from nxdt_core.config.huggingface import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
 from nxdt_core.regular_files import read_text
 

@@ -12,8 +12,7 @@ from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.hf.json_files import CONFIG, read_json
 from nxdt_core.checkpoint.hf.key_map import Source
 from nxdt_core.checkpoint.hf.weights import HFWeights
-from nxdt_core.config.huggingface.bounds import oversized, weights_in
-from nxdt_core.config.huggingface.values import architectures_of
+from nxdt_core.config.huggingface import architectures_of, oversized, weights_in
 from nxdt_core.errors.exchange import ArchitectureUnread
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.kernel import Kernel

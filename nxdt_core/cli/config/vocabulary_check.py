@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.config.annotations import Written
-from nxdt_core.config.fields.keys import is_model, keys_of
-from nxdt_core.config.placeholders import is_placeholder
+from nxdt_core.config.resolved import is_placeholder
+from nxdt_core.config.section import is_model, keys_of
 from nxdt_core.errors.models import VocabularyTooSmall
 
 if TYPE_CHECKING:

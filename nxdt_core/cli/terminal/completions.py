@@ -41,7 +41,7 @@ def complete_override(ctx: click.Context, param: click.Parameter, incomplete: st
 
 
 def _recipes() -> list[str]:
-    from nxdt_core.config.sources.recipes import list_recipes
+    from nxdt_core.config.sources import list_recipes
     from nxdt_core.kernel import Kernel
 
     return [recipe.name for recipe in list_recipes(Kernel.start())]
@@ -49,11 +49,10 @@ def _recipes() -> list[str]:
 
 def _classes(section: str) -> Iterator[type]:
     """The sections with the keys of a section: the core's, and those of all components that it may select."""
-    from nxdt_core.config.fields.component_slots import SLOTS
-    from nxdt_core.config.fields.keys import keys_of
-    from nxdt_core.config.resolve.select import usable_class
-    from nxdt_core.config.schema.run import RunConfig
-    from nxdt_core.config.sources.node import Place
+    from nxdt_core.config.components import usable_class
+    from nxdt_core.config.schema import SLOTS, RunConfig
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.tree import Place
     from nxdt_core.errors import NxdtError
     from nxdt_core.kernel import Kernel
 
@@ -76,8 +75,8 @@ def _classes(section: str) -> Iterator[type]:
 
 def _keys(section: str) -> list[str]:
     """Keys of a section as ``section.key=``, and its sections as ``section.name.``."""
-    from nxdt_core.config.fields.keys import keys_of
-    from nxdt_core.config.sources.node import join
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.tree import join
 
     found = {
         join(section, name) + ("." if key.section else "=")
@@ -89,8 +88,8 @@ def _keys(section: str) -> list[str]:
 
 def _values(path: str) -> list[str]:
     """Names of components for a key that selects one; the words or truth values that another key takes."""
-    from nxdt_core.config.fields.component_slots import SLOTS
-    from nxdt_core.config.fields.keys import keys_of
+    from nxdt_core.config.schema import SLOTS
+    from nxdt_core.config.section import keys_of
     from nxdt_core.kernel import Kernel
 
     for slot in SLOTS:

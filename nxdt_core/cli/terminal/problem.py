@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import click
 
 from nxdt_core.cli.terminal.table import wrap
-from nxdt_core.config.secrets.messages import hide_secrets
+from nxdt_core.config.secrets import hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.visible_text import visible

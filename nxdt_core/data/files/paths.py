@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from nxdt_core.config.annotations import Fraction, PositiveInt
 from nxdt_core.config.section import Section
-from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
+from nxdt_core.config.sources import PackageNotFound, resolve_path
 from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
 from nxdt_core.data.files.encodings import check_wide, not_utf8
 from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.sources import expand_home
 from nxdt_core.data.tokenizers.files import import_library, read_file
 from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound
 

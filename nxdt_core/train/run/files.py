@@ -15,9 +15,8 @@ from pathlib import Path
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
 from nxdt_core.config import ResolvedConfig, render_show
-from nxdt_core.config.secrets.command_line import shown_words
-from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve_path
-from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.config.secrets import shown_words
+from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory

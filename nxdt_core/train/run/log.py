@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from typing import cast
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import Redaction, hide_secrets
+from nxdt_core.config.secrets import Redaction, hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.regular_files import make_directory, regular_opener

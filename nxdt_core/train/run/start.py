@@ -14,7 +14,7 @@ from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.sources.node import Node
+from nxdt_core.config.tree import Node
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
     LengthUnknown,

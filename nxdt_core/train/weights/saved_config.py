@@ -16,13 +16,12 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name, step_of
 from nxdt_core.config import Origin, ResolvedConfig, load
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.huggingface.bounds import oversized
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.interpolation import interpolations
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.secrets.fields import dotted
-from nxdt_core.config.sources.node import Node, from_plain, merge, to_plain
+from nxdt_core.config.huggingface import oversized
+from nxdt_core.config.interpolation import interpolations
+from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.secrets import dotted
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.tree import Node, from_plain, merge, to_plain
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
 from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError

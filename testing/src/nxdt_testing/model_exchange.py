@@ -14,9 +14,8 @@ from torch import nn
 from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import ReadsHFConfig
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.sources.node import Node, Origin, from_plain
+from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_testing.model_plan import tokens

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.config.fields.keys import REQUIRED, keys_of
-from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.section import REQUIRED, keys_of
+from nxdt_core.config.sources import list_recipes
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownPlugin
 from nxdt_core.kernel import Kernel

@@ -26,16 +26,14 @@ import pytest
 import yaml
 
 from nxdt_core.config import check
-from nxdt_core.config.fields.component_slots import Composition
-from nxdt_core.config.fields.docs import class_doc, field_docs
-from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.defaults import complete
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.sources.node import Node, Origin, Place, to_plain
-from nxdt_core.config.sources.recipes import list_recipes
-from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.config.complete import complete
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.reference import class_doc, field_docs
+from nxdt_core.config.schema import Composition
+from nxdt_core.config.section import REQUIRED, Key, keys_of
+from nxdt_core.config.sources import list_recipes
+from nxdt_core.config.tree import Node, Origin, Place, parse_yaml, to_plain
 from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.registry import RegisteredComponent

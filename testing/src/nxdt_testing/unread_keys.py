@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from nxdt_core.config.annotations import Deprecated
-from nxdt_core.config.fields.keys import keys_of, members
+from nxdt_core.config.section import keys_of, members
 
 __all__ = ["NamesRead", "names_read", "unread_keys", "unread_keys_of_package"]
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from nxdt_core.config.huggingface.values import HFValues
+from nxdt_core.config.huggingface import HFValues
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import DECODER_MODULES, OPTIONAL, REQUIRED, HFFamily, weight_keys
 

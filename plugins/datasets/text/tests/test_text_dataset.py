@@ -10,7 +10,7 @@ from nxdt_plugin_text.loader import TextData
 from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
 
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX

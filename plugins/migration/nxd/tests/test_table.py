@@ -16,10 +16,10 @@ from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, RE
 from nxdt_plugin_migrate.config.table import declared_keys, schema_page, schema_table, value_table
 
 from nxdt_core import config
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
 from tests.sampling import slow_except

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.sources.node import Node
-from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.sources import COMMAND_LINE, apply_overrides, expand_home
+from nxdt_core.config.tree import Node
 from nxdt_core.data.tokenizers.files import holds_ranks
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxdt_core.config.sources.node import Node
+from nxdt_core.config.tree import Node
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_migrate.errors import NoDecoder
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from nxdt_core.config.sources.node import join
+from nxdt_core.config.tree import join
 
 __all__ = ["Comments", "read_comments"]
 

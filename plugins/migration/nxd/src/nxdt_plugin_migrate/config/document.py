@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nxdt_core.config.resolve.interpolation import UNRESOLVED, interpolate
-from nxdt_core.config.sources.node import Node, to_plain
+from nxdt_core.config.interpolation import UNRESOLVED, interpolate
+from nxdt_core.config.tree import Node, to_plain
 from nxdt_core.protocols.migration import MigratedKey, Verdict
 from nxdt_plugin_migrate.config.comments import Comments
 

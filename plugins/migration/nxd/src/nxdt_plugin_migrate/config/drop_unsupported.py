@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nxdt_core.config.load import check
-from nxdt_core.config.sources.node import to_plain
-from nxdt_core.config.sources.paths import expand_home
-from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.config.sources import expand_home
+from nxdt_core.config.tree import parse_yaml, to_plain
 from nxdt_core.errors.configuration import ConfigProblem, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import Verdict

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from nxdt_core.config.fields.keys import section_paths
-from nxdt_core.config.sources.node import describe_value
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.files import read_source
-from nxdt_core.config.sources.node import Node, to_plain
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.section import section_paths
+from nxdt_core.config.sources import read_source
+from nxdt_core.config.tree import Node, describe_value, to_plain
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, WrongValue
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig
