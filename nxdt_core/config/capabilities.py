@@ -31,7 +31,7 @@ _ZERO, _ZERO_STAGE = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
 _SHUFFLE = f"{_STRATEGY}.token_shuffle_group_size"
 _COMPILE = "model.compile"
 _RECOMPUTE, _GROUPS = "model.activations_checkpoint_granularity", "model.optim.param_groups"
-_ENGINE, _MODEL, _OPTIMIZER = "engine", "model", "optimizer"
+_SIZES = (TP, PP, VPP, CP, EP, _SHUFFLE)
 _SELECTORS = {slot.kind: slot.key for slot in SLOTS}
 
 Components = Mapping[str, RegisteredComponent | None]
@@ -53,11 +53,6 @@ class Asked:
     model: str | None = None
     optimizer: str | None = None
 
-    def of(self, slot: str) -> str | None:
-        """Return the capability that the component in ``slot`` needs."""
-        needed: str | None = {_ENGINE: self.engine, _MODEL: self.model, _OPTIMIZER: self.optimizer}[slot]
-        return needed
-
 
 def find_undeclared(
     checked: Checked, components: Components, sections: Mapping[str, Any], registry: Registry
@@ -70,7 +65,7 @@ def find_undeclared(
         sections: instances of them, by path.
         registry: knows who declares what.
     """
-    asked = [*_of_layout(checked), *_of_steps(checked), *_of_components(components, sections)]
+    asked = [*_of_the_layout(checked), *_of_the_step(checked), *_of_components(components, sections)]
     yield from _missing(checked, components, asked, registry)
 
 
@@ -80,13 +75,11 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
     Raises:
         ConfigError: the engine, the model or the optimizer does not declare what this asks of them.
     """
-    checked, trainer = _checked(config), config.run.trainer
+    tree, trainer = config.tree, config.run.trainer
     if world_size != trainer.devices * trainer.num_nodes:
         started = Origin(kind="override", where="the processes that were started")
-        tree = checked.tree
-        for key, value in zip(WORLD, (world_size, 1), strict=True):
-            tree = tree.set(key, Node(value, started))
-        checked = Checked({**checked.values, WORLD[0]: world_size, WORLD[1]: 1}, tree)
+        tree = tree.set(WORLD[0], Node(world_size, started)).set(WORLD[1], Node(1, started))
+    checked = Checked(dict(tree.leaves()), tree)
     sections = {slot.section: found.config for slot in SLOTS if (found := config.components.get(slot.kind)) is not None}
     _refuse(config, find_undeclared(checked, _components(config), sections, config.kernel.registry))
 
@@ -111,12 +104,8 @@ def check_objective(config: ResolvedConfig, needed: Iterable[str]) -> None:
 
 def _check_built(config: ResolvedConfig, slot: str, found: str, needed: Iterable[str]) -> None:
     asked = [_chosen(slot, found, name) for name in sorted(needed)]
-    checked, components = _checked(config), _components(config)
-    _refuse(config, _missing(checked, components, asked, config.kernel.registry))
-
-
-def _checked(config: ResolvedConfig) -> Checked:
-    return Checked(dict(config.values()), config.tree)
+    checked = Checked(dict(config.values()), config.tree)
+    _refuse(config, _missing(checked, _components(config), asked, config.kernel.registry))
 
 
 def _components(config: ResolvedConfig) -> Components:
@@ -129,9 +118,36 @@ def _refuse(config: ResolvedConfig, problems: Iterable[CapabilityMissing]) -> No
         raise ConfigError(source=config.source, problems=found)
 
 
-def _of_layout(checked: Checked) -> Iterator[Asked]:
-    yield from _of_sizes(checked)
-    yield from _of_pipeline(checked)
+def _of_the_layout(checked: Checked) -> Iterator[Asked]:
+    """Dimensions above 1, what is read with them, and what shards over them."""
+    given, one, off = checked.values.get, "Set it to 1", "Set it to false"
+    size = {key: str(found[0]) for key in _SIZES if (found := checked.numbers(key)) is not None and found[0] > 1}
+    if TP in size:
+        yield Asked((TP,), size[TP], one, "tp", "tp", "sharded")
+        if given(_SP):
+            yield Asked((_SP,), "true", off, "sp", "sp")
+        if given(_SP) and given(_REGATHER):
+            yield Asked((_REGATHER,), "true", off, "sp:regather")
+        if given(_PAD):
+            yield Asked((_PAD,), "true", off, "pad_heads")
+    if CP in size:
+        yield Asked((CP,), size[CP], one, "cp", "cp")
+        if (method := given(_METHOD)) is not None:
+            yield Asked((_METHOD,), method, "Leave it out, and the engine chooses", f"cp:{method}")
+    if EP in size:
+        yield Asked((EP,), size[EP], one, "ep", "ep", "sharded")
+    if _SHUFFLE in size:
+        yield Asked((_SHUFFLE,), size[_SHUFFLE], one, "token_shuffle")
+    if PP in size:
+        yield Asked((PP,), size[PP], one, "pp", "pp")
+        if VPP in size:
+            yield Asked((VPP,), size[VPP], one, "vpp")
+        schedule = given(_SCHEDULE) or ("interleaved" if VPP in size else "1f1b")
+        yield Asked((_SCHEDULE, VPP, PP), f"the schedule {schedule}", "Choose another schedule", f"pp:{schedule}")
+    yield from _of_data_parallel(checked)
+
+
+def _of_data_parallel(checked: Checked) -> Iterator[Asked]:
     sizes = mesh_sizes(checked)
     if sizes is None:
         return
@@ -141,48 +157,16 @@ def _of_layout(checked: Checked) -> Iterator[Asked]:
         yield Asked(WORLD, f"{sizes.dp} data parallel ranks", one_copy, "dp")
     if sizes.fsdp == 1 or sizes.zero_stage == 0:
         return
-    keys = (_ZERO_STAGE,) if checked.values.get(_ZERO_STAGE) is not None else (_ZERO,)
+    key, off = _ZERO, f"Set {_ZERO} to false"
+    if checked.values.get(_ZERO_STAGE) is not None:
+        key, off = _ZERO_STAGE, f"{off} and {_ZERO_STAGE} to null"
     shards = f"ZeRO-{sizes.zero_stage} over {sizes.fsdp} ranks"
-    off = f"Set {_ZERO} to false" + (f" and {_ZERO_STAGE} to null" if keys == (_ZERO_STAGE,) else "")
-    yield Asked(keys, shards, off, f"zero{sizes.zero_stage}", optimizer="sharded")
+    yield Asked((key,), shards, off, f"zero{sizes.zero_stage}", optimizer="sharded")
     if sizes.dp_replicate > 1:
         yield Asked((REPLICAS,), str(sizes.dp_replicate), "Set it to 1", "dp_replicate")
 
 
-def _of_sizes(checked: Checked) -> Iterator[Asked]:
-    """Dimensions above 1, and what is read with them."""
-    one = "Set it to 1"
-    if size := _above_one(checked, TP):
-        yield Asked((TP,), size, one, "tp", "tp", "sharded")
-        if checked.values.get(_SP):
-            yield Asked((_SP,), "true", "Set it to false", "sp", "sp")
-            if checked.values.get(_REGATHER):
-                yield Asked((_REGATHER,), "true", "Set it to false", "sp:regather")
-        if checked.values.get(_PAD):
-            yield Asked((_PAD,), "true", "Set it to false", "pad_heads")
-    if size := _above_one(checked, CP):
-        yield Asked((CP,), size, one, "cp", "cp")
-        method = checked.values.get(_METHOD)
-        if method is not None:
-            yield Asked((_METHOD,), method, "Leave it out, and the engine chooses", f"cp:{method}")
-    if size := _above_one(checked, EP):
-        yield Asked((EP,), size, one, "ep", "ep", "sharded")
-    if size := _above_one(checked, _SHUFFLE):
-        yield Asked((_SHUFFLE,), size, one, "token_shuffle")
-
-
-def _of_pipeline(checked: Checked) -> Iterator[Asked]:
-    if not (size := _above_one(checked, PP)):
-        return
-    yield Asked((PP,), size, "Set it to 1", "pp", "pp")
-    stages = _above_one(checked, VPP)
-    if stages:
-        yield Asked((VPP,), stages, "Set it to 1", "vpp")
-    schedule = checked.values.get(_SCHEDULE) or ("interleaved" if stages else "1f1b")
-    yield Asked((_SCHEDULE, VPP, PP), f"the schedule {schedule}", "Choose another schedule", f"pp:{schedule}")
-
-
-def _of_steps(checked: Checked) -> Iterator[Asked]:
+def _of_the_step(checked: Checked) -> Iterator[Asked]:
     granularity, groups = checked.values.get(_RECOMPUTE), checked.values.get(_GROUPS)
     if granularity is not None:
         yield Asked((_RECOMPUTE,), granularity, "Set it to null", "recompute")
@@ -218,24 +202,18 @@ def _instead(slot: str) -> str:
     return "Leave the section out" if slot == "adapter" else "Choose another"
 
 
-def _above_one(checked: Checked, key: str) -> str:
-    """The value as text where it is above 1, else nothing."""
-    numbers = checked.numbers(key)
-    return str(numbers[0]) if numbers is not None and numbers[0] > 1 else ""
-
-
 def _missing(
     checked: Checked, components: Components, asked: Iterable[Asked], registry: Registry
 ) -> Iterator[CapabilityMissing]:
     """Each lack once, at the first setting that needs it."""
     asked = list(asked)
-    for slot in (_ENGINE, _MODEL, _OPTIMIZER):
+    for slot in ("engine", "model", "optimizer"):
         component = components.get(slot)
         if component is None:
             continue
         told: set[str] = set()
         for each in asked:
-            capability = each.of(slot)
+            capability = getattr(each, slot)
             if capability is None or capability in component.record.capabilities | told:
                 continue
             told.add(capability)
@@ -250,7 +228,11 @@ def _missing(
                     name=component.record.name,
                     dist=component.dist,
                     selector=_SELECTORS[slot],
-                    others=_declaring(registry, component.kind, capability),
+                    others=tuple(
+                        found.record.name
+                        for found in registry.all(component.kind)
+                        if capability in found.record.capabilities
+                    ),
                 )
 
 
@@ -263,7 +245,3 @@ def _follows(capability: str, told: set[str]) -> bool:
     """Whether it is read only with one that is missing as well, so that one message suffices."""
     head, _, of = capability.partition(":")
     return bool(told & {*_PARENTS.get(capability, ()), *([head] if of else [])})
-
-
-def _declaring(registry: Registry, kind: str, capability: str) -> tuple[str, ...]:
-    return tuple(found.record.name for found in registry.all(kind) if capability in found.record.capabilities)

@@ -12,9 +12,6 @@ from nxdt_core.config.capabilities import find_undeclared
 from nxdt_core.config.checks import (
     Checked,
     find_impossible,
-    find_overfull_curve,
-    find_unknown_recompute,
-    find_wrong_durations,
 )
 from nxdt_core.config.complete import (
     complete,
@@ -259,12 +256,9 @@ class _Load:
     def _validate(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""
         right = not self.problems
-        self.problems += find_impossible(checked)
+        self.problems += find_impossible(checked, composition, reading.instances)
         self.problems += engine_findings(checked, composition)
         self.problems += find_undeclared(checked, composition.components, reading.instances, kernel.registry)
-        self.problems += find_overfull_curve(checked, reading.instances)
-        self.problems += find_unknown_recompute(checked, composition)
-        self.problems += find_wrong_durations(checked)
         self.problems += component_findings(checked, composition, reading.instances)
         if right:
             self.problems += plugin_findings(reading.tree, composition, kernel, checked)
