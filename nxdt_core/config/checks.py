@@ -233,7 +233,8 @@ def _overfull_schedule(checked: Checked, section: Any) -> Iterator[ImpossibleCom
     horizon = checked.numbers(_HORIZON)
     if section is None or horizon is None:
         return
-    marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(type(section)).items()}
+    cls: type = type(section)
+    marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(cls).items()}
     marked = [path for path, mark in marks.items() if mark is not None and mark.key == _HORIZON]
     parts = {path: count for path in marked if (count := checked.values.get(path))}
     if parts and (warmup := checked.values.get(_WARMUP)):
