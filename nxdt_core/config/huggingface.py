@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.read import Locator
+from nxdt_core.config.read import located
 from nxdt_core.config.schema import Composition
 from nxdt_core.config.section import NamesHFKeys, ReadsHFConfig, keys_of
 from nxdt_core.config.sources import PackageNotFound, file_problem, resolve_path
@@ -240,14 +240,14 @@ class HFConfig:
     """Why it cannot be read; irrelevant where the user sets every key of the model."""
 
 
-def read_hf_config(view: Node, locator: Locator) -> HFConfig:
+def read_hf_config(view: Node) -> HFConfig:
     """Read the file that ``model.model_config`` names; nothing where it names none."""
     node = view.find(_KEY)
     if node is None or not isinstance(node.value, str) or not node.value:
         return HFConfig()
     place = node.origin.at(_KEY)
     try:
-        path = resolve_path(locator.locate(node).value)
+        path = resolve_path(located(node).value)
     except PackageNotFound:  # reported as a wrong value when it is read
         return HFConfig()
     try:

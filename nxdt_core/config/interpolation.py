@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any
 
-from nxdt_core.config.secrets import dotted, hide_secrets
+from nxdt_core.config.secrets import hide_secrets
 from nxdt_core.config.section import nearest_keys
-from nxdt_core.config.tree import MASK, Node, from_plain, replaced
+from nxdt_core.config.tree import MASK, KeyPath, Node, dotted, from_plain, replaced, walk
 from nxdt_core.errors.configuration import BadInterpolation, ConfigProblem
 
 __all__ = [
@@ -61,29 +61,20 @@ def from_environment(node: Node, text: str) -> Node:
     Values below a mapping or list are shown as a reference to the same place, where ``text`` is the path of a key;
     the sections that are taken apart later show that.
     """
-    target = _REFERENCE.fullmatch(text)
-    return _shown(node, text, target[1] if target else None)
+    value, target = node.value, _REFERENCE.fullmatch(text)
 
+    def below(step: str) -> str:
+        return f"${{{target[1]}{step}}}" if target and re.fullmatch(r"[.\[\]\w]+", step) else MASK
 
-def _shown(node: Node, text: str, target: str | None) -> Node:
-    def below(part: str) -> tuple[str, str | None]:
-        place = f"{target}{part}" if target and re.fullmatch(r"[.\[\]\w]+", part) else None
-        return (f"${{{place}}}" if place else MASK), place
-
-    value: Any = node.value
     if isinstance(value, dict):
-        value = {key: _shown(child, *below(f".{key}")) for key, child in value.items()}
+        value = {key: from_environment(child, below(f".{key}")) for key, child in value.items()}
     elif isinstance(value, list):
-        value = [_shown(child, *below(f"[{number}]")) for number, child in enumerate(value)]
+        value = [from_environment(child, below(f"[{number}]")) for number, child in enumerate(value)]
     return Node(value, node.origin, text)
 
 
 UNRESOLVED: Any = object()
 """Value of a node whose interpolation failed: already reported and never read."""
-
-_Path = tuple[str | int, ...]
-"""Keys and list indices from the root."""
-_Place = tuple[_Path, Node]
 
 _MOST_LEVELS = 50
 """Of brackets in one interpolation. The parser and the resolvers recurse: beyond a few hundred, whether they still
@@ -131,7 +122,8 @@ def interpolate(
             if path in malformed:
                 raise MalformedInterpolation(malformed[path])
             with recording() as variables:
-                value = OmegaConf.select(config, _select_path(path), throw_on_resolution_failure=True)
+                place = "".join(f"[{part}]" for part in path)
+                value = OmegaConf.select(config, place, throw_on_resolution_failure=True)
                 found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             resolved = from_plain(found, node.origin)
             if variables:
@@ -156,19 +148,15 @@ def _fault(text: str) -> str:
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError
 
-    if _levels(text) > _MOST_LEVELS:
+    # Text in quotes is counted like any other.
+    changes = (1 if letter in "{[(" else -1 if letter in "}])" else 0 for letter in text)
+    if max(accumulate(changes), default=0) > _MOST_LEVELS:
         return f"it is nested too deep (at most {_MOST_LEVELS} levels)"
     try:
         OmegaConf.create({"value": text})
     except GrammarParseError:
         return "it is malformed"
     return ""
-
-
-def _levels(text: str) -> int:
-    """Return how many brackets are open at once, at most; text in quotes is counted like any other."""
-    changes = (1 if letter in "{[(" else -1 if letter in "}])" else 0 for letter in text)
-    return max(accumulate(changes), default=0)
 
 
 def _written(node: Node) -> Any:
@@ -191,17 +179,9 @@ def _multiply(left: Any, right: Any) -> Any:
     return left * right
 
 
-def interpolations(node: Node, path: _Path = ()) -> Iterator[_Place]:
-    """Yield the path and node of every scalar below ``node`` that holds ``${…}``."""
-    children: Any = node.value
-    if isinstance(children, dict):
-        for key, child in children.items():
-            yield from interpolations(child, (*path, key))
-    elif isinstance(children, list):
-        for index, child in enumerate(children):
-            yield from interpolations(child, (*path, index))
-    elif has_interpolation(node.value):
-        yield path, node
+def interpolations(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
+    """Yield the path and node of every scalar that holds ``${…}``."""
+    return ((path, node) for path, node in walk(tree) if has_interpolation(node.value))
 
 
 def _touches(path: str, wanted: Sequence[str]) -> bool:
@@ -209,11 +189,7 @@ def _touches(path: str, wanted: Sequence[str]) -> bool:
     return any(not key or path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.") for key in wanted)
 
 
-def _select_path(path: _Path) -> str:
-    return "".join(f"[{part}]" for part in path)
-
-
-def _unresolved(path: _Path, node: Node, error: Exception, known: Sequence[str]) -> ConfigProblem:
+def _unresolved(path: KeyPath, node: Node, error: Exception, known: Sequence[str]) -> ConfigProblem:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     missing = _MISSING.search(lines[0])
     reason = _RAISED.sub("", lines[0]).strip("\"'.")

@@ -38,7 +38,7 @@ from nxdt_core.config.plugins import (
     start_kernel,
     unusable_files,
 )
-from nxdt_core.config.read import Locator, Reading, read_tree
+from nxdt_core.config.read import Reading, read_tree
 from nxdt_core.config.resolved import ResolvedConfig, Selected
 from nxdt_core.config.schema import SLOTS, Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
@@ -136,20 +136,19 @@ class _Load:
     def run(self) -> ResolvedConfig:
         source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced, self._converted)
         given = self._collect(source)
-        locator = Locator(source.label)
-        kernel = self.started = self._start_kernel(given, locator)
+        kernel = self.started = self._start_kernel(given, source.label)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
         given, dropped = drop_replaced(given, self.replaced, kernel)
         self.notes += dropped
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
-        given, composition = self._compose(given, kernel, locator)
+        given, composition = self._compose(given, kernel, source.label)
         completion = complete(_without_end(given), composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
         filled = self.filled = self._hide(filled, composition, kernel)
-        reading = self.reading = read_tree(filled, composition, completion.known, locator)
+        reading = self.reading = read_tree(filled, composition, completion.known)
         self.problems += explained(reading.problems, completion.known, kernel)
         self.problems += find_ungiven(self.mandatory, reading.tree)
-        extensions = select_extensions(reading.tree, kernel, locator)
+        extensions = select_extensions(reading.tree, kernel)
         self.problems += extensions.problems
         checked = Checked(reading.values, reading.tree)
         self._validate(checked, reading, composition, kernel)
@@ -168,7 +167,7 @@ class _Load:
 
     def kernel(self) -> Kernel:
         source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced)
-        return self._start_kernel(self._collect(source), Locator(source.label))
+        return self._start_kernel(self._collect(source), source.label)
 
     def _keep(self, outcome: tuple[Node, list[ConfigProblem]]) -> Node:
         """Take the tree of a step and note its problems."""
@@ -182,7 +181,7 @@ class _Load:
     def _kernel_for_recipes(self, above: Node) -> Kernel:
         """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
         tree, _ = apply_overrides(above, self.overrides)
-        self.started = self._start_kernel(tree, Locator(str(self.wanted)))
+        self.started = self._start_kernel(tree, str(self.wanted))
         return self.started
 
     def _converted(self, source: Source, above: Node) -> Source:
@@ -218,27 +217,27 @@ class _Load:
             raise self._error(source.label)
         return given
 
-    def _start_kernel(self, given: Node, locator: Locator) -> Kernel:
+    def _start_kernel(self, given: Node, label: str) -> Kernel:
         """The kernel that was passed in, else one under the policy of ``given``."""
         if self.passed is not None:
             return self.passed
-        policy = read_policy(given, locator)
+        policy = read_policy(given)
         if not isinstance(policy, PluginPolicy):
             self.problems += policy
-            raise self._error(locator.source)
+            raise self._error(label)
         if self.started is not None and self.started.policy == policy:
             return self.started
         kernel = start_kernel(policy, given)
         if isinstance(kernel, ConfigProblem):
             self.problems.append(kernel)
-            raise self._error(locator.source)
+            raise self._error(label)
         return kernel
 
-    def _compose(self, given: Node, kernel: Kernel, locator: Locator) -> tuple[Node, Composition]:
+    def _compose(self, given: Node, kernel: Kernel, label: str) -> tuple[Node, Composition]:
         """Select components and take in the keys that they declare."""
         view, _ = interpolate(complete(given, Composition()).tree, wanted=selecting_keys(given))
-        hf = read_hf_config(view, locator)
-        selection = select(given, view, kernel, hf.values, Origin(kind="file", where=locator.source))
+        hf = read_hf_config(view)
+        selection = select(given, view, kernel, hf.values, Origin(kind="file", where=label))
         self.problems += selection.problems
         self.notes += selection.notes
         composition = selection.composition

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from nxdt_core.api import MigrationComponent
 from nxdt_core.config.sources import Source, read_source
-from nxdt_core.config.tree import Node, Origin, join, parse_yaml, to_plain
+from nxdt_core.config.tree import Node, Origin, join, mapped, parse_yaml, to_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, MigrationUnknown, UnknownKey
 from nxdt_core.kernel import Kernel, RegisteredComponent
@@ -99,11 +99,7 @@ def _placed(node: Node, path: str, file: Node, before: Mapping[str, str], added:
     origin = there.origin if there is not None else next(below, added)
     if children:
         return Node(children, origin)
-    return _moved(node, origin)
-
-
-def _moved(node: Node, origin: Origin) -> Node:
-    return Node([_moved(item, origin) for item in node.value] if isinstance(node.value, list) else node.value, origin)
+    return mapped(node, lambda each: replace(each, origin=origin))
 
 
 def _notes(done: MigratedConfig, source: Source) -> Iterator[str]:

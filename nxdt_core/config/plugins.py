@@ -9,12 +9,12 @@ from typing import Any
 from nxdt_core.config.checks import Checked
 from nxdt_core.config.components import usable_class
 from nxdt_core.config.interpolation import interpolate
-from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.read import read_part
 from nxdt_core.config.resolved import Selected
 from nxdt_core.config.schema import SLOTS, Composition, PluginsConfig
-from nxdt_core.config.secrets import Path, describe_node, find_node
+from nxdt_core.config.secrets import describe_node
 from nxdt_core.config.section import ChecksItself
-from nxdt_core.config.tree import Node, Origin, join, to_plain
+from nxdt_core.config.tree import KeyPath, Node, Origin, find_node, join, to_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
     BadComponentChoice,
@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 
-def read_policy(tree: Node, locator: Locator) -> PluginPolicy | list[ConfigProblem]:
+def read_policy(tree: Node) -> PluginPolicy | list[ConfigProblem]:
     """Return the policy, or what is wrong with the section: no plugin is imported under a policy that was not
     understood."""
     resolved, problems = interpolate(tree, wanted=("plugins",))
     section = resolved.find("plugins")
     if section is None or section.value is None:
         return problems or PluginPolicy()
-    read, wrong = read_part(PluginsConfig, section, "plugins", locator)
+    read, wrong = read_part(PluginsConfig, section, "plugins")
     if problems or wrong:
         return [*problems, *wrong]
     return PluginPolicy(
@@ -115,20 +115,20 @@ class Extensions:
     notes: list[str] = field(default_factory=list)
 
 
-def select_extensions(tree: Node, kernel: Kernel, locator: Locator) -> Extensions:
+def select_extensions(tree: Node, kernel: Kernel) -> Extensions:
     """Select loggers and callbacks of the completed, interpolated tree."""
     found = Extensions()
     for wanted in _wanted_loggers(tree, found):
-        found.loggers += _selected(wanted, found, kernel, locator)
+        found.loggers += _selected(wanted, found, kernel)
     for wanted in _items(tree, "trainer.callbacks", found):
-        found.callbacks += _selected(wanted, found, kernel, locator)
+        found.callbacks += _selected(wanted, found, kernel)
     return found
 
 
-def option_sections(tree: Node, kernel: Kernel) -> Iterator[tuple[Path, type]]:
+def option_sections(tree: Node, kernel: Kernel) -> Iterator[tuple[KeyPath, type]]:
     """Yield where options of loggers and callbacks are written, selected or not, and the section that declares them;
     a component that cannot be had is left out: :func:`select_extensions` reports it."""
-    places: list[tuple[Path, object]] = [(("exp_manager", options), logger) for logger, options in FLAGS.items()]
+    places: list[tuple[KeyPath, object]] = [(("exp_manager", options), logger) for logger, options in FLAGS.items()]
     for key in (_LOGGERS, "trainer.callbacks"):
         node = tree.find(key)
         for number, item in enumerate(node.value if node is not None and isinstance(node.value, list) else ()):
@@ -197,7 +197,7 @@ def _wanted_loggers(tree: Node, found: Extensions) -> Iterator[_Wanted]:
             found.notes.append(f"{path}: no effect, since {key} does not select that logger")
 
 
-def _selected(wanted: _Wanted, found: Extensions, kernel: Kernel, locator: Locator) -> Iterator[Selected]:
+def _selected(wanted: _Wanted, found: Extensions, kernel: Kernel) -> Iterator[Selected]:
     """The component with its options; nothing where it cannot be had."""
     place = wanted.name.origin.at(wanted.key)
     try:
@@ -211,7 +211,7 @@ def _selected(wanted: _Wanted, found: Extensions, kernel: Kernel, locator: Locat
             found.problems.append(UnknownKey(**child.origin.at(f"{wanted.path}.{key}")))
         yield Selected(component=component, config=None)
         return
-    instance, problems = read_part(cls, wanted.options, wanted.path, locator)
+    instance, problems = read_part(cls, wanted.options, wanted.path)
     found.problems += problems
     yield Selected(component=component, config=instance)
 

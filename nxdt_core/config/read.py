@@ -19,67 +19,47 @@ from nxdt_core.config.schema import Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, is_hidden
 from nxdt_core.config.section import LISTS, Key, Mismatch, keys_of, members, nearest_keys, read_section
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
-from nxdt_core.config.tree import LARGEST_INTEGER, MASK, Node, describe_value, join, to_plain
+from nxdt_core.config.tree import LARGEST_INTEGER, MASK, Node, describe_value, join, mapped, to_plain, walk
 from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
 
-__all__ = ["Locator", "Reading", "read_part", "read_tree"]
-
-
-@dataclass(frozen=True, slots=True)
-class Locator:
-    """Knows which file the configuration was read from."""
-
-    source: str
-
-    def locate(self, node: Node) -> Node:
-        """Return the node with relative paths made absolute; the same object where it holds none."""
-        if isinstance(node.value, list):
-            items = [self.locate(item) for item in node.value]
-            changed = any(new is not old for new, old in zip(items, node.value, strict=True))
-            return replace(node, value=items) if changed else node
-        if isinstance(node.value, dict):
-            located = {key: self.locate(child) for key, child in node.value.items()}
-            changed = any(located[key] is not child for key, child in node.value.items())
-            return replace(node, value=located) if changed else node
-        if not isinstance(node.value, str) or not node.value or node.value.startswith("/") or "://" in node.value:
-            return node
-        shown = node.shown
-        if shown not in (None, MASK) and not node.value.startswith("~"):
-            shown = f"{resolve_path('.', node.origin.directory)}/{shown}"
-        return replace(node, value=str(resolve_path(node.value, node.origin.directory)), shown=shown)
-
-    def resolve(self, node: Node) -> Any:
-        """Return the plain value with ``package://`` paths made real.
-
-        Raises:
-            Mismatch: the package is not installed.
-        """
-        return _resolved(to_plain(node))
+__all__ = ["Reading", "located", "read_part", "read_tree"]
 
 
 _NAME_BYTES = 255
 """Of a name within a path, which is what Linux accepts."""
 
 
-def _is_path(text: str) -> bool:
-    """Whether the operating system accepts a path; it raises an error even at the question whether others exist."""
+def located(node: Node) -> Node:
+    """Return the node with its relative paths made absolute."""
+    return mapped(node, _located)
+
+
+def _located(node: Node) -> Node:
+    value, shown = node.value, node.shown
+    if not isinstance(value, str) or not value or value.startswith("/") or "://" in value:
+        return node
+    if shown not in (None, MASK) and not value.startswith("~"):
+        shown = f"{resolve_path('.', node.origin.directory)}/{shown}"
+    return replace(node, value=str(resolve_path(value, node.origin.directory)), shown=shown)
+
+
+def _usable(node: Node) -> Node:
+    """Return the node of a path with ``package://`` made real.
+
+    Raises:
+        Mismatch: the package is not installed, or the operating system does not accept the path: it raises an error
+            even at the question whether others exist.
+    """
+    text = node.value
+    if not isinstance(text, str):
+        return node
     names = text.encode(errors="replace").split(b"/")
-    return bool(text) and "\0" not in text and all(len(name) <= _NAME_BYTES for name in names)
-
-
-def _resolved(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_resolved(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _resolved(item) for key, item in value.items()}
-    if isinstance(value, str) and not _is_path(value):
-        raise Mismatch(describe_value(value))
-    if not isinstance(value, str) or not value.startswith(PACKAGE_SCHEME):
-        return value
+    if not text or "\0" in text or any(len(name) > _NAME_BYTES for name in names):
+        raise Mismatch(describe_value(text))
     try:
-        return resolve_path(value)
+        return replace(node, value=str(resolve_path(text))) if text.startswith(PACKAGE_SCHEME) else node
     except PackageNotFound as error:
-        raise Mismatch(f"{value!r}, but {error}") from None
+        raise Mismatch(f"{text!r}, but {error}") from None
 
 
 @dataclass(slots=True)
@@ -99,26 +79,25 @@ class Reading:
     """Key → key that it takes its value from: a wrong value is reported at the latter."""
 
 
-def read_tree(tree: Node, composition: Composition, known: Sequence[str], locator: Locator) -> Reading:
+def read_tree(tree: Node, composition: Composition, known: Sequence[str]) -> Reading:
     """Read the filled tree into a :class:`RunConfig` and the components' sections."""
-    reader = _Reader(tree, composition, known, locator)
+    reader = _Reader(tree, composition, known)
     reader.result.run = reader.read(RunConfig, tree, "")
     return reader.result
 
 
-def read_part(cls: type, node: Node, path: str, locator: Locator) -> tuple[Any, list[ConfigProblem]]:
+def read_part(cls: type, node: Node, path: str) -> tuple[Any, list[ConfigProblem]]:
     """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
     completion = complete(node, Composition(), cls, path)
-    reader = _Reader(completion.tree, Composition(), completion.known, locator)
+    reader = _Reader(completion.tree, Composition(), completion.known)
     return reader.read(cls, completion.tree, path), reader.result.problems
 
 
 class _Reader:
-    def __init__(self, tree: Node, composition: Composition, known: Sequence[str], locator: Locator) -> None:
+    def __init__(self, tree: Node, composition: Composition, known: Sequence[str]) -> None:
         self.result = Reading(run=None, tree=tree)
         self.composition = composition
         self.known = known
-        self.locator = locator
         self.keys: dict[str, tuple[Key, Node]] = {}
         """By path: each key that has a value, and the value."""
         self.order: dict[str, int] = {}
@@ -177,8 +156,8 @@ class _Reader:
             return
         if node.origin.written:
             self.result.followers[path] = node.origin.where
-        if _unresolved(node):
-            self.bad.add(path)
+        if not isinstance(node.value, dict) and any(each.value is UNRESOLVED for _, each in walk(node)):
+            self.bad.add(path)  # a mapping's keys say so one by one
             return
         self.keys[path] = key, node
         if key.section is not None and not (key.optional and node.value is None):
@@ -193,15 +172,16 @@ class _Reader:
         yield from ((each, value) for each in keys)
 
     def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
-        value = to_plain(node)
         if any(key.holds_path for key in keys):
-            located = self.locator.locate(node)
-            if located is not node:
-                self.result.tree = self.result.tree.set(path, located)
+            absolute = located(node)
+            if absolute != node:
+                self.result.tree = self.result.tree.set(path, absolute)
                 self.located.add(path)
-            value = self.locator.resolve(located)
-        _require_64_bits(value)
-        return value
+            node = mapped(absolute, _usable)
+        for _, each in walk(node):
+            if type(each.value) is int and not -LARGEST_INTEGER - 1 <= each.value <= LARGEST_INTEGER:
+                raise Mismatch("an integer of more than 64 bits")
+        return to_plain(node)
 
     def _instance(self, cls: type, plain: Mapping[str, Any], path: str) -> Any:
         try:
@@ -245,31 +225,6 @@ class _Reader:
         self.bad.add(path)
         problem = WrongValue(**node.origin.at(path), found=found, allowed=allowed, hint=hint)
         self.result.problems.append(problem)
-
-
-def _require_64_bits(value: Any) -> None:
-    """Refuse larger integers: they go to torch, to C and to JSON, where they have 64 bits."""
-    if isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _require_64_bits(item)
-    elif type(value) is int and not -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER:
-        raise Mismatch("an integer of more than 64 bits")
-
-
-def _unresolved(node: Node) -> bool:
-    """Whether an interpolation in the node failed."""
-    if isinstance(node.value, dict):
-        return False  # its keys say so one by one
-    if isinstance(node.value, list):
-        return any(map(_unresolved_inside, node.value))
-    return node.value is UNRESOLVED
-
-
-def _unresolved_inside(node: Node) -> bool:
-    children = node.value.values() if isinstance(node.value, dict) else node.value
-    if not isinstance(node.value, (dict, list)):
-        return node.value is UNRESOLVED
-    return any(map(_unresolved_inside, children))
 
 
 _SHARES = {

@@ -5,40 +5,45 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from nxdt_core.config.annotations import Secret
 from nxdt_core.config.section import LISTS, TABLES, is_model, keys_of
-from nxdt_core.config.tree import MASK, Node, describe_value, replaced, to_plain, to_shown
+from nxdt_core.config.tree import (
+    MASK,
+    KeyPath,
+    Node,
+    describe_value,
+    dotted,
+    find_node,
+    mapped,
+    replaced,
+    to_plain,
+    to_shown,
+    walk,
+)
 from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept
 
 if TYPE_CHECKING:
     from nxdt_core.config.resolved import ResolvedConfig
 
 __all__ = [
-    "Path",
     "Redaction",
     "describe_node",
-    "dotted",
     "drop_replaced",
-    "find_node",
     "hide_credentials",
     "hide_secrets",
     "is_hidden",
-    "leaf_places",
     "mask_fields",
     "notes_on_secrets",
     "shown_words",
     "without_credentials",
 ]
 
-Path = tuple[str | int, ...]
-"""Keys and list indices from the root."""
 
-
-def mask_fields(tree: Node, sections: Iterable[tuple[Path, type]]) -> Node:
+def mask_fields(tree: Node, sections: Iterable[tuple[KeyPath, type]]) -> Node:
     """Return the tree with a mask for each literal value of a secret field.
 
     Args:
@@ -48,85 +53,37 @@ def mask_fields(tree: Node, sections: Iterable[tuple[Path, type]]) -> Node:
     for path, cls in sections:
         node = find_node(tree, path)
         if node is not None and isinstance(node.value, dict):
-            tree = replaced(tree, path, _section(node, cls))
+            tree = replaced(tree, path, _masked(node, cls))
     return tree
 
 
-def find_node(tree: Node, path: Path) -> Node | None:
-    """Return the node at keys and list indices, or None."""
-    node = tree
-    for part in path:
-        value: Any = node.value
-        inside = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
-        if not inside:
-            return None
-        node = value[part]
-    return node
-
-
-def _section(node: Node, cls: type) -> Node:
-    keys = keys_of(cls)
-    masked = {
-        name: child
-        if name not in keys
-        else _section(child, section)
-        if (section := keys[name].section) is not None and isinstance(child.value, dict)
-        else _value(child, keys[name].annotation)
-        for name, child in node.children.items()
-    }
-    return Node(masked, node.origin, node.shown)
-
-
-def _value(node: Node, annotation: Any) -> Node:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+def _masked(node: Node, annotation: Any) -> Node:
+    """Return the node with masks where the annotation of its values, or of some below, says that they are secret."""
+    origin, arguments, value = get_origin(annotation), get_args(annotation), node.value
     if origin is Annotated:
         secret = any(isinstance(mark, Secret) for mark in annotation.__metadata__)
-        return _mask(node) if secret else _value(node, annotation.__origin__)
+        return mapped(node, _mask) if secret else _masked(node, annotation.__origin__)
     if origin in (Union, UnionType):
         for member in arguments:
-            node = _value(node, member)
+            node = _masked(node, member)
         return node
-    if origin in LISTS and isinstance(node.value, list) and arguments:
+    if is_model(annotation) and isinstance(value, dict):
+        keys = keys_of(annotation)
+        value = {
+            name: _masked(child, keys[name].annotation) if name in keys else child for name, child in value.items()
+        }
+    elif origin in TABLES and len(arguments) == 2 and isinstance(value, dict):
+        value = {name: _masked(child, arguments[1]) for name, child in value.items()}
+    elif origin in LISTS and isinstance(value, list) and arguments:
         fixed = origin is tuple and arguments[-1] is not Ellipsis
-        shapes = arguments if fixed else arguments[:1] * len(node.value)
-        items = [_value(item, each) for item, each in zip(node.value, shapes, strict=False)]
-        return Node([*items, *node.value[len(items) :]], node.origin, node.shown)
-    if origin in TABLES and len(arguments) == 2:
-        return _each(node, lambda child: _value(child, arguments[1]))
-    if is_model(annotation) and isinstance(node.value, dict):
-        return _section(node, annotation)
-    return node
-
-
-def _mask(node: Node) -> Node:
-    if isinstance(node.value, (dict, list)):
-        return _each(node, _mask)
-    literal = node.shown is None and node.origin.kind != "default" and node.value not in (None, "")
-    return Node(node.value, node.origin, MASK) if literal else node
-
-
-def _each(node: Node, change: Callable[[Node], Node]) -> Node:
-    value: Any = node.value
-    if isinstance(value, dict):
-        value = {key: change(child) for key, child in value.items()}
-    elif isinstance(value, list):
-        value = [change(child) for child in value]
+        kinds = (*arguments, *[Any] * len(value)) if fixed else arguments[:1] * len(value)
+        value = [_masked(item, kind) for item, kind in zip(value, kinds, strict=False)]
     return Node(value, node.origin, node.shown)
 
 
-def leaf_places(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield each scalar below a node with its place."""
-    children: Any = node.value
-    if not isinstance(children, (dict, list)):
-        yield path, node
-        return
-    for part, child in children.items() if isinstance(children, dict) else enumerate(children):
-        yield from leaf_places(child, (*path, part))
-
-
-def dotted(path: Path) -> str:
-    """Return a place as messages name it: ``exp_manager.loggers[0].token``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+def _mask(node: Node) -> Node:
+    literal = node.shown is None and node.origin.kind != "default" and node.value not in (None, "")
+    return Node(node.value, node.origin, MASK) if literal and not isinstance(node.value, (dict, list)) else node
 
 
 _SCHEME = r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,63}):"  # bounded: a long value would take the square of its length
@@ -147,10 +104,10 @@ _WORD = re.compile(r"[^\s'\"]+")
 
 def without_credentials(text: str) -> str:
     """Return the text with credentials of the addresses in it masked; references to variables stay."""
-    return _WORD.sub(lambda word: _masked(word[0]), text) if ":/" in text else text
+    return _WORD.sub(lambda word: _without(word[0]), text) if ":/" in text else text
 
 
-def _masked(word: str) -> str:
+def _without(word: str) -> str:
     searched, at, rest = word.rpartition("@")  # behind it, each search would reach the end in vain
     return _SHOWN.sub(_without_secret, searched + at) + rest
 
@@ -167,7 +124,7 @@ def hide_credentials(tree: Node) -> tuple[Node, list[ConfigProblem]]:
     which are printed. A mask in place of a value is a problem, too.
     """
     problems: list[ConfigProblem] = []
-    for path, node in list(leaf_places(tree)):
+    for path, node in list(walk(tree)):
         if not isinstance(node.value, str):
             continue
         if node.value == MASK:
@@ -190,11 +147,11 @@ _SHORTEST = 6
 
 def is_hidden(node: Node) -> bool:
     """Return whether the value, or one below it, must not be shown."""
-    return any(each.shown is not None for each in _nodes(node))
+    return any(each.shown is not None for _, each in walk(node))
 
 
 def describe_node(node: Node) -> str:
-    """Describe a found value, as :func:`~nxdt_core.config.sources.node.describe_value`, without hidden values."""
+    """Describe a found value, as :func:`~nxdt_core.config.tree.describe_value`, without hidden values."""
     if not is_hidden(node):
         return describe_value(to_plain(node))
     kind = describe_value(to_plain(node)).rpartition(" (")[2].rstrip(")")
@@ -266,24 +223,17 @@ hide_secrets = Redaction()
 
 def notes_on_secrets(tree: Node) -> Iterator[str]:
     """Yield a line for each secret that was written literally."""
-    for path, node in leaf_places(tree):
-        if node.shown == MASK:
+    for path, node in walk(tree):
+        if node.shown == MASK and not isinstance(node.value, (dict, list)):
             yield (
                 f"{dotted(path)}: the secret is masked in what the run writes, so it must be given again to resume."
                 " Write ${oc.env:NAME}, with the secret in that variable"
             )
 
 
-def _nodes(node: Node) -> Iterator[Node]:
-    yield node
-    children: Any = node.value.values() if isinstance(node.value, dict) else node.value
-    for child in children if isinstance(node.value, (dict, list)) else ():
-        yield from _nodes(child)
-
-
 def _hidden_texts(tree: Node) -> Iterator[tuple[str, str]]:
     """Each hidden text and what to show; those of variables within a longer one, too."""
-    for node in _nodes(tree):
+    for _, node in walk(tree):
         if node.shown is None:
             continue
         if isinstance(node.value, str):
@@ -339,6 +289,6 @@ def drop_replaced(words: Sequence[str]) -> list[str]:
 def _shown(word: str, tree: Node, redact: Redaction) -> str:
     key, equals, _ = word.partition("=")
     node = tree.find(key) if equals else None
-    if node is not None and any(leaf.shown == MASK for _, leaf in leaf_places(node)):
+    if node is not None and any(each.shown == MASK for _, each in walk(node)):
         return f"{key}={MASK}"
     return redact(word)

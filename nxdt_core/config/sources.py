@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, merge, parse_yaml, to_plain
+from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, mapped, merge, parse_yaml, to_plain
 from nxdt_core.errors.configuration import (
     BadOverride,
     ConfigFileNotFound,
@@ -297,15 +297,9 @@ def override_node(text: str) -> Node | ConfigProblem:
     document, problems = parse_yaml(f"value: {value}", COMMAND_LINE.where)
     if problems or "value" not in document.children:
         return _bad(f"{path}=…", _reason(problems))  # the value may hold a secret
-    return Node({}, COMMAND_LINE).set(path, _here(document.children["value"]))
-
-
-def _here(node: Node) -> Node:
-    if isinstance(node.value, dict):
-        return Node({key: _here(child) for key, child in node.value.items()}, COMMAND_LINE)
-    if isinstance(node.value, list):
-        return Node([_here(child) for child in node.value], COMMAND_LINE)
-    return Node(node.value, COMMAND_LINE)
+    return Node({}, COMMAND_LINE).set(
+        path, mapped(document.children["value"], lambda each: replace(each, origin=COMMAND_LINE))
+    )
 
 
 def _reason(problems: list[ConfigProblem]) -> str:

@@ -8,7 +8,7 @@ stay text, and a tag such as ``!!python/object`` is a problem.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypedDict
@@ -20,18 +20,23 @@ from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, WrongVal
 __all__ = [
     "LARGEST_INTEGER",
     "MASK",
+    "KeyPath",
     "Node",
     "Origin",
     "Place",
     "describe_value",
+    "dotted",
+    "find_node",
     "from_plain",
     "join",
+    "mapped",
     "merge",
     "parse_scalar",
     "parse_yaml",
     "replaced",
     "to_plain",
     "to_shown",
+    "walk",
 ]
 
 MASK = "********"
@@ -42,6 +47,10 @@ LARGEST_INTEGER = 2**63 - 1
 """Integers go to torch, to C and to JSON, where they have 64 bits."""
 
 _FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
+
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the root."""
 
 
 class Place(TypedDict):
@@ -125,8 +134,7 @@ class Node:
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield dotted path and plain value of everything that is not a mapping; an empty mapping counts as a value."""
-        for path, node in self.leaf_nodes(prefix):
-            yield path, to_plain(node)
+        yield from ((path, to_plain(node)) for path, node in self.leaf_nodes(prefix))
 
     def leaf_nodes(self, prefix: str = "") -> Iterator[tuple[str, Node]]:
         """Yield the same with nodes instead of values."""
@@ -139,6 +147,39 @@ class Node:
 def join(prefix: str, key: str) -> str:
     """Return the dotted path of ``key`` below ``prefix``."""
     return f"{prefix}.{key}" if prefix else key
+
+
+def dotted(path: KeyPath) -> str:
+    """Return a place as messages name it: ``exp_manager.loggers[0].token``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
+    """Yield a node and all below it, each with its place; mappings and lists before what they hold."""
+    yield path, node
+    children: Any = node.value
+    if isinstance(children, (dict, list)):
+        for part, child in children.items() if isinstance(children, dict) else enumerate(children):
+            yield from walk(child, (*path, part))
+
+
+def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
+    """Return the tree with each node changed, after those below it."""
+    value = node.value
+    if isinstance(value, dict):
+        node = Node({key: mapped(child, change) for key, child in value.items()}, node.origin, node.shown)
+    elif isinstance(value, list):
+        node = Node([mapped(child, change) for child in value], node.origin, node.shown)
+    return change(node)
+
+
+def find_node(node: Node | None, path: KeyPath) -> Node | None:
+    """Return the node at keys and list indices, or None."""
+    for part in path:
+        value: Any = None if node is None else node.value
+        inside = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
+        node = value[part] if inside else None
+    return node
 
 
 def merge(low: Node, high: Node) -> Node:
@@ -163,27 +204,28 @@ def from_plain(value: Any, origin: Origin) -> Node:
     return Node(str(value) if isinstance(value, PurePath) else value, origin)
 
 
-def to_plain(node: Node) -> Any:
-    """Return the tree without origins: dictionaries, lists and scalars."""
+def to_plain(node: Node, *, shown: bool = False) -> Any:
+    """Return the tree without origins: dictionaries, lists and scalars.
+
+    Args:
+        node: the tree.
+        shown: put references and masks in place of the values that must not be shown.
+    """
+    if shown and node.shown is not None:
+        return node.shown
     if isinstance(node.value, dict):
-        return {key: to_plain(child) for key, child in node.value.items()}
+        return {key: to_plain(child, shown=shown) for key, child in node.value.items()}
     if isinstance(node.value, list):
-        return [to_plain(child) for child in node.value]
+        return [to_plain(child, shown=shown) for child in node.value]
     return node.value
 
 
 def to_shown(node: Node) -> Any:
     """Return the plain tree with references and masks in place of the values that must not be shown."""
-    if node.shown is not None:
-        return node.shown
-    if isinstance(node.value, dict):
-        return {key: to_shown(child) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [to_shown(child) for child in node.value]
-    return node.value
+    return to_plain(node, shown=True)
 
 
-def replaced(node: Node, path: tuple[str | int, ...], new: Node) -> Node:
+def replaced(node: Node, path: KeyPath, new: Node) -> Node:
     """Return the tree with ``new`` at the keys and list indices of ``path``, which exist."""
     if not path:
         return new
@@ -245,14 +287,6 @@ def parse_scalar(text: str) -> Any:
     return text if problems else tree.plain("value")
 
 
-class _TooLarge(Exception):
-    """Ends the reading of a document with its one problem."""
-
-    def __init__(self, problem: YamlTooLarge) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
-
-
 class _Document:
     """One pass over one document's nodes."""
 
@@ -280,8 +314,8 @@ class _Document:
             return self._node(root, ""), self.problems
         except yaml.YAMLError as error:
             return Node({}, self._origin(1)), [self._syntax(error)]
-        except _TooLarge as error:
-            return Node({}, self._origin(1)), [error.problem]
+        except YamlTooLarge as problem:
+            return Node({}, self._origin(1)), [problem]
         finally:
             loader.dispose()
 
@@ -297,8 +331,8 @@ class _Document:
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
 
-    def _too_large(self, line: int, reason: str) -> _TooLarge:
-        return _TooLarge(YamlTooLarge(place=f"{self.source}:{line}", line=line, key="", reason=reason))
+    def _too_large(self, line: int, reason: str) -> YamlTooLarge:
+        return YamlTooLarge(**self._origin(line).at(""), reason=reason)
 
     def _syntax(self, error: yaml.YAMLError) -> YamlSyntax:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -346,7 +380,8 @@ class _Document:
             # The text of the key, so that `on:` and `1:` are keys as written.
             name = key_node.value
             if name in own:
-                self.problems.append(self._duplicate(join(path, name), line, own[name].origin))
+                place = self._origin(line).at(join(path, name))
+                self.problems.append(DuplicateKey(**place, first=own[name].origin.where))
             child = self._node(value_node, join(path, name))
             own[name] = Node(child.value, self._origin(line))
         return {**merged, **own}
@@ -354,17 +389,13 @@ class _Document:
     def _merged(self, node: yaml.Node, path: str) -> dict[str, Node]:
         """Keys that ``<<`` brings; of several mappings the first wins."""
         merged: dict[str, Node] = {}
-        for part in self._merge_parts(node):
+        for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             read = self._node(part, path)
             if isinstance(read.value, dict):
                 merged = {**read.value, **merged}
             else:
                 self._wrong(join(path, "<<"), read.origin, "no mapping", "a mapping or a list of mappings")
         return merged
-
-    @staticmethod
-    def _merge_parts(node: Any) -> Iterator[yaml.Node]:
-        yield from node.value if isinstance(node, yaml.SequenceNode) else (node,)
 
     def _scalar(self, node: Any, path: str, origin: Origin) -> Any:
         if node.tag in _TEXTS:
@@ -390,9 +421,6 @@ class _Document:
 
     def _tagged(self, node: Any, path: str, origin: Origin) -> None:
         self._wrong(path, origin, f"the tag {node.tag.replace(_TAG, '!!')}", "plain values without tags")
-
-    def _duplicate(self, key: str, line: int, first: Origin) -> ConfigProblem:
-        return DuplicateKey(place=f"{self.source}:{line}", line=line, key=key, first=first.where)
 
     def _wrong(self, key: str, origin: Origin, found: str, allowed: str) -> None:
         self.problems.append(WrongValue(**origin.at(key), found=found, allowed=allowed))

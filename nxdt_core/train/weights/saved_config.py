@@ -18,10 +18,9 @@ from nxdt_core.checkpoint.format.file_names import step_name, step_of
 from nxdt_core.config import Origin, ResolvedConfig, load
 from nxdt_core.config.huggingface import oversized
 from nxdt_core.config.interpolation import interpolations
-from nxdt_core.config.read import Locator, read_part
-from nxdt_core.config.secrets import dotted
+from nxdt_core.config.read import read_part
 from nxdt_core.config.section import keys_of
-from nxdt_core.config.tree import Node, from_plain, merge, to_plain
+from nxdt_core.config.tree import Node, dotted, from_plain, merge, to_plain
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
 from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError
@@ -229,7 +228,7 @@ def _checked_keys(manifest: Manifest, tree: Node, kept: Node, where: str) -> Cha
     if refused:
         raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
     keys: ChatKeys
-    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data", Locator(where))
+    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data")
     if problems:
         raise _unusable(problems, where)
     wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]

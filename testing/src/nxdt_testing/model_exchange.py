@@ -14,7 +14,7 @@ from torch import nn
 from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import ReadsHFConfig
-from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.read import read_part
 from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
@@ -83,6 +83,6 @@ def _config_from_hf(cls: type[ReadsHFConfig], hf: Mapping[str, Any]) -> Any:
     section = Node({}, origin)
     for key, value in cls.from_hf(hf).items():
         section = section.set(key, from_plain(value, origin))
-    read, problems = read_part(cls, section, "model", Locator(origin.where))
+    read, problems = read_part(cls, section, "model")
     assert not problems, f"its section does not take what from_hf returns: {'; '.join(map(str, problems))}"
     return read

@@ -28,7 +28,7 @@ import yaml
 from nxdt_core.config import check
 from nxdt_core.config.complete import complete
 from nxdt_core.config.components import usable_class
-from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.read import read_part
 from nxdt_core.config.reference import class_doc, field_docs
 from nxdt_core.config.schema import Composition
 from nxdt_core.config.section import REQUIRED, Key, keys_of
@@ -222,12 +222,12 @@ def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
 
 def _assert_comes_back(cls: type) -> None:
     tree = complete(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
-    first, problems = read_part(cls, tree, "", Locator(cls.__name__))
+    first, problems = read_part(cls, tree, "")
     assert not problems, f"the defaults of {cls.__name__} do not fit its keys: {problems[0]}"
     with no_error(f"the defaults of {cls.__name__} cannot be written as YAML:"):
         text = yaml.safe_dump(to_plain(tree))
     found, unread = parse_yaml(text, cls.__name__)
-    again, problems = read_part(cls, found, "", Locator(cls.__name__))
+    again, problems = read_part(cls, found, "")
     wrong = [*unread, *problems]
     assert not wrong, f"the defaults of {cls.__name__} are not read back from YAML: {wrong[0]}"
     assert again == first, f"{cls.__name__} is {first} by its defaults, and {again} when they are read from a file"

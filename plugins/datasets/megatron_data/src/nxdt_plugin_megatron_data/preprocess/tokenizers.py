@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.read import Locator, read_part
+from nxdt_core.config.read import read_part
 from nxdt_core.config.sources import COMMAND_LINE, apply_overrides, expand_home
 from nxdt_core.config.tree import Node
 from nxdt_core.data.tokenizers.files import holds_ranks
@@ -69,7 +69,7 @@ def _read(cls: type | None, section: Node, problems: Sequence[ConfigProblem]) ->
         raise ConfigError(source="--tokenizer-option", problems=tuple(problems))
     if cls is None:
         return None
-    config, wrong = read_part(cls, section, _SECTION, Locator(COMMAND_LINE.where))
+    config, wrong = read_part(cls, section, _SECTION)
     if wrong:
         raise ConfigError(source="--tokenizer", problems=tuple(wrong))
     return config
