@@ -37,7 +37,8 @@ _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 _CLAUSE = re.compile(rf"(>=|<=|>|<|==|!=)\s*({_RELEASE.pattern})")
 _RANGE = rf"{_CLAUSE.pattern}(?:\s*,\s*{_CLAUSE.pattern})*"
-_PLAIN = re.compile(rf"[\w.-]+\s*(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
+_OF_EXTRA = re.compile(r"\s*extra\s*==\s*(['\"])[\w.-]+\1\s*")
+_PLAIN = re.compile(rf"[\w.-]+\s*(?:\[[\w\s,.-]*\]\s*)?(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
 _SETTLED_NS = 2_000_000_000
 """A file that changed within this time may change again with the same timestamp, because file systems round it."""
 
@@ -175,8 +176,10 @@ def admits(requirement: str, version: str) -> bool:
     Raises:
         MalformedMetadata: the requirement cannot be parsed.
     """
-    if _PLAIN.fullmatch(requirement) and _RELEASE.fullmatch(version):
-        return all(_holds(version, operator, bound) for operator, bound in _CLAUSE.findall(requirement))
+    wanted, _, marker = requirement.partition(";")
+    of_extra = _OF_EXTRA.fullmatch(marker) is not None
+    if _PLAIN.fullmatch(wanted) and _RELEASE.fullmatch(version) and (of_extra or ";" not in requirement):
+        return of_extra or all(_holds(version, operator, bound) for operator, bound in _CLAUSE.findall(wanted))
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
