@@ -17,12 +17,27 @@ from nxdt_core.config.complete import complete, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.schema import Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, is_hidden
-from nxdt_core.config.section import LISTS, Key, Mismatch, keys_of, members, nearest_keys, read_section
+from nxdt_core.config.section import LISTS, Key, keys_of, members, nearest_keys, read_section
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
-from nxdt_core.config.tree import LARGEST_INTEGER, MASK, Node, describe_value, join, mapped, to_plain, walk
+from nxdt_core.config.tree import (
+    LARGEST_INTEGER,
+    MASK,
+    KeyPath,
+    Node,
+    describe_value,
+    dotted,
+    join,
+    mapped,
+    to_plain,
+    walk,
+)
 from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
 
 __all__ = ["Reading", "located", "read_part", "read_tree"]
+
+
+class Mismatch(Exception):
+    """A value that a path or an integer cannot have; the text says what it is."""
 
 
 _NAME_BYTES = 255
@@ -166,7 +181,7 @@ class _Reader:
         try:
             value = self._leaf(keys, node, path)
         except Mismatch as mismatch:
-            self._wrong(path, node, mismatch.found, key.describe())
+            self._wrong(path, node, str(mismatch), key.describe())
             return
         self.result.values[path] = tuple(value) if isinstance(value, list) else value
         yield from ((each, value) for each in keys)
@@ -191,13 +206,13 @@ class _Reader:
             origin = (section or self.result.tree).origin
             self.result.problems.append(ComponentFinding(**origin.at(path), message=f"{error}."))
             return None
-        for fault in faults:
-            self._fault(path, fault.path, fault.found)
+        for inside, found in faults.items():
+            self._fault(path, inside, found)
         return instance
 
-    def _fault(self, path: str, inside: Sequence[str], found: str) -> None:
+    def _fault(self, path: str, inside: KeyPath, found: str) -> None:
         """Report a wrong value at its key, unless something is reported there already."""
-        where = ".".join([*([path] if path else []), *inside])
+        where = join(path, dotted(inside))
         if where not in self.keys or where in self.bad:
             return
         key, node = self.keys[where]
