@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from nxdt_core.config.annotations import DefaultsTo
-from nxdt_core.config.complete import complete, section_keys
+from nxdt_core.config.complete import Completion, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.schema import Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, is_hidden
@@ -103,7 +103,7 @@ def read_tree(tree: Node, composition: Composition, known: Sequence[str]) -> Rea
 
 def read_part(cls: type, node: Node, path: str) -> tuple[Any, list[ConfigProblem]]:
     """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
-    completion = complete(node, Composition(), cls, path)
+    completion = Completion(node, Composition(), cls, path)
     reader = _Reader(completion.tree, Composition(), completion.known)
     return reader.read(cls, completion.tree, path), reader.result.problems
 

@@ -82,7 +82,7 @@ def read_section(cls: type[Section], values: Mapping[str, Any]) -> tuple[Section
 
 
 def _faults(cls: type[Section], errors: list[ErrorDetails], values: Mapping[str, Any]) -> dict[KeyPath, str]:
-    """Return one for each key; pydantic reports each member of a union, and the place that is furthest inside counts."""
+    """Return one for each key; pydantic reports each member of a union, and the one furthest inside counts."""
     found: dict[KeyPath, tuple[int, str]] = {}
     for error in errors:
         if not error["loc"]:
