@@ -21,7 +21,7 @@ from nxdt_core.engine.chunked_loss import chunk_loss, compiled_rows
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.apply import apply_context_parallel
 from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
-from nxdt_core.engine.data.gathers import WeightGather
+from nxdt_core.engine.data.gathers import WeightGather, product_weights
 from nxdt_core.engine.dropout import salt_dropouts
 from nxdt_core.engine.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
 from nxdt_core.engine.expert.dispatch import Sliced, apply_token_shuffle
@@ -166,7 +166,7 @@ def lay_out(
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
     _check_supported(whole, plan, mesh, options)
-    _set_dtypes(whole, precision)
+    _set_dtypes(whole, plan, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
     modules: tuple[nn.Module, ...] = (whole,)
@@ -252,13 +252,16 @@ def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names)
 
 
-def _set_dtypes(whole: nn.Module, precision: PrecisionPolicy) -> None:
-    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with."""
+def _set_dtypes(whole: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> None:
+    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with, which under
+    autocast is the dtype of products for a weight that nothing else reads."""
     compute = getattr(torch, precision.parameters)
     whole.to(torch.float32 if precision.master_weights else compute)
-    for parameter in whole.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(compute)
+    frozen = {name: parameter for name, parameter in whole.named_parameters() if not parameter.requires_grad}
+    product = getattr(torch, precision.autocast or precision.parameters)
+    multiplied = product_weights(whole, plan) if frozen else frozenset()
+    for name, parameter in frozen.items():
+        parameter.data = parameter.data.to(product if name in multiplied else compute)
 
 
 def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:

@@ -51,6 +51,8 @@ def gather_forms(module: nn.Module, plan: ParallelPlan, precision: PrecisionPoli
     """Return how FSDP2 gathers the weights of a stage, the policy's product applied."""
     dtype = getattr(torch, precision.autocast or precision.parameters)
     scaled = scaled_weights(module, plan)
+    if not all(parameter.requires_grad for parameter in module.parameters()):
+        scaled = {}
     narrow = frozenset() if precision.autocast is None else product_weights(module, plan) - scaled.keys()
     casts = [*scaled.values()]
     return GatherForms(dtype=dtype, narrow=narrow, scaled=frozenset(scaled), cast=casts[0] if casts else None)
@@ -100,6 +102,8 @@ def gather_as(sharded: FSDPModule, forms: GatherForms, names: dict[int, str]) ->
     if not groups:  # nothing to change, or a root all of whose parameters are those of its parts
         return None
     (group,) = groups
+    if any(p.sharded_param.dtype == forms.dtype for p in group.fsdp_params):  # frozen, and stored as they travel
+        return None
     found = [(p._sharded_param_data.numel(), names.get(id(p.sharded_param), "")) for p in group.fsdp_params]
     segments = [_Segment(size, name, _form(name, forms)) for size, name in found]
     if all(segment.form == "whole" for segment in segments):

@@ -47,10 +47,9 @@ class Storage:
         """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
 
-    def saved_bytes(self, *, bfloat16: bool, frozen: bool = False) -> int:
-        """Return the bytes per element of a parameter in a checkpoint; with ``bfloat16`` wider weights are saved in it
-        too."""
-        stored = self.compute_bytes if frozen else self.stored_bytes
+    def saved_bytes(self, stored: int, *, bfloat16: bool) -> int:
+        """Return the bytes in a checkpoint per element of a parameter of ``stored`` bytes; with ``bfloat16`` wider
+        weights are saved in it too."""
         return stored + (_BYTES["bfloat16"] if bfloat16 and stored > _BYTES["bfloat16"] else 0)
 
     @property
@@ -114,22 +113,29 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
         gathered = counts.root + max(two, largest + max(counts.first, counts.last))
         if storage.zero_stage < 3:
             gathered = counts.local - counts.experts_kept
-        weights += gathered * storage.compute_bytes
+        weights += _computed_with(gathered, counts, storage)
         if storage.gradient_use == "sharded":
             # Gradients of the root are reduced last. The head's are among them where it is tied to the embedding.
             gradients = counts.trained_stored * storage.gradient_bytes + counts.root * storage.compute_bytes
             communication = largest * storage.gradient_bytes
         if storage.zero_stage == 3:
-            communication += largest * storage.compute_bytes
+            communication += _computed_with(largest, counts, storage)
             # What travels in autocast's dtype is kept in it until it is unpacked.
-            communication += largest * storage.product_bytes * counts.narrow // max(counts.local, 1)
+            travelling = 0 if counts.frozen_narrow else counts.narrow
+            communication += largest * storage.product_bytes * travelling // max(counts.local, 1)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
+
+
+def _computed_with(elements: int, counts: ParameterCounts, storage: Storage) -> int:
+    """Bytes of gathered elements, of which as many are frozen in autocast's dtype as among all."""
+    saved = (storage.compute_bytes - storage.product_bytes) * counts.frozen_narrow
+    return elements * storage.compute_bytes - elements * saved // max(counts.local, 1)
 
 
 def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool = False) -> tuple[int, int]:
     """Stored weights, and optimizer state with masters; masters that are rounded in place have a copy
     while the rank is ``computing``."""
-    frozen = (counts.stored - counts.trained_stored) * storage.compute_bytes
+    frozen = counts.frozen_bytes
     trained = counts.trained_stored * storage.stored_bytes
     state = round(counts.state)
     if not storage.policy.master_weights:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
+from nxdt_core.engine.data.gathers import product_weights
 from nxdt_core.engine.estimate.memory import Storage, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_unique
@@ -142,10 +143,15 @@ def _checkpoint_bytes(work: Workload, storage: Storage, whole: nn.Module, plan: 
     others = tables([whole], plan)
     updated = [(name, tuple(each.shape)) for name, each in whole.named_parameters() if each.requires_grad]
     state = sum(work.state(shape, name not in others).saved for name, shape in updated)
-    saved = round(trained * storage.saved_bytes(bfloat16=work.saves_bfloat16) + state)
-    if not all(adapter.saves_base for adapter in work.adapters):
+    saved = round(trained * storage.saved_bytes(storage.stored_bytes, bfloat16=work.saves_bfloat16) + state)
+    if trained == parameters or not all(adapter.saves_base for adapter in work.adapters):
         return saved
-    return saved + (parameters - trained) * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
+    frozen = {name: each.numel() for name, each in whole.named_parameters() if not each.requires_grad}
+    narrow = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())
+    saved += narrow * storage.saved_bytes(storage.product_bytes, bfloat16=work.saves_bfloat16)
+    return saved + (parameters - trained - narrow) * storage.saved_bytes(
+        storage.compute_bytes, bfloat16=work.saves_bfloat16
+    )
 
 
 def _layers_of_stages(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:

@@ -50,6 +50,10 @@ class ParameterCounts:
     """The part of ``local`` that has gradients."""
     trained_stored: int = 0
     """The part of ``stored`` that has gradients."""
+    frozen_narrow: int = 0
+    """The part of ``local`` that is frozen, and stored in autocast's dtype."""
+    frozen_bytes: int = 0
+    """Bytes of the part of ``stored`` that is frozen."""
     groups: tuple[int, ...] = ()
     """``local`` of layers and experts by what FSDP2 gathers at a time, the largest first."""
     first: int = 0
@@ -88,6 +92,8 @@ class ParameterCounts:
             stored=self.stored + other.stored,
             trained=self.trained + other.trained,
             trained_stored=self.trained_stored + other.trained_stored,
+            frozen_narrow=self.frozen_narrow + other.frozen_narrow,
+            frozen_bytes=self.frozen_bytes + other.frozen_bytes,
             groups=tuple(sorted((*self.groups, *other.groups), reverse=True)),
             first=max(self.first, other.first),
             last=max(self.last, other.last),
@@ -155,6 +161,10 @@ def count_parameters(
             trained[name] = parameter.numel(), stored
             counts.update(trained=local.numel(), trained_stored=stored, partial=local.numel() * (name in sums))
             held += state(shard, name not in others).held
+        else:
+            counts.update(
+                frozen_bytes=stored * parameter.element_size(), frozen_narrow=local.numel() * (name in narrow)
+            )
         group = _group_of(name, plan, outer)
         groups[group] += local.numel() * (not (expert and keeps))
         counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)

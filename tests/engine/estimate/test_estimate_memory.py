@@ -130,6 +130,18 @@ def test_masters_have_gradients_once_a_micro_batch_has_made_them(micro_batches, 
     assert needed == pytest.approx(sum(live.peak.values()), rel=WITHIN)
 
 
+def test_a_frozen_base_under_autocast_counts_in_bfloat16(hosts_loss):
+    sizes = (*NARROW, "precision.type=autocast", "adapter.name=lora", "data.global_batch_size=2")
+    run = Run(config_of(*sizes))
+    batch = run.batch()
+    with LiveBytes(run.parameters()) as live:
+        run.model.run_train([batch], run.objective)
+    memory = memory_of(*sizes)
+    assert memory.weights == sum(parameter.nbytes for parameter in run.parameters())
+    assert {parameter.dtype for parameter in run.parameters()} == {torch.float32, torch.bfloat16}
+    assert memory.activations + memory.logits == pytest.approx(sum(live.peak.values()), rel=WITHIN)
+
+
 def test_compiled_losses_make_no_copies_of_logits():
     logits = 2 * 64 * 4096 * torch.float32.itemsize
     written, compiled = (memory_of(*NARROW, f"model.compile={value}") for value in ("false", "true"))
