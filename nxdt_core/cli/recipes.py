@@ -8,8 +8,8 @@ from operator import attrgetter
 import click
 
 from nxdt_core.cli.groups import VerbGroup
-from nxdt_core.cli.terminal.table import print_table
-from nxdt_core.cli.verb import as_json, completed_by, print_json, say
+from nxdt_core.cli.terminal import print_table
+from nxdt_core.cli.verb import as_json, complete_recipe, print_json, say
 
 __all__ = ["recipes"]
 
@@ -43,7 +43,7 @@ def list_(json_output: bool) -> None:
 
 
 @recipes.command("show", examples=("nxdt recipes show llama-tiny", "nxdt recipes show llama-tiny > my_run.yaml"))
-@click.argument("name", shell_complete=completed_by("complete_recipe"))
+@click.argument("name", shell_complete=complete_recipe)
 @as_json
 def show(name: str, json_output: bool) -> None:
     """Print the YAML of a recipe."""

@@ -38,8 +38,8 @@ from nxdt_core.checkpoint.format.digests import BlockDigests, DigestingWriter, d
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
-from nxdt_core.cli.report.page import page
-from nxdt_core.cli.report.records import read_run
+from nxdt_core.cli.report import page
+from nxdt_core.cli.report_records import read_run
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.files.records import read_records
 from nxdt_core.data.tokenizers.byte import ByteTokenizer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look
-from nxdt_core.cli.terminal.table import human_size, print_table, shade
+from nxdt_core.cli.terminal import human_size, print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, trusted_keys
-from nxdt_core.cli.terminal.progress import byte_bar
-from nxdt_core.cli.terminal.table import print_table, shade
+from nxdt_core.cli.terminal import byte_bar, print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 if TYPE_CHECKING:

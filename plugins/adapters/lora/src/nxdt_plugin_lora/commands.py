@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.ranks import on_all_ranks
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, trusted_keys
-from nxdt_core.cli.terminal.table import human_size
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, trusted_keys
+from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.terminal.table import human_size, print_facts
+from nxdt_core.cli.terminal import human_size, print_facts
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 if TYPE_CHECKING:

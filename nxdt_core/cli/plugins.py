@@ -1,4 +1,4 @@
-"""``nxdt plugins``: what is installed, what it offers, and the lock file that pins it."""
+"""``nxdt plugins``: list, inspect, create, trace and pin plugins."""
 
 from __future__ import annotations
 
@@ -7,24 +7,85 @@ from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from nxdt_core.cli.groups import VerbGroup
-from nxdt_core.cli.plugins.trace import trace
-from nxdt_core.cli.plugins.versions import outdated
-from nxdt_core.cli.terminal.table import print_facts, print_table, shade
-from nxdt_core.cli.verb import as_json, completed_by, optional_config_arguments, print_json, print_note, say
+from nxdt_core.cli.plugin_checks import outdated
+from nxdt_core.cli.terminal import print_facts, print_table, shade
+from nxdt_core.cli.verb import (
+    Verb,
+    as_json,
+    complete_plugin,
+    config_arguments,
+    optional_config_arguments,
+    print_json,
+    print_note,
+    say,
+)
 from nxdt_core.visible_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nxdt_core.config import ResolvedConfig
     from nxdt_core.kernel import Kernel, RegisteredComponent
     from nxdt_core.kernel.plugin import PluginInfo
 
-__all__ = ["plugins"]
+__all__ = ["plugins", "trace"]
+
+
+_SLOWEST = 20
+"""Rows of the table."""
+
+
+@click.command(
+    "trace",
+    cls=Verb,
+    short_help="Show which hook implementations ran, whose, and how long.",
+    examples=("nxdt plugins trace recipe:llama-tiny", "nxdt plugins trace my_run.yaml trainer.max_steps=10 --json"),
+)
+@config_arguments
+@as_json
+def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
+    """Load CONFIG as a run does, and show each call of a plugin: its hook, how long it took, and what it gave.
+
+    A second table shows the keys whose default came from a plugin. Nothing is trained.
+    """
+    from nxdt_core.config import load
+    from nxdt_core.kernel.hooks import traced_hooks
+
+    with traced_hooks() as calls:
+        config = load(source, overrides)
+    defaults = _defaults(config)
+    if json_output:
+        rows = [
+            {"hook": each.hook, "plugin": each.plugin, "dist": each.dist, "outcome": each.outcome, "s": each.seconds}
+            for each in calls
+        ]
+        print_json({"calls": rows, "defaults": defaults})
+        return
+    slowest = sorted(calls, key=lambda each: -each.seconds)[:_SLOWEST]
+    table = [(each.hook, each.plugin, f"{1000 * each.seconds:.2f}", each.outcome, each.dist) for each in slowest]
+    print_table(("HOOK", "PLUGIN", "MS", "GAVE", "DIST"), table, right=("MS",))
+    total = 1000 * sum(each.seconds for each in calls)
+    say(f"{len(calls)} calls of {len({(each.dist, each.plugin) for each in calls})} plugins, {total:.1f} ms")
+    if defaults:
+        say("")
+        print_table(("KEY", "PLUGIN", "DEFAULT"), [(row["key"], row["plugin"], str(row["value"])) for row in defaults])
+
+
+def _defaults(config: ResolvedConfig) -> list[dict[str, Any]]:
+    """Return the keys whose value a plugin's hook gave."""
+    found = []
+    for key, origin in config.origins.items():
+        node = config.tree.find(key) if origin.kind == "plugin" else None
+        if node is not None and not isinstance(node.value, dict | list):
+            value = node.value if node.shown is None else node.shown
+            found.append({"key": key, "plugin": origin.where, "value": value})
+    return found
+
 
 _LOCK = "nxdt-plugins.lock"
 _NAMES_SHOWN = 4
@@ -86,7 +147,7 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
     that require no range of nxdt-core; and editable installations whose metadata are older than their pyproject.toml.
     The table shows how long each entry module takes.
     """
-    from nxdt_core.cli.plugins.doctor import complaints
+    from nxdt_core.cli.plugin_checks import complaints
     from nxdt_core.config.secrets.messages import hide_secrets
 
     kernel = _start_kernel(source, overrides)
@@ -108,7 +169,7 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
 
 
 @plugins.command("check", examples=("nxdt plugins check llama", "nxdt plugins check path/to/my-plugin"))
-@click.argument("name", shell_complete=completed_by("complete_plugin"))
+@click.argument("name", shell_complete=complete_plugin)
 @as_json
 @click.pass_context
 def check(ctx: click.Context, name: str, json_output: bool) -> None:
@@ -165,7 +226,7 @@ def new(kind: str, name: str, directory: Path | None, plain: bool) -> None:
 
 
 @plugins.command("show", examples=("nxdt plugins show llama", "nxdt plugins show nxdt-plugin-llama"))
-@click.argument("name", shell_complete=completed_by("complete_plugin"))
+@click.argument("name", shell_complete=complete_plugin)
 @as_json
 def show(name: str, json_output: bool) -> None:
     """Show one plugin: state, location, and each component with what it supports.

@@ -1,19 +1,137 @@
-"""The report of ``nxdt data preview`` for a terminal."""
+"""``nxdt data``: preview the samples of a run. Plugins add verbs that prepare data."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.terminal.table import percent, print_facts, print_table
-from nxdt_core.data.files.records import describe_unused
-from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
-from nxdt_core.protocols.dataset import DataReport, TokenCount
+from nxdt_core.cli.groups import LazyCommand, LazyGroup
+from nxdt_core.cli.terminal import percent, print_facts, print_table
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
 from nxdt_core.visible_text import visible
 
-__all__ = ["length_summary", "print_preview"]
+if TYPE_CHECKING:
+    from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
+    from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
+
+__all__ = ["VERBS", "data", "length_summary", "preview", "print_preview"]
+
+
+VERBS = {
+    "preview": LazyCommand(
+        target="nxdt_core.cli.data:preview", summary="Show what a run would train on, token by token."
+    ),
+}
+"""The verbs, in the order of the help text."""
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy=VERBS,
+    short_help="Preview and prepare training data.",
+    examples=("nxdt data preview recipe:llama-tiny", "nxdt data preview my_run.yaml -n 1 --ids"),
+)
+def data() -> None:
+    """Preview and prepare training data."""
+
+
+@click.command(
+    cls=Verb,
+    short_help="Show what a run would train on, token by token.",
+    examples=(
+        "nxdt data preview recipe:llama-tiny",
+        "nxdt data preview my_run.yaml -n 1 --ids",
+        "nxdt data preview my_run.yaml data.train_turns=last --split validation",
+        "nxdt data preview my_run.yaml --json",
+    ),
+)
+@config_arguments
+@click.option("-n", "--samples", type=click.IntRange(min=0), default=3, show_default=True, help="Samples to show.")
+@click.option(
+    "--split",
+    type=click.Choice(["train", "validation", "test"]),
+    default="train",
+    show_default=True,
+    help="Split of the data to show.",
+)
+@click.option("--ids", is_flag=True, help="Show the id of each token after it.")
+@as_json
+def preview(
+    source: str, overrides: tuple[str, ...], samples: int, split: SplitName, ids: bool, json_output: bool
+) -> None:
+    """Show the first samples of a run as training sees them, and mark the text that the loss is computed on.
+
+    CONFIG and KEY=VALUE are those of `nxdt train`. In a terminal, trained text is green; elsewhere it is enclosed
+    in ⟦ and ⟧. Counts follow: by role and turn where the data have them, lengths, what was truncated or left out,
+    and how much of the samples is filled.
+    """
+    from nxdt_core.config import load
+    from nxdt_core.config.placeholders import require_set
+
+    config = load(source, overrides)
+    require_set(config)
+    for note in config.notes:
+        print_note(note)
+
+    from nxdt_core.train.data import preview as look  # imports torch: only a right configuration pays for it
+
+    found = look(config, split, samples)
+    if json_output:
+        content = {"sets": _each(found)} if isinstance(found, dict) else _json(found)
+        print_json({"source": source, "split": split, "seq_length": config.run.data.seq_length, **content})
+        return
+
+    title = f"{split} samples of {source}"
+    for name, each in found.items() if isinstance(found, dict) else [("", found)]:
+        print_preview(each, title=f"{title}: {name}" if name else title, ids=ids)
+
+
+def _each(found: dict[str, Preview]) -> dict[str, Any]:
+    return {name: _json(each) for name, each in found.items()}
+
+
+def _json(found: Preview) -> dict[str, Any]:
+    return {
+        "samples": found.samples,
+        "report": {"samples": found.counted, **_report(found.report)},
+        "shown": [
+            {
+                "index": sample.index,
+                "row": sample.row,
+                "padding": sample.padding,
+                "documents": [_document(document) for document in sample.documents],
+            }
+            for sample in found.shown
+        ],
+    }
+
+
+def _document(document: ShownDocument) -> dict[str, Any]:
+    parts = [{"text": part.text, "trained": part.trained, "ids": part.ids} for part in document.parts]
+    return {**asdict(document.count), "parts": parts}
+
+
+def _report(report: DataReport) -> dict[str, Any]:
+    return {
+        "records": report.records,
+        **_count(report.tokens),
+        "lengths": length_summary(report),
+        "by_role": {role: _count(count) for role, count in report.by_role.items()},
+        "by_turn": [_count(count) for count in report.by_turn],
+        "truncated": report.truncated,
+        "left_out": dict(report.left_out),
+        "unused": dict(report.unused),
+        "efficiency": report.efficiency,
+    }
+
+
+def _count(count: TokenCount) -> dict[str, Any]:
+    return {**asdict(count), "share_trained": count.trained / count.tokens if count.tokens else 0.0}
+
 
 _TURNS = 8
 """Turns that the table has rows for; later ones share the last."""
@@ -90,6 +208,8 @@ def _small(text: str, coloured: bool) -> str:
 
 
 def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
+    from nxdt_core.data.files.records import describe_unused
+
     report = found.report
     yield "data", title if found.samples is None else f"{title}, {found.samples:,} in all"
     if found.counted is not None:
@@ -114,6 +234,8 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
 
 
 def _turns(report: DataReport) -> Iterator[tuple[str, TokenCount]]:
+    from nxdt_core.protocols.dataset import TokenCount
+
     turns = list(report.by_turn)
     for number, count in enumerate(turns[: _TURNS - 1], start=1):
         yield str(number), count

@@ -1,8 +1,4 @@
-"""What is known of every error code: its cause, its message, examples and a fix.
-
-All of it is read from the catalogue of errors and from the code that raises them. The documentation and
-``nxdt explain`` show the same.
-"""
+"""``nxdt explain``: what an error code means, from the catalogue of the core and of installed plugins."""
 
 from __future__ import annotations
 
@@ -17,13 +13,59 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
+
+from nxdt_core.cli.terminal import print_facts
+from nxdt_core.cli.verb import Verb, as_json, print_json, say
 from nxdt_core.errors.base import ErrorCode, NxdtError
-from nxdt_core.kernel import Kernel
 
-__all__ = ["Explanation", "error_codes", "explanations"]
+__all__ = ["Explanation", "error_codes", "explain", "explanations"]
 
+
+_PREFIX = "NXDT-"
 _EXAMPLES = 3
 _PLACEHOLDER = re.compile(r"'?\{(\w+)(?:![rsa])?(?::[^{}]*)?\}'?")
+
+
+@click.command(
+    cls=Verb,
+    short_help="Explain an error code: cause, example and fix.",
+    examples=("nxdt explain NXDT-C016", "nxdt explain C010 C016 --json"),
+)
+@click.argument("codes", metavar="CODE...", nargs=-1, required=True)
+@as_json
+def explain(codes: tuple[str, ...], json_output: bool) -> None:
+    """Explain error codes: cause, message, examples and fix, as on the documentation's page of error codes.
+
+    The prefix NXDT- may be left out. A value that a message fills in is written ‹name›.
+    """
+    from nxdt_core.errors.plugins import UnknownErrorCode
+
+    wanted = [_PREFIX + code.strip("[]").upper().removeprefix(_PREFIX) for code in codes]
+    known = explanations(wanted)
+    for code in wanted:
+        if code not in known:
+            raise UnknownErrorCode(wanted=code, known=tuple(sorted(error_codes())))
+    if json_output:
+        print_json(
+            [
+                {
+                    "code": each.code,
+                    "cause": each.cause,
+                    "message": each.message,
+                    "fix": each.fix,
+                    "examples": [{"found": found, "fix": fix or None} for found, fix in each.examples],
+                }
+                for each in map(known.__getitem__, wanted)
+            ]
+        )
+        return
+    for number, code in enumerate(wanted):
+        each = known[code]
+        say("", end="\n" if number else "")
+        facts = [("code", each.code), ("cause", each.cause), ("message", each.message), ("fix", each.fix)]
+        facts += [("example", f"{found}.{' ' + fix if fix else ''}") for found, fix in each.examples]
+        print_facts(facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +111,7 @@ def _rows(modules: Sequence[str]) -> dict[str, tuple[str, ErrorCode[NxdtError]]]
 
 def _modules() -> list[str]:
     from nxdt_core import errors
+    from nxdt_core.kernel import Kernel
 
     families = [f"{errors.__name__}.{module.name}" for module in pkgutil.iter_modules(errors.__path__)]
     plugins = [plugin.module for plugin in Kernel.start().plugins if plugin.module]

@@ -15,6 +15,7 @@ from nxdt_core.train.run.metric_files import Row, finite, json_object, lines_of,
 
 __all__ = ["Run", "Series", "read_run"]
 
+
 Series = dict[int, float]
 """Value by step."""
 

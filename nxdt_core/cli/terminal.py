@@ -1,9 +1,4 @@
-"""Tables that adapt to the width of the terminal, and have one line per row for ``grep`` where the output is not one.
-
-A table that is too wide first loses columns that the caller named as optional, then wraps its widest columns between
-words. A word is split only where it is wider than its column, after ``/``, ``,``, ``=``, ``.``, ``_`` or
-``-`` where it has one.
-"""
+"""What commands write to a terminal: tables, wrapped notes, errors and progress bars."""
 
 from __future__ import annotations
 
@@ -11,15 +6,30 @@ import os
 import re
 import shutil
 import sys
+import threading
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 
 import click
 
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.visible_text import visible
 
-__all__ = ["human_size", "percent", "print_facts", "print_table", "print_wrapped", "shade", "wrap"]
+__all__ = [
+    "byte_bar",
+    "error_text",
+    "human_size",
+    "percent",
+    "print_facts",
+    "print_table",
+    "print_wrapped",
+    "shade",
+    "wrap",
+]
+
 
 _GAP = "  "
 _NARROWEST = 12
@@ -228,3 +238,81 @@ def _wraps() -> bool:
 def _columns() -> int:
     """Columns of the terminal; no end to them where no terminal reads the table."""
     return shutil.get_terminal_size().columns if _wraps() else sys.maxsize
+
+
+_INDENT = "  "
+_EXPLAINED = 4
+"""Codes that the last line names."""
+
+
+def error_text(error: NxdtError) -> str:
+    """Return what standard error gets of an error that ends a command."""
+    problems = error.problems if isinstance(error, ConfigError) else ()
+    codes = list(dict.fromkeys(problem.shown_code for problem in problems)) or [error.code]
+    last = f"More: nxdt explain {' '.join(codes[:_EXPLAINED])}"
+    if sys.stderr.isatty():
+        return "\n".join([*_terminal_lines(error, problems), *([""] if problems else []), click.style(last, dim=True)])
+    from nxdt_core.config.secrets.messages import hide_secrets
+
+    code, _, rest = hide_secrets(str(error)).partition(" ")
+    return f"{click.style(code, fg='red', bold=True)} {rest}\n  {last}"
+
+
+def _terminal_lines(error: NxdtError, problems: tuple[ConfigProblem, ...]) -> Iterator[str]:
+    yield from _hanging(error.code, "", error.what(), "")
+    if not isinstance(error, ConfigError):
+        for line in error.do().split("\n"):
+            yield from _hanging("", "", line.strip(), _INDENT)
+        return
+    for problem in problems:
+        yield ""
+        key = f"{problem.key}: " if problem.key else ""
+        yield from _hanging(problem.shown_code, problem.place, f"{key}{problem.what()} {problem.do()}".strip(), _INDENT)
+
+
+def _hanging(code: str, place: str, text: str, indent: str) -> Iterator[str]:
+    """Lines of one problem; those after the first are indented further."""
+    from nxdt_core.config.secrets.messages import hide_secrets
+
+    text = visible(hide_secrets(text))
+    place = visible(hide_secrets(place))
+    lead = " ".join(filter(None, (code, f"{place}:" if place else "")))
+    width = _stderr_columns() - len(indent) - len(_INDENT)
+    plain = f"{lead} {text}".strip()
+    lines = [line for each in plain.split("\n") for line in wrap(each, max(width, len(_INDENT)))]
+    for number, line in enumerate(lines):
+        if number == 0 and line.startswith(lead):
+            styled = click.style(code, fg="red", bold=True) if code else ""
+            bold = click.style(f"{place}:", bold=True) if place else ""
+            line = " ".join(filter(None, (styled, bold, line[len(lead) :].strip())))
+        yield f"{indent}{_INDENT if number else ''}{line}"
+
+
+def _stderr_columns() -> int:
+    """Columns of the terminal that shows standard error."""
+    chosen = os.environ.get("COLUMNS", "")
+    return int(chosen) if chosen.isdigit() and int(chosen) else os.get_terminal_size(sys.stderr.fileno()).columns or 80
+
+
+@contextmanager
+def byte_bar(size_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
+    """Draw a bar of ``size_bytes`` bytes while the block runs; yields what adds to it, from any thread."""
+    from tqdm import tqdm
+
+    lock = threading.Lock()
+    with tqdm(
+        total=size_bytes,
+        desc=label,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        file=sys.stderr,
+        disable=not sys.stderr.isatty(),
+        leave=False,
+    ) as bar:
+
+        def add(done_bytes: int) -> None:
+            with lock:
+                bar.update(done_bytes)
+
+        yield add

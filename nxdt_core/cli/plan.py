@@ -1,7 +1,8 @@
-"""The report of ``nxdt plan`` for a terminal."""
+"""``nxdt plan``: what a run would need in a world of any size, without its devices."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import groupby
@@ -9,13 +10,115 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, print_wrapped
+from nxdt_core.cli.terminal import human_size, percent, print_facts, print_table, print_wrapped
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
+from nxdt_core.engine.compile_cache import check_torch_folder
+from nxdt_core.errors.launch import TwoMemorySizes
 
 if TYPE_CHECKING:
     from nxdt_core.protocols.parallel.estimate import RankEstimate
+    from nxdt_core.train.layout_search import Search
     from nxdt_core.train.plan import RunPlan, StepTime
 
-__all__ = ["print_report"]
+__all__ = ["plan", "print_progress", "print_ranking", "print_report"]
+
+
+@click.command(
+    cls=Verb,
+    short_help="Estimate the memory, traffic and time of a run, without its devices.",
+    examples=(
+        "nxdt plan recipe:llama3-70b --world-size 512",
+        "nxdt plan my_run.yaml --memory-gib 80",
+        "nxdt plan recipe:llama3-8b-trn2 --device trn2",
+        "nxdt plan recipe:llama3-70b --world-size 512 --device h200",
+        "nxdt plan recipe:llama3-70b --world-size 512 --device h200 --search",
+        "nxdt plan recipe:llama3-8b distributed_strategy.zero_stage=3 data.micro_batch_size=2 --json",
+    ),
+)
+@config_arguments
+@click.option("--world-size", type=click.IntRange(1), help="Processes; by default trainer.devices x trainer.num_nodes.")
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(0, min_open=True),
+    help="Memory of one device; by default that of this machine's accelerator.",
+)
+@click.option(
+    "--device",
+    help="Take the memory that a process has on this product, and estimate the time of a step: H100, H200, trn2, ….",
+)
+@click.option(
+    "--efficiency",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the product's peak FLOP/s that kernels reach, with --device; 0.6 by default.",
+)
+@click.option("--search", is_flag=True, help="Rank the layouts that fit the product of --device by time per step.")
+@as_json
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    source: str,
+    overrides: tuple[str, ...],
+    world_size: int | None,
+    memory_gib: float | None,
+    device: str | None,
+    efficiency: float | None,
+    search: bool,
+    json_output: bool,
+) -> None:
+    """Say what a run would need: memory of each rank by what it is for, traffic, idle time, time per step, sizes.
+
+    CONFIG and KEY=VALUE are those of `nxdt train`; what that would refuse is refused here too. The model is
+    built without memory, laid out as it would be, and a micro-batch is sent through it in shapes alone: no
+    device is needed, nothing is downloaded, no data is read. Exit status 1 where a rank needs more memory than
+    there is.
+
+    --search tries sizes of tensor, pipeline, context and expert parallelism, ZeRO-1 and ZeRO-3, with less and
+    more recomputation. It prints the fastest that leave a tenth of the memory free, and the keys that select the
+    first. It takes minutes for large models.
+    """
+    from nxdt_core.config import load
+
+    if device is not None and memory_gib is not None:
+        raise TwoMemorySizes()
+    if efficiency is not None and device is None:
+        raise click.UsageError("--efficiency is that of a product: give --device too.")
+    if search and device is None:
+        raise click.UsageError("--search ranks layouts by their time on a product: give --device too.")
+    world = () if world_size is None else (f"trainer.devices={world_size}", "trainer.num_nodes=1")
+    config = load(source, (*overrides, *world))
+    for note in config.notes:
+        print_note(note)
+
+    check_torch_folder()
+    from nxdt_core.train.plan import EFFICIENCY
+    from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
+
+    if search and device is not None:
+        from nxdt_core.train.layout_search import search as find
+
+        found = find(
+            lambda settings: load(source, (*overrides, *world, *settings)),
+            product=device,
+            efficiency=EFFICIENCY if efficiency is None else efficiency,
+            trying=print_progress,
+        )
+        if json_output:
+            print_json(found.to_dict())
+        else:
+            print_ranking(found)
+        return
+    made = make(
+        config,
+        memory_bytes=None if memory_gib is None else round(memory_gib * _GIB),
+        product=device,
+        efficiency=EFFICIENCY if efficiency is None else efficiency,
+    )
+    if json_output:
+        print_json(made.to_dict())
+    else:
+        print_report(made)
+    ctx.exit(1 if made.fits is False else 0)
+
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -186,3 +289,66 @@ def _count(number: float) -> str:
             return f"{number:.0f} " if not prefix else f"{number:.3g} {prefix}"
         number /= 1000
     return f"{number:.3g} Z"
+
+
+_SHOWN = 10
+_TITLES = ("", "TP", "PP", "CP", "EP", "DP", "ZERO", "RECOMPUTES", "MEMORY", "S/STEP", "TOKENS/S", "MFU")
+
+
+def print_progress(number: int, count: int) -> None:
+    """Show on a terminal which combination of sizes is being tried."""
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K" if number == count else f"\rsizes {number} of {count}", err=True, nl=False)
+
+
+def print_ranking(search: Search) -> None:
+    """Print the fastest layouts, the configuration as it is, and the keys that select the fastest."""
+    best, given = search.found[0], search.given
+    rows = [_row(str(place), each.plan) for place, each in enumerate(search.found[:_SHOWN], start=1)]
+    rows.append(_row("given", given))
+    unused = {
+        title
+        for column, title in enumerate(_TITLES)
+        if title in ("CP", "EP") and all(row[column] == "1" for row in rows)
+    }
+    kept = [column for column, title in enumerate(_TITLES) if title not in unused]
+    titles = [_TITLES[column] for column in kept]
+    print_table(
+        titles,
+        [[row[column] for column in kept] for row in rows],
+        right=[title for title in titles if title not in ("", "RECOMPUTES")],
+        optional=("TOKENS/S", "DP"),
+    )
+    click.echo()
+    device = f"{given.product}, {human_size(given.memory_bytes or 0)} each"
+    click.echo(
+        f"{search.estimated} layouts estimated for {given.sizes.world_size:,} devices ({device}), {search.refused} not "
+        f"possible; TOKENS/S per device, from data sheets, not measured"
+    )
+    click.echo()
+    click.echo(click.style("the fastest:", bold=True))
+    for key, value in best.settings.items():
+        click.echo(f"  {key}={value}")
+
+
+def _row(name: str, plan: RunPlan) -> tuple[str, ...]:
+    sizes, time = plan.sizes, plan.step_time
+    assert time is not None
+    model = plan.config.run.model
+    recomputes = {None: "", "full": "layers"}.get(
+        model.activations_checkpoint_granularity, ", ".join(model.activations_checkpoint_recompute or ())
+    )
+    strategy = plan.config.run.distributed_strategy
+    if sizes.tp > 1 and strategy.sequence_parallel and strategy.sequence_parallel_regather:
+        recomputes = ", ".join(filter(None, (recomputes, "gathers")))
+    needed = human_size(plan.estimate.fullest.memory.total)
+    return (
+        name,
+        *(str(size) for size in (sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.dp)),
+        str(sizes.zero_stage),
+        recomputes,
+        needed if plan.fits else f"{needed}, too much",
+        f"{time.total:,.2f}" if time.total >= 1 else f"{time.total:.2g}",
+        f"{time.tokens_per_second:,.0f}",
+        percent(time.mfu),
+    )
