@@ -175,7 +175,7 @@ def nxdt_formats() -> list[Component]:
     return [
         Component(
             name="hf",
-            target="nxdt_core.checkpoint.hf.format:HFFormat",
+            target="nxdt_core.checkpoint.hf.source:HFFormat",
             summary="a Hugging Face directory with config.json and safetensors weights",
         )
     ]

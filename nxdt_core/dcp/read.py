@@ -30,8 +30,8 @@ from torch.futures import Future
 
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import fill
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 

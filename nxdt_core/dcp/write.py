@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from nxdt_core.checkpoint.commit import clear_other_attempts, commit, prepare_step
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.digests import FAST, Algorithm
 from nxdt_core.checkpoint.format.file_names import attempt_prefix, new_attempt, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, FileEntry, Manifest
 from nxdt_core.checkpoint.format.shards import write_pieces
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.pieces import dtype_name, storable_piece
 from nxdt_core.checkpoint.signing import Signer
-from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import UnsavableState
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore

@@ -34,8 +34,8 @@ MIGRATE = "plugins/migration/nxd/src/nxdt_plugin_migrate/config"
 NXD_CORE = "plugins/compat/nxd_core/src/nxdt_plugin_nxd_core"
 ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
-        f"{CORE}/checkpoint/formats.py: _loaded(component).open(path)",
-        f"{CORE}/checkpoint/formats.py: chosen.open(path)",
+        f"{CORE}/checkpoint/foreign.py: _loaded(component).open(path)",
+        f"{CORE}/checkpoint/foreign.py: chosen.open(path)",
         f"{CORE}/train/run/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/train/weights/reference.py: "
@@ -66,8 +66,8 @@ ALLOWED = {
         f"{CORE}/train/environment.py: module.read_bytes()",
     },
     "files of the operating system": {
-        f"{CORE}/checkpoint/ownership/owner.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
-        f"{CORE}/checkpoint/ownership/owner.py: (_PROC / str(pid) / 'stat').read_text()",
+        f"{CORE}/checkpoint/owner.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
+        f"{CORE}/checkpoint/owner.py: (_PROC / str(pid) / 'stat').read_text()",
         f"{CORE}/cli/app.py: open(os.devnull, 'w', encoding='utf-8')",
         f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/cli/train.py: os.open(os.devnull, os.O_WRONLY)",
@@ -87,7 +87,7 @@ ALLOWED = {
         f"{CORE}/data/tokenizers/files.py: path.read_bytes()",
         f"{CORE}/data/tokenizers/huggingface.py: path.read_text(encoding='utf-8')",
         f"{CORE}/data/tokenizers/huggingface.py: (loaded.directory / name).read_bytes()",
-        f"{CORE}/checkpoint/hf/weights.py: safe_open(path, framework='pt', device=HOST.type)",
+        f"{CORE}/checkpoint/hf/reader.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
         f"{CORE}/data/digest.py: path.open('rb')",
         f"{CORE}/data/files/compressed.py: path.open('rb')",

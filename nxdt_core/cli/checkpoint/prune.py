@@ -34,8 +34,8 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     """
     from nxdt_core.checkpoint import delete_step
     from nxdt_core.checkpoint.format.file_names import step_of
-    from nxdt_core.checkpoint.os_errors import explained_os_errors
     from nxdt_core.checkpoint.read.status import nothing_at
+    from nxdt_core.checkpoint.storage import explained_os_errors
     from nxdt_core.checkpoint.write.retention import plan_prune
     from nxdt_core.errors.checkpoints import CheckpointNotFound, NoSoundCheckpoint
 

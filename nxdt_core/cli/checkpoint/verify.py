@@ -81,7 +81,7 @@ class _Verdict:
 def _verdict(
     storage: CheckpointStore, status: CheckpointStatus, depth: Depth, threads: int, trusted: TrustedKeys | None
 ) -> _Verdict:
-    from nxdt_core.checkpoint.read.committed import verify_signature
+    from nxdt_core.checkpoint.commit import verify_signature
     from nxdt_core.checkpoint.read.status import find_problems
     from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
     from nxdt_core.errors.signing import CheckpointNotTrusted, CheckpointSignatureWrong

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from nxdt_core.checkpoint.ownership.store_owner import is_owned
+from nxdt_core.checkpoint.ownership import is_owned
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.regular_files import read_text, replace_text

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from nxdt_core.checkpoint import open_storage
-from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
+from nxdt_core.checkpoint.ownership import Ownership, own
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.secrets.command_line import shown_words
 from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve_path

@@ -9,8 +9,8 @@ from pathlib import Path
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.collective import on_first_rank
+from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig

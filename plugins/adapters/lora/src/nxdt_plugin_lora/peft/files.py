@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from nxdt_core.checkpoint.hf.json_files import read_json
+from nxdt_core.checkpoint.hf.source import read_json
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.regular_files import replace_text, replacing, require_fetched

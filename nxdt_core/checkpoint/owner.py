@@ -14,6 +14,7 @@ from typing import Literal
 
 __all__ = ["Fate", "Owner", "decode_owner", "this_process"]
 
+
 Fate = Literal["running", "gone", "unknown"]
 
 _PROC = Path("/proc")

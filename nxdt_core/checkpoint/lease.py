@@ -23,13 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
-from nxdt_core.checkpoint.os_errors import reason_of
-from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner
-from nxdt_core.checkpoint.read.committed import greatest_fencing, read_object
+from nxdt_core.checkpoint.commit import greatest_fencing, read_object
+from nxdt_core.checkpoint.owner import Owner, decode_owner
+from nxdt_core.checkpoint.storage import reason_of
 from nxdt_core.errors.checkpoints import OwnershipLost, StorageError, StoreInUse
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["Lease", "is_leased", "take_lease"]
+
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class _Heartbeat:
 
 @final
 class Lease:
-    """A store that this process has taken; see :class:`nxdt_core.checkpoint.ownership.store_owner.Ownership`."""
+    """A store that this process has taken; see :class:`nxdt_core.checkpoint.ownership.Ownership`."""
 
     def __init__(self, storage: CheckpointStore, number: int, me: Owner, *, expiry_s: float) -> None:
         self.fencing = number

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["format_of", "load_format_into", "open_checkpoint", "recognise"]
 
+
 _log = logging.getLogger(__name__)
 
 _KIND = "format"
