@@ -61,7 +61,7 @@ def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json
 
 def _plugins(kernel: Kernel) -> list[dict[str, str | None]]:
     """Return each plugin that was found; one that is not used has no digest."""
-    from nxdt_core.kernel.fingerprint import digest_plugin
+    from nxdt_core.kernel.lock import digest_plugin
 
     return [
         {

@@ -50,7 +50,7 @@ def outdated(ctx: click.Context, names: tuple[str, ...], json_output: bool) -> N
     from nxdt_core.errors.plugins import PipMissing, UnknownPlugin
     from nxdt_core.kernel import Kernel
     from nxdt_core.kernel.plugin import LOCAL
-    from nxdt_core.kernel.policy import names as means
+    from nxdt_core.kernel.plugin import names as means
 
     if find_spec("pip") is None:
         raise PipMissing(python=sys.executable)
@@ -120,7 +120,7 @@ def stale_metadata(plugin: PluginInfo) -> str:
     """
     from importlib.metadata import distributions
 
-    from nxdt_core.kernel.fingerprint import editable_source
+    from nxdt_core.kernel.lock import editable_source
 
     dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
     source = None if dist is None else editable_source(dist)

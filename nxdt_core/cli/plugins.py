@@ -234,7 +234,7 @@ def show(name: str, json_output: bool) -> None:
     NAME is the plugin's name or that of its distribution.
     """
     from nxdt_core.errors.plugins import UnknownPlugin
-    from nxdt_core.kernel.policy import names
+    from nxdt_core.kernel.plugin import names
 
     kernel = _start_kernel()
     chosen = [plugin for plugin in kernel.plugins if names(name, name=plugin.name, dist=plugin.dist)]
@@ -252,17 +252,16 @@ def show(name: str, json_output: bool) -> None:
 @as_json
 def hooks(json_output: bool) -> None:
     """List the hooks, and the plugins that implement each."""
-    from nxdt_core.kernel.hookspecs import PHASES
+    from nxdt_core.kernel.hookspecs import HOOKS
 
     kernel = _start_kernel()
     rows, objects = [], []
-    for phase in PHASES:
-        for hook in (name for name in vars(phase) if name in phase.__all__):
-            found = reversed(getattr(kernel.hooks, hook).get_hookimpls())  # the last one is called first
-            listeners = [each.plugin_name.rpartition(":")[2] for each in found]
-            summary = _plain_text((getattr(phase, hook).__doc__ or "").split("\n", 1)[0])
-            rows.append((hook, ", ".join(listeners) or "-", summary))
-            objects.append({"hook": hook, "plugins": listeners, "summary": summary})
+    for hook, specification in HOOKS.items():
+        found = reversed(getattr(kernel.hooks, hook).get_hookimpls())  # the last one is called first
+        listeners = [each.plugin_name.rpartition(":")[2] for each in found]
+        summary = _plain_text((specification.__doc__ or "").split("\n", 1)[0])
+        rows.append((hook, ", ".join(listeners) or "-", summary))
+        objects.append({"hook": hook, "plugins": listeners, "summary": summary})
     if json_output:
         print_json(objects)
         return

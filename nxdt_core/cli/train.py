@@ -82,7 +82,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
-    from nxdt_core.train.monitoring.died import mark_failed
+    from nxdt_core.train.run.metric_files import mark_failed
 
     try:
         outcome = launch(config, ["train", *options])

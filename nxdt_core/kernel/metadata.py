@@ -16,7 +16,7 @@ from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
 
 from nxdt_core.api import ENTRY_POINT_GROUP
-from nxdt_core.kernel.policy import normalise
+from nxdt_core.kernel.plugin import normalise
 
 __all__ = [
     "CoreMetadata",

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.limits import first_batches
+from nxdt_core.data.sampler import first_batches
 from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.objective import traits_of

@@ -36,7 +36,7 @@ ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
         f"{CORE}/checkpoint/foreign.py: _loaded(component).open(path)",
         f"{CORE}/checkpoint/foreign.py: chosen.open(path)",
-        f"{CORE}/train/run/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
+        f"{CORE}/cli/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/train/weights/reference.py: "
         "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
@@ -61,7 +61,7 @@ ALLOWED = {
         f"{CORE}/kernel/metadata.py: PathDistribution(Path(folder)).read_text(name)",
         f"{CORE}/kernel/metadata.py: dist.read_text(name)",
         f"{CORE}/cli/plugin_checks.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
-        f"{CORE}/kernel/fingerprint.py: open(path, 'rb', buffering=0)",
+        f"{CORE}/kernel/lock.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
         f"{CORE}/train/environment.py: module.read_bytes()",
     },
@@ -89,7 +89,7 @@ ALLOWED = {
         f"{CORE}/data/tokenizers/huggingface.py: (loaded.directory / name).read_bytes()",
         f"{CORE}/checkpoint/hf/reader.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
-        f"{CORE}/data/digest.py: path.open('rb')",
+        f"{CORE}/data/cache.py: path.open('rb')",
         f"{CORE}/data/files/compressed.py: path.open('rb')",
         "plugins/adapters/lora/src/nxdt_plugin_lora/peft/files.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{MEGATRON}/preprocess/blocks.py: path.open('rb')",
@@ -98,13 +98,13 @@ ALLOWED = {
         f"{MEGATRON}/reader.py: np.memmap(path, dtype=np.uint8, mode='r')",
     },
     "in a directory with a new name that only this process has": {
-        f"{CORE}/data/files/array_cache.py: (part / f'{{each.name}}.npy').open('wb')",
-        f"{CORE}/data/files/array_cache.py: np.save(file, getattr(made, each.name))",
-        f"{CORE}/data/files/array_cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
+        f"{CORE}/data/cache.py: (part / f'{{each.name}}.npy').open('wb')",
+        f"{CORE}/data/cache.py: np.save(file, getattr(made, each.name))",
+        f"{CORE}/data/cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
         f"{CORE}/engine/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
-        f"{CORE}/data/files/array_cache.py: np.load(path, mmap_mode='r')",
+        f"{CORE}/data/cache.py: np.load(path, mmap_mode='r')",
         f"{CORE}/train/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {

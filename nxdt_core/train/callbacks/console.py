@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from nxdt_core.train.monitoring.log_lines import VALUES
+from nxdt_core.train.run.log import VALUES
 from nxdt_core.visible_text import visible
 
 __all__ = ["Console", "human"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, near
 from nxdt_core.errors.base import NxdtError

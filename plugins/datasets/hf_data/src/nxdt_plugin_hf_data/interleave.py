@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.sampler import Permutation
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import IterableDataset

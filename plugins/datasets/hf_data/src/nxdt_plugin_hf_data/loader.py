@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.tokens import tokenize
 from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.packing import Packing
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_plugin_hf_data.columns import TokenColumns

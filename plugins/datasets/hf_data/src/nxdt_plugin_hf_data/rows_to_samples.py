@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.sampler import Permutation
 from nxdt_core.data.tokens import encode_documents

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nxdt_core.data.files.array_cache import cached_arrays
+from nxdt_core.data.cache import cached_arrays
 from nxdt_core.data.tokens import TokenStream
 from nxdt_plugin_hf_data.errors import CacheUnwritable
 

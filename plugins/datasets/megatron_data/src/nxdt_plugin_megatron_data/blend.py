@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest
-from nxdt_core.data.limits import Head
+from nxdt_core.data.cache import digest
+from nxdt_core.data.sampler import Head
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import MapDataset
 

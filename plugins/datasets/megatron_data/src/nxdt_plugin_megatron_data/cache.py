@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from nxdt_core.data.files.array_cache import cached_arrays
+from nxdt_core.data.cache import cached_arrays
 from nxdt_plugin_megatron_data.indices import Indices
 
 __all__ = ["cached_indices"]

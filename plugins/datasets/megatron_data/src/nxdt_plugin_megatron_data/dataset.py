@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.packing import Packing
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_plugin_megatron_data.errors import TokenOutsideVocabulary

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.packing import Packing
 from nxdt_core.protocols.dataset import DataContext, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport
 from nxdt_plugin_sft_chat.chats import Chats

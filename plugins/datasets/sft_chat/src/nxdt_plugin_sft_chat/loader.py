@@ -6,13 +6,12 @@ import logging
 from collections.abc import Sequence
 from typing import cast
 
-from nxdt_core.data.bins import drawn_bins
+from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import template_names
-from nxdt_core.data.digest import digest
-from nxdt_core.data.files.array_cache import cached_arrays
 from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.packing import drawn_bins
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.files.paths import expand, read_bytes
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream, tokenize

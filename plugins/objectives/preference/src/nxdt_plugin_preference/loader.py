@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from nxdt_core.data.bins import drawn_bins
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.packing import drawn_bins
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.data import DataNeedsTokenizer

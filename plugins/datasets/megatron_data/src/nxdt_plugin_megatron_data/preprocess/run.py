@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
-from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.files.encodings import check_wide
 from nxdt_core.data.files.paths import read_bytes
 from nxdt_core.errors.data import DataFileUnreadable

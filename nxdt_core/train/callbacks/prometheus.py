@@ -15,6 +15,7 @@ from nxdt_core.http_server import Handler, Server
 
 __all__ = ["MonitorServer", "Sample", "exposition", "samples_of_row"]
 
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

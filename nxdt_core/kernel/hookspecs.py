@@ -1,12 +1,20 @@
-"""Registration: what a plugin offers. Called once for each plugin when the kernel starts, on every process.
+"""The hooks, in the order in which a run meets them. Each function is a specification: signature, meaning, example.
 
-A plugin that fails in one of these is ``broken`` and none of its components is registered. Implementations
-import nothing but ``nxdt_core.api`` and the standard library: a record names its target as text.
+Those that register are called once for each plugin when the kernel starts, on every process. A plugin that fails in
+one of them is ``broken``, and none of its components is registered. Those of the configuration stop the command with
+the name of the plugin that fails.
+
+Nothing heavy is imported here. An implementation has the name of its hook, is marked with
+:data:`nxdt_core.api.hookimpl`, takes the argument ``context`` or none, and gives it no default. Its module imports
+``nxdt_core.api`` and the standard library alone: a record names its target as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
 
 import pluggy
 
@@ -15,6 +23,7 @@ from nxdt_core.api import (
     AdapterComponent,
     CliCommand,
     Component,
+    ConfigFinding,
     EngineComponent,
     Kind,
     MigrationComponent,
@@ -22,28 +31,28 @@ from nxdt_core.api import (
     StoreComponent,
 )
 
-__all__ = [
-    "nxdt_adapters",
-    "nxdt_callbacks",
-    "nxdt_cli",
-    "nxdt_components",
-    "nxdt_datasets",
-    "nxdt_devices",
-    "nxdt_engines",
-    "nxdt_formats",
-    "nxdt_kinds",
-    "nxdt_launchers",
-    "nxdt_metrics",
-    "nxdt_migrations",
-    "nxdt_models",
-    "nxdt_objectives",
-    "nxdt_optimizers",
-    "nxdt_precisions",
-    "nxdt_schedules",
-    "nxdt_stores",
-    "nxdt_tasks",
-    "nxdt_tokenizers",
-]
+__all__ = ["HOOKS", "ConfigDefaultsContext", "ValidateConfigContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigDefaultsContext:
+    """Before defaults are merged."""
+
+    config: Mapping[str, Any]
+    """What the user wrote, overrides included; a nested plain tree. Do not change it."""
+    source: str
+    """Path of the file, or ``recipe:NAME``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateConfigContext:
+    """After types and keys are checked, before anything is built."""
+
+    config: Mapping[str, Any]
+    """The resolved configuration as a nested plain tree, with all values. It may hold secrets: do not write it."""
+    components: Mapping[str, str]
+    """``plugin:name`` of the selected component by slot (``model``, ``data``, ``optimizer``, …)."""
+
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 """The decorator of hook specifications."""
@@ -296,3 +305,36 @@ def nxdt_cli() -> Iterable[CliCommand]:  # type: ignore[empty-body]
         def nxdt_cli():
             return [CliCommand(name="tokens", target="my_plugin.cli:count_tokens", summary="Count tokens of a file.")]
     """
+
+
+@hookspec
+def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:  # type: ignore[empty-body]
+    """Give values to keys that the user left out, as a nested tree. What the user wrote always wins.
+
+    Example::
+
+        @hookimpl
+        def nxdt_config_defaults(context):
+            return {"exp_manager": {"log_every_n_steps": 5}}
+    """
+
+
+@hookspec
+def nxdt_validate_config(context: ValidateConfigContext) -> Iterable[ConfigFinding]:  # type: ignore[empty-body]
+    """Report what cannot work. All findings, of the core and of all plugins, are shown together.
+
+    Example::
+
+        @hookimpl
+        def nxdt_validate_config(context):
+            steps = context.config["trainer"]["max_steps"]
+            if steps % 10:
+                return [ConfigFinding(key="trainer.max_steps", message=f"{steps} is not a multiple of 10")]
+            return []
+    """
+
+
+HOOKS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {name: value for name, value in globals().items() if name.startswith("nxdt_")}
+)
+"""Every specification by name."""

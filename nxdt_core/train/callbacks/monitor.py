@@ -21,10 +21,11 @@ from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUn
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.regular_files import replace_text
 from nxdt_core.train.callbacks.metrics import MetricsWriter
-from nxdt_core.train.monitoring.log_lines import strict_json
-from nxdt_core.train.monitoring.prometheus import MonitorServer, Sample, exposition, samples_of_row
+from nxdt_core.train.callbacks.prometheus import MonitorServer, Sample, exposition, samples_of_row
+from nxdt_core.train.run.log import strict_json
 
 __all__ = ["Monitor", "MonitorReports", "monitored"]
+
 
 _log = logging.getLogger(__name__)
 
