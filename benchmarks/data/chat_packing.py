@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from nxdt_plugin_sft_chat.datasets import ChatDataset
+from nxdt_plugin_sft_chat.loader import ChatDataset
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.loader import GlobalBatchLoader

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.loader import HfData
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
+from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
 from nxdt_plugin_megatron_data.loader import MegatronData
-from nxdt_plugin_megatron_data.writer import IndexedWriter
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_sft_chat.config import ChatConfig

@@ -13,8 +13,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
-from nxdt_plugin_lora.peft.files import write_peft
-from nxdt_plugin_lora.run_files import write_options
+from nxdt_plugin_lora.merging import write_options
+from nxdt_plugin_lora.peft_files import write_peft
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool

@@ -92,9 +92,9 @@ def export_lora(
     SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory that is empty
     or not there yet.
     """
-    from nxdt_plugin_lora.peft import export
+    from nxdt_plugin_lora import peft_export
 
-    exported = export.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
+    exported = peft_export.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
     if json_output:
         print_json(asdict(exported))
         return

@@ -36,9 +36,7 @@ from nxdt_plugin_hf_data.errors import (
     RowTooLong,
 )
 from nxdt_plugin_hf_data.formats import read_rows
-from nxdt_plugin_hf_data.rows import row_sample
-from nxdt_plugin_hf_data.rows_to_samples import Cutting, TextFraming
-from nxdt_plugin_hf_data.vocabulary import check_columns
+from nxdt_plugin_hf_data.rows import Cutting, TextFraming, check_columns, row_sample
 
 __all__ = ["FileSource", "FileStream"]
 

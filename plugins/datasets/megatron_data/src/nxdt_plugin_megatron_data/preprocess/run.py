@@ -32,11 +32,10 @@ from nxdt_plugin_megatron_data.errors import (
     TooManyBadRecords,
     WorkerDied,
 )
-from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
-from nxdt_plugin_megatron_data.preprocess.blocks import Block, is_json, read_blocks
-from nxdt_plugin_megatron_data.preprocess.named_tokenizer import NamedTokenizer
-from nxdt_plugin_megatron_data.preprocess.progress import Counts, Output
+from nxdt_plugin_megatron_data.indexed_files import bin_path, dtype_for, idx_path
+from nxdt_plugin_megatron_data.preprocess.progress import Block, Counts, Output, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
+from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
 from nxdt_plugin_megatron_data.provenance import Note, note_path
 
 __all__ = ["Job", "Outcome", "preprocess"]

@@ -1,14 +1,14 @@
-"""From a checkpoint of a LoRA run to a directory that peft opens: ``nxdt checkpoint export-lora``."""
+"""Writing an adapter as a directory that peft loads."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
@@ -16,14 +16,44 @@ from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, locate, named_config
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
-from nxdt_plugin_lora.peft.config import peft_config
-from nxdt_plugin_lora.peft.experts import check_pairs, taken_for_experts
-from nxdt_plugin_lora.peft.files import write_peft
-from nxdt_plugin_lora.peft.names import PeftTensor, peft_tensors
+from nxdt_plugin_lora.peft_files import peft_config, write_peft
+from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
 from nxdt_plugin_lora.saved_run import SavedLora, open_saved
 from nxdt_plugin_lora.targets import adaptable_names, tables_of
 
-__all__ = ["ExportedLora", "describe", "export_lora"]
+__all__ = ["ExportedLora", "check_pairs", "describe", "export_lora", "taken_for_experts"]
+
+
+_PAIR = ("gate_proj", "up_proj")
+
+
+def check_pairs(updated: Collection[str]) -> None:
+    """See that experts have an update of both matrices of a pair, or of none.
+
+    Args:
+        updated: names of the experts' matrices with an update.
+
+    Raises:
+        NoPeftForm: one has one alone.
+    """
+    for name in sorted(updated):
+        owner, _, matrix = name.rpartition(".")
+        if matrix in _PAIR and not all(f"{owner}.{other}" in updated for other in _PAIR):
+            reason = "peft holds gate_proj and up_proj of an expert as one, and has no update of one alone"
+            raise NoPeftForm(parameter=name, reason=reason)
+
+
+def taken_for_experts(sources: Iterable[Source]) -> set[str]:
+    """Return the modules of transformers that are not experts and end in the name of an expert's matrix."""
+    found = list(sources)
+    matrices = {_last(each) for each in found if each.transform == "stack"}
+    layers = [each for each in found if each.transform != "stack" and _last(each) in matrices]
+    return {name.removesuffix(".weight") for each in layers for name in each.hf_names}
+
+
+def _last(source: Source) -> str:
+    return source.hf_names[0].removesuffix(".weight").rpartition(".")[2]
+
 
 _log = logging.getLogger(__name__)
 

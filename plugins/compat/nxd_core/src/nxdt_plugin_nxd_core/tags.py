@@ -26,6 +26,7 @@ from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
 
 __all__ = ["content_of", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "restore", "save_checkpoint"]
 
+
 _log = logging.getLogger(__name__)
 
 _MANIFEST = re.compile(r"(?:(.+)/)?step-(\d+)/manifest\.json")

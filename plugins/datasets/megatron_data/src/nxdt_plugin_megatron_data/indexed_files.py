@@ -1,15 +1,14 @@
-"""Reads ``.bin/.idx`` pairs; both are checked whole when they are opened.
-
-The index is mapped. Tokens are read: a mapped file that is truncated kills the process, and a read says so.
-"""
+"""Megatron's indexed datasets: ``.idx`` and ``.bin`` files, read and written."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import struct
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,60 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
-from nxdt_core.regular_files import require_fetched
+from nxdt_core.regular_files import regular_opener, replacing, require_fetched
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
-from nxdt_plugin_megatron_data.format import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
 
-__all__ = ["IndexedTokens"]
+__all__ = [
+    "DTYPES",
+    "HEADER",
+    "MAGIC",
+    "VERSION",
+    "IndexedTokens",
+    "IndexedWriter",
+    "bin_path",
+    "code_of",
+    "dtype_for",
+    "idx_path",
+    "write_index",
+]
+
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""magic, version, code of the dtype, number of sequences, number of borders"""
+
+DTYPES: dict[int, np.dtype[np.generic]] = {
+    code: np.dtype(name) for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
+}
+"""By the code that a header carries."""
+
+_UINT16_BELOW = 65500
+"""Vocabularies that Megatron-Core's preprocessing stores as uint16."""
+
+
+def dtype_for(vocab_size: int) -> np.dtype[np.generic]:
+    """Return the type of tokens that Megatron-Core's preprocessing takes for a vocabulary."""
+    return np.dtype("<u2") if vocab_size < _UINT16_BELOW else np.dtype("<i4")
+
+
+def code_of(dtype: np.dtype[np.generic]) -> int:
+    """Return the code of a type.
+
+    Raises:
+        KeyError: the format has none for it.
+    """
+    return {known: code for code, known in DTYPES.items()}[dtype.newbyteorder("<")]
+
+
+def idx_path(prefix: Path) -> Path:
+    """``P.idx``; a prefix may hold dots."""
+    return prefix.with_name(f"{prefix.name}.idx")
+
+
+def bin_path(prefix: Path) -> Path:
+    """``P.bin``"""
+    return prefix.with_name(f"{prefix.name}.bin")
 
 
 class IndexedTokens:
@@ -168,3 +216,66 @@ def _near(prefix: Path) -> tuple[str, ...]:
     names = sorted(path.stem for path in prefix.parent.glob("*.idx"))
     close = difflib.get_close_matches(prefix.name, names, n=3, cutoff=0.5)
     return tuple(str(prefix.parent / name) for name in close)
+
+
+class IndexedWriter:
+    """Appends documents; the files have their names once the block ends well, and are gone where it fails.
+
+    Example::
+
+        with IndexedWriter(Path("corpus"), np.dtype("<u2")) as writer:
+            writer.add(np.array([1, 2, 3]))
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self._prefix = prefix
+        self._dtype = dtype.newbyteorder("<")
+        self._lengths: list[int] = []
+        self._borders = [0]
+        self._part = bin_path(prefix).with_suffix(".bin.part")
+        self._bin = open(self._part, "wb", opener=regular_opener)  # noqa: SIM115
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bin.close()
+        if kind is not None:
+            self._part.unlink()
+            return
+        lengths, borders = np.array(self._lengths, np.int32), np.array(self._borders, np.int64)
+        write_index(idx_path(self._prefix), self._dtype, lengths, borders)
+        self._part.rename(bin_path(self._prefix))
+
+    def add(self, *sequences: NDArray[Any]) -> None:
+        """Append a document of one or more sequences.
+
+        Raises:
+            OverflowError: a token does not fit the type.
+        """
+        for tokens in sequences:
+            held = tokens.astype(self._dtype)
+            if (held != tokens).any():
+                raise OverflowError(f"a token of {tokens.max()} does not fit {self._dtype}")
+            self._bin.write(held.tobytes())
+            self._lengths.append(len(tokens))
+        self._borders.append(len(self._lengths))
+
+
+def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], borders: NDArray[np.int64]) -> None:
+    """Write an ``.idx`` of sequences that follow each other in ``.bin`` without gaps.
+
+    Args:
+        path: the file, replaced whole.
+        dtype: of a token.
+        lengths: [sequences] tokens of each.
+        borders: [documents + 1] first sequence of each document, and the number of sequences.
+    """
+    with replacing(path) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code_of(dtype), len(lengths), len(borders)))
+        file.write(lengths.astype("<i4").tobytes())
+        ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+        file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
+        file.write(borders.astype("<i8").tobytes())

@@ -20,6 +20,7 @@ from nxdt_plugin_nxd_core.layers import (
 
 __all__ = ["RECOMPUTED", "PlanWishes", "find_layers", "plan_of"]
 
+
 RECOMPUTED = "selected"
 """Name, in ``ParallelPlan.recompute``, of the modules of the class that the caller names."""
 

@@ -37,7 +37,9 @@ from nxdt_plugin_nxd_core.errors import (
     RankFilesDoNotFit,
     RankFileUnreadable,
 )
-from nxdt_plugin_nxd_core.files.rank_values import (
+from nxdt_plugin_nxd_core.model import NxDModel
+from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
+from nxdt_plugin_nxd_core.rank_values import (
     in_nxd_names,
     in_our_names,
     of_all_dp_ranks,
@@ -45,10 +47,9 @@ from nxdt_plugin_nxd_core.files.rank_values import (
     shards_of,
     tensors_of,
 )
-from nxdt_plugin_nxd_core.model import NxDModel
-from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
 
 __all__ = ["load", "save"]
+
 
 _RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 _FILE = "checkpoint.pt"
