@@ -6,9 +6,6 @@ from __future__ import annotations
 
 from nxdt_core.api import Component, EngineComponent, StoreComponent, hookimpl
 
-__all__ = ["DEVICE_PROFILES", "LAUNCHERS", "OPTIMIZERS", "POLICIES", "SCHEDULES"]
-
-
 _OPTIMIZERS = "nxdt_core.train.optimizers"
 
 

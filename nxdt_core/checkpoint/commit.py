@@ -37,20 +37,6 @@ from nxdt_core.errors.checkpoints import (
 )
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = [
-    "check_weights_moved",
-    "clear_other_attempts",
-    "commit",
-    "committed_attempt",
-    "greatest_fencing",
-    "prepare_step",
-    "read_manifest",
-    "read_object",
-    "verify_signature",
-    "withdraw",
-]
-
-
 _THREADS = 8
 """Manifests that are read at the same time; an object store takes tens of milliseconds for each."""
 

@@ -29,9 +29,6 @@ from nxdt_core.checkpoint.storage import reason_of
 from nxdt_core.errors.checkpoints import OwnershipLost, StorageError, StoreInUse
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["Lease", "is_leased", "take_lease"]
-
-
 _log = logging.getLogger(__name__)
 
 _PREFIX = "owner-"

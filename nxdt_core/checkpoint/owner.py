@@ -12,9 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Fate", "Owner", "decode_owner", "this_process"]
-
-
 Fate = Literal["running", "gone", "unknown"]
 
 _PROC = Path("/proc")

@@ -17,9 +17,6 @@ from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.protocols.store import CheckpointStore, LockableStorage, LocksUnsupported, StorageLock
 
-__all__ = ["LockedStore", "Ownership", "is_locked", "is_owned", "lock_store", "own", "owned"]
-
-
 _KEY = "owner"
 _POLL_S = 0.2
 

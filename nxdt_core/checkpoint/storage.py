@@ -15,9 +15,6 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import NotRegularFile
 
-__all__ = ["check_writable", "explained", "explained_os_errors", "locate", "open_storage", "reason_of", "scheme_of"]
-
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _IN_THE_WAY = frozenset({errno.ENOTDIR, errno.EEXIST, errno.EISDIR})

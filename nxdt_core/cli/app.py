@@ -19,8 +19,6 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.garbage_collection import collect_once_at_exit, rare_collections
 from nxdt_core.visible_text import VisibleFormatter
 
-__all__ = ["COMMANDS", "main", "root"]
-
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Of standard output; errors of files name them, and commands explain those."""
 _INTERRUPTED = 130

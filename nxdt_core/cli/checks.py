@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
     from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["check_layout", "data_notes", "vocabulary_notes"]
-
 
 def check_layout(config: ResolvedConfig) -> None:
     """Build the model on the meta device, and send shapes through every shard and the objective.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nxdt_core.launch.supervision.client import Client
     from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
 
-__all__ = ["compile_ahead"]
-
 
 @click.command(
     "compile",

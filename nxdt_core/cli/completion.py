@@ -8,9 +8,6 @@ import click
 
 from nxdt_core.cli.verb import Verb
 
-__all__ = ["REQUEST", "SCRIPTS", "answer", "completion"]
-
-
 _BASH = r"""# bash completion of nxdt
 _nxdt_completion() {
     local line="${COMP_LINE:0:COMP_POINT}" word start="" mark kind value

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
     from nxdt_core.protocols.migration import MigratedConfig
 
-__all__ = ["as_object", "config", "failed_as_object", "migrate"]
-
 
 @click.command(
     cls=Verb,

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
     from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
 
-__all__ = ["VERBS", "data", "length_summary", "preview", "print_preview"]
-
 
 VERBS = {
     "preview": LazyCommand(

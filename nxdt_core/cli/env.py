@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
     from nxdt_core.train.environment import Device, Environment
 
-__all__ = ["env"]
-
 
 @click.command(
     cls=Verb,

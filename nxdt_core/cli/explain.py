@@ -19,9 +19,6 @@ from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 from nxdt_core.errors.base import ErrorCode, NxdtError
 
-__all__ = ["Explanation", "error_codes", "explain", "explanations"]
-
-
 _PREFIX = "NXDT-"
 _EXAMPLES = 3
 _PLACEHOLDER = re.compile(r"'?\{(\w+)(?:![rsa])?(?::[^{}]*)?\}'?")

@@ -13,8 +13,6 @@ import click
 
 from nxdt_core.cli.verb import Verb, write_examples
 
-__all__ = ["LazyCommand", "LazyGroup", "PluginGroup", "SuggestingGroup", "VerbGroup", "contributed_commands"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyCommand:

@@ -16,7 +16,6 @@ from nxdt_core.config.fields.types import Choice, Items, Nothing, Scalar, Shape,
 if TYPE_CHECKING:
     from nxdt_core.kernel import RegisteredComponent
 
-__all__ = ["launch"]
 
 _EXAMPLES = {
     "slurm": (

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from nxdt_core.train.layout_search import Search
     from nxdt_core.train.plan import RunPlan, StepTime
 
-__all__ = ["plan", "print_progress", "print_ranking", "print_report"]
-
 
 @click.command(
     cls=Verb,

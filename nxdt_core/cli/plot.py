@@ -16,8 +16,6 @@ from nxdt_core.regular_files import replacing
 from nxdt_core.train.run.metric_files import Row, drawable, finite, lines_of, rows_by_step
 from nxdt_core.visible_text import visible
 
-__all__ = ["PlottedRun", "draw", "plot", "read_run"]
-
 
 @click.command(
     cls=Verb,

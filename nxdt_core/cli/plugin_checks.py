@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from nxdt_core.kernel.plugin import PluginInfo
 
-__all__ = ["complaints", "outdated", "stale_metadata"]
-
 
 _TIMEOUT_S = 60
 _AT_ONCE = 4

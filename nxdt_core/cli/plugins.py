@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel, RegisteredComponent
     from nxdt_core.kernel.plugin import PluginInfo
 
-__all__ = ["plugins", "trace"]
-
 
 _SLOWEST = 20
 """Rows of the table."""

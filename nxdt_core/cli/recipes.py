@@ -11,8 +11,6 @@ from nxdt_core.cli.groups import VerbGroup
 from nxdt_core.cli.terminal import print_table
 from nxdt_core.cli.verb import as_json, complete_recipe, print_json, say
 
-__all__ = ["recipes"]
-
 
 @click.group(
     cls=VerbGroup,

@@ -14,9 +14,6 @@ from nxdt_core.cli.verb import Verb, say
 from nxdt_core.errors.training import NotARunDirectory
 from nxdt_core.http_server import Handler, Server
 
-__all__ = ["POLICY", "notice", "page", "report", "watch"]
-
-
 _HOST = "127.0.0.1"
 _REFRESH_S = 10
 

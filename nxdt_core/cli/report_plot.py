@@ -13,8 +13,6 @@ from typing import TypeAlias, final
 from nxdt_core.train.run.metric_files import drawable
 from nxdt_core.visible_text import visible
 
-__all__ = ["COLOURS", "Content", "Markup", "document", "element", "plot", "policy"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,6 @@ from pathlib import Path
 from nxdt_core.errors.training import NotARunDirectory
 from nxdt_core.train.run.metric_files import Row, finite, json_object, lines_of, rows_by_step
 
-__all__ = ["Run", "Series", "read_run"]
-
-
 Series = dict[int, float]
 """Value by step."""
 

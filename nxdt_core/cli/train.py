@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
     from nxdt_core.launch.supervision.client import Client
 
-__all__ = ["survive_closed_output", "train"]
-
 
 @click.command(
     cls=Verb,

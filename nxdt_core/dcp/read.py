@@ -35,8 +35,6 @@ from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["NxdtReader"]
-
 
 class NxdtReader(StorageReader):
     """Reads the tensors of one section of a committed checkpoint.

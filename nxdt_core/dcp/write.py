@@ -38,8 +38,6 @@ from nxdt_core.errors.checkpoints import UnsavableState
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["NxdtWriter"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Turn:

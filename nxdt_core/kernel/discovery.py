@@ -31,17 +31,6 @@ from nxdt_core.kernel.metadata import (
 )
 from nxdt_core.kernel.plugin import GUARDED, LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
 
-__all__ = [
-    "HEAVY",
-    "find_local_plugins",
-    "find_plugins",
-    "import_local",
-    "import_plugin",
-    "import_reference",
-    "local_module_name",
-]
-
-
 _MAJOR, _MINOR = __version__.split(".")[:2]
 _UNBOUNDED = (
     "it requires no range of nxdt-core, so that a later nxdt-core may break it; "

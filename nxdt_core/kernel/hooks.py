@@ -25,8 +25,6 @@ from nxdt_core.errors.plugins import PluginHookFailed
 from nxdt_core.kernel import hookspecs
 from nxdt_core.kernel.plugin import GUARDED, PluginDefect, PluginInfo, describe_failure
 
-__all__ = ["HookCall", "HookResult", "HookSet", "collect_hooks", "new_manager", "register", "traced_hooks"]
-
 T = TypeVar("T")
 
 _MARK: Final = f"{PROJECT}_impl"

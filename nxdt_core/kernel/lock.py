@@ -19,9 +19,6 @@ from nxdt_core.kernel.metadata import read_metadata_file, version_of
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 from nxdt_core.regular_files import replace_text
 
-__all__ = ["compare_with_lock", "digest_plugin", "editable_source", "fingerprint", "identify_plugins", "write_lock"]
-
-
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """In ``*.dist-info``, written by the installer and so different for equal wheels."""
 

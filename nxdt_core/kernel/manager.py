@@ -35,9 +35,6 @@ from nxdt_core.kernel.plugin import (
 )
 from nxdt_core.kernel.registry import RegisteredComponent, Registry
 
-__all__ = ["Declaration", "Kernel", "declare", "fill_added_kinds"]
-
-
 T = TypeVar("T")
 
 

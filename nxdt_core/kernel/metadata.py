@@ -18,20 +18,6 @@ from pathlib import Path
 from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.kernel.plugin import normalise
 
-__all__ = [
-    "CoreMetadata",
-    "MalformedMetadata",
-    "admits",
-    "directory_above",
-    "directory_name",
-    "directory_stem",
-    "is_bounded",
-    "plugin_entries",
-    "read_core_metadata",
-    "read_metadata_file",
-    "version_of",
-]
-
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?(\s*\[.*\])?")
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")

@@ -9,22 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, Literal
 
-__all__ = [
-    "BUILTIN",
-    "GUARDED",
-    "LOCAL",
-    "PluginDefect",
-    "PluginInfo",
-    "PluginPolicy",
-    "PluginState",
-    "advise",
-    "describe_failure",
-    "diagnose",
-    "normalise",
-    "plugin_hints",
-    "plugin_notes",
-]
-
 
 @lru_cache(maxsize=4096)
 def normalise(dist: str) -> str:

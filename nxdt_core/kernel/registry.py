@@ -21,8 +21,6 @@ from nxdt_core.kernel.discovery import import_reference
 from nxdt_core.kernel.known import known_offers, offering_dist, reading_model, serving_dist
 from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, diagnose, names, normalise
 
-__all__ = ["RegisteredComponent", "Registry"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredComponent:

@@ -40,8 +40,6 @@ from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.torch_versions import run_agent
 
-__all__ = ["launch", "node_from_environment"]
-
 _LOOPBACK = "127.0.0.1"
 
 

@@ -25,8 +25,6 @@ from nxdt_core.progress import PROGRESS, process_age_s
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.visible_text import visible
 
-__all__ = ["as_rank"]
-
 
 def as_rank(place: Place, run: Callable[[Client], int]) -> int:
     """Call ``run`` as one of many ranks and return the process's exit status.

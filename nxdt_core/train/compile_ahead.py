@@ -21,8 +21,6 @@ from nxdt_core.train.data import Dataset, StepInput
 from nxdt_core.train.session import TrainSession, start_engine, without_gradients
 from nxdt_core.train.step import mean_loss
 
-__all__ = ["ahead_of", "run_trial"]
-
 _STEPS = 3
 """The first one compiles; the second has an optimizer's state, and the third begins with what the second changed."""
 

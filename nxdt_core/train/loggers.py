@@ -22,8 +22,6 @@ from nxdt_core.callback import Callback, Run
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
 from nxdt_core.regular_files import read_text
 
-__all__ = ["MLFlowConfig", "MLflow", "TensorBoard", "Wandb", "WandbConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbConfig:

@@ -11,8 +11,6 @@ from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train.callbacks.metrics import ValidationMetrics
 from nxdt_core.train.session import without_gradients
 
-__all__ = ["fit", "validate", "validates_after"]
-
 
 def fit(run: Run) -> None:
     """Train from ``run.step`` until ``run.max_steps``, or until all ranks have agreed to stop. Collective."""

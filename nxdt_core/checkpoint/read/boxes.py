@@ -22,8 +22,6 @@ from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["check_fits", "fill"]
-
 _BUFFER_BYTES = 256 * 2**20
 """Buffers at a time (more where a single tensor needs it); each batch reads the blocks that it touches once."""
 

@@ -29,20 +29,6 @@ from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = [
-    "Unmatched",
-    "check_model",
-    "iterate_model",
-    "load_model",
-    "load_model_into",
-    "load_optimizer",
-    "load_optimizer_like",
-    "load_state",
-    "read_tensors",
-    "saved_ranks",
-]
-
-
 _AT_ONCE_BYTES = 256 * 2**20
 """Tensors that :func:`iterate_model` holds at a time: each read parses headers and verifies whole blocks."""
 

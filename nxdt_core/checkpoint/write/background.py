@@ -19,9 +19,6 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import SaveTookTooLong, StorageError
 from nxdt_core.protocols.parallel.piece import Piece
 
-__all__ = ["BackgroundJob", "StagingBuffers"]
-
-
 _NICENESS = 15
 """Niceness of the thread and of those that it starts: on a host that computes, a save uses the cores that training
 leaves free. On two cores the next ten steps take 1.2 times as long as those before, and 1.4 times without it."""

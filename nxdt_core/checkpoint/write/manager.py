@@ -30,8 +30,6 @@ from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["CheckpointManager", "SaveReport"]
-
 _log = logging.getLogger(__name__)
 
 _TOPIC = "checkpoint"

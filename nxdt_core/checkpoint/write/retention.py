@@ -16,8 +16,6 @@ from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints,
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["PrunePlan", "Retention", "RunRetention", "delete_step", "plan_prune", "prune"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:

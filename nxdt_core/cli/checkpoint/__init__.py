@@ -6,8 +6,6 @@ import click
 
 from nxdt_core.cli.groups import LazyCommand, LazyGroup
 
-__all__ = ["VERBS", "checkpoint"]
-
 VERBS = {
     "list": LazyCommand(
         target="nxdt_core.cli.checkpoint.list:list_",

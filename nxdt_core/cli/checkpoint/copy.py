@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nxdt_core.cli.checkpoint.copying import CopyReport
     from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["copy"]
-
 
 @click.command(
     cls=Verb,

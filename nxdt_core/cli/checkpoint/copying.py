@@ -23,8 +23,6 @@ from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
 from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["CopyReport", "copy_checkpoint"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:

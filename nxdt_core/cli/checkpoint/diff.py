@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.format.state_tree import ValueDifference
     from nxdt_core.cli.checkpoint.difference import Difference, Side, TensorDifference
 
-__all__ = ["diff"]
 
 _ROWS = 20
 """Rows of each kind that a person is shown; ``--json`` has them all."""

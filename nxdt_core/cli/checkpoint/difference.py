@@ -26,13 +26,6 @@ from nxdt_core.protocols.store import CheckpointStore
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SUBJECTS",
-    "Difference",
-    "Side",
-    "TensorDifference",
-    "compare_checkpoints",
-]
 
 Subject = Literal["model", "optim", "state", "config"]
 SUBJECTS: tuple[Subject, ...] = ("model", "optim", "state", "config")

@@ -15,8 +15,6 @@ from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 if TYPE_CHECKING:
     from nxdt_core.train.weights.export import ExportDtype, Exported
 
-__all__ = ["export", "size"]
-
 
 _UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate(("", "K", "M", "G", "T"))}}
 _UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate(("K", "M", "G", "T"), start=1)}

@@ -14,8 +14,6 @@ from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 if TYPE_CHECKING:
     from nxdt_core.train.weights.importing import Imported
 
-__all__ = ["import_"]
-
 
 @click.command(
     "import",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
     from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 
-__all__ = ["inspect"]
-
 
 @click.command(
     cls=Verb,

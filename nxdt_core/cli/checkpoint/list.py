@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from nxdt_core.checkpoint import CheckpointStatus
 
-__all__ = ["list_"]
 
 _METRICS_SHOWN = 3
 _HEADER = ("STEP", "TIME (UTC)", "STATE", "ARCHIVE", "SIZE", "MESH", "METRICS", "PROBLEM", "URI")

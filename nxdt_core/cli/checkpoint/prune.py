@@ -9,8 +9,6 @@ import click
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, own_for
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
-__all__ = ["prune"]
-
 
 @click.command(
     cls=Verb,

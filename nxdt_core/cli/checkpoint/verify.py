@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.read.status import Depth
     from nxdt_core.protocols.store import CheckpointStore
 
-__all__ = ["verify"]
-
 
 @click.command(
     cls=Verb,

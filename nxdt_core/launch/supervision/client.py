@@ -37,8 +37,6 @@ from nxdt_core.launch.supervision.supervisor import keep_alive
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.launcher import Place
 
-__all__ = ["Client", "SupervisorAddress", "find_supervisor", "is_published", "publish_address"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorAddress:

@@ -12,8 +12,6 @@ from tqdm import tqdm
 from nxdt_core.train.run.log import VALUES
 from nxdt_core.visible_text import visible
 
-__all__ = ["Console", "human"]
-
 _log = logging.getLogger(__name__)
 _BAR = "step {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}"
 """At 80 columns the bar has 20 of them."""

@@ -24,9 +24,6 @@ from nxdt_core.train.callbacks.metrics import MetricsWriter
 from nxdt_core.train.callbacks.prometheus import MonitorServer, Sample, exposition, samples_of_row
 from nxdt_core.train.run.log import strict_json
 
-__all__ = ["Monitor", "MonitorReports", "monitored"]
-
-
 _log = logging.getLogger(__name__)
 
 State = Literal["starting", "running", "finished", "stopped", "interrupted", "failed"]

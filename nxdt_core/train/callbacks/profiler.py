@@ -19,9 +19,6 @@ from nxdt_core.engine.compile_cache import graph_origins
 from nxdt_core.progress import PROGRESS
 from nxdt_core.regular_files import replace_text
 
-__all__ = ["CompileClock", "CompileTime", "Profiler"]
-
-
 _STEPS = schedule(wait=1, warmup=1, active=3, repeat=1)
 """Steps whose trace is kept: those of a compiled model have ended to compile by then."""
 

@@ -13,9 +13,6 @@ from urllib.parse import parse_qs
 
 from nxdt_core.http_server import Handler, Server
 
-__all__ = ["MonitorServer", "Sample", "exposition", "samples_of_row"]
-
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -25,16 +25,6 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 
-__all__ = [
-    "cannot_write",
-    "dated",
-    "directory_lock",
-    "keep_inputs",
-    "other_source",
-    "owned_on_rank_zero",
-    "run_dir_explained",
-]
-
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
 """The command line of each start of the run, one per line."""

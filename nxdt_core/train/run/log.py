@@ -22,9 +22,6 @@ from nxdt_core.regular_files import make_directory, regular_opener
 from nxdt_core.train.run.files import run_dir_explained
 from nxdt_core.visible_text import VisibleFormatter, visible
 
-__all__ = ["VALUES", "JsonFormatter", "printed", "run_log", "strict_json"]
-
-
 VALUES = "nxdt_values"
 """Attribute of a record: the values that its message shows, such as a row of ``metrics.jsonl``."""
 _CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")

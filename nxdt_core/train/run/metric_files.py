@@ -25,9 +25,6 @@ from nxdt_core.regular_files import read_text, regular_opener, replace_text
 from nxdt_core.train.run.files import cannot_write, directory_lock
 from nxdt_core.train.run.log import strict_json
 
-__all__ = ["MetricFiles", "Row", "drawable", "finite", "json_object", "lines_of", "mark_failed", "rows_by_step"]
-
-
 _ASIDE = ".replaced.jsonl"
 
 

@@ -27,19 +27,6 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
 
-__all__ = [
-    "ForeignStart",
-    "Start",
-    "as_trial",
-    "check_adapter",
-    "check_versions",
-    "counts_passes",
-    "decide_base",
-    "decide_start",
-    "in_steps",
-    "with_start_step",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:

@@ -57,8 +57,6 @@ from nxdt_core.train.run.start import (
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
 
-__all__ = ["train"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
 
-__all__ = ["Adapted", "DoraEmbeddingUpdate", "DoraUpdate", "EmbeddingUpdate", "ExpertsUpdate", "LowRankUpdate", "adapt"]
-
 
 class LowRankUpdate(Update):
     """Of a linear layer: ``product + scaling * (dropout(x) Aᵀ) Bᵀ`` (Hu et al. 2021, arXiv:2106.09685)."""

@@ -25,9 +25,6 @@ from nxdt_plugin_lora.errors import BaseIsNoReference
 from nxdt_plugin_lora.loading import check_options, load_adapter
 from nxdt_plugin_lora.merging import merge_last, write_options
 
-__all__ = ["LoraAdapter", "changes_base", "check_reference", "init_magnitudes"]
-
-
 _MAGNITUDE = "lora_magnitude"
 
 

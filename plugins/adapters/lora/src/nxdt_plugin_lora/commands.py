@@ -14,8 +14,6 @@ from nxdt_core.cli.verb import Verb, as_json, print_json, say
 if TYPE_CHECKING:
     from nxdt_plugin_lora.merging import Merged
 
-__all__ = ["export_lora", "merge_lora"]
-
 
 @click.command(
     "merge-lora",

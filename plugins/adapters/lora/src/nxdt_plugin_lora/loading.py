@@ -28,8 +28,6 @@ from nxdt_plugin_lora.peft_files import differences, is_peft, read_config, read_
 from nxdt_plugin_lora.peft_names import peft_tensors
 from nxdt_plugin_lora.targets import tables_of
 
-__all__ = ["check_options", "load_adapter"]
-
 _COMPUTED = ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
 
 

@@ -35,9 +35,6 @@ from nxdt_plugin_lora.peft_names import base_of
 from nxdt_plugin_lora.saved_run import SavedLora, open_saved
 from nxdt_plugin_lora.targets import tables_of
 
-__all__ = ["MERGED", "Merged", "merge_last", "merge_lora", "merged_weight", "write_options"]
-
-
 _OF_THE_ADAPTER = ("adapter", "model_alignment_strategy")
 """Sections that a merged model's run has no more."""
 

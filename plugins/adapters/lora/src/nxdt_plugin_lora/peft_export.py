@@ -21,9 +21,6 @@ from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
 from nxdt_plugin_lora.saved_run import SavedLora, open_saved
 from nxdt_plugin_lora.targets import adaptable_names, tables_of
 
-__all__ = ["ExportedLora", "check_pairs", "describe", "export_lora", "taken_for_experts"]
-
-
 _PAIR = ("gate_proj", "up_proj")
 
 

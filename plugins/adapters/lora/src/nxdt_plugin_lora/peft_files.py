@@ -20,20 +20,6 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
 from nxdt_plugin_lora.peft_names import PeftTensor
 
-__all__ = [
-    "CONFIG",
-    "MERGE",
-    "WEIGHTS",
-    "differences",
-    "is_peft",
-    "peft_config",
-    "read_config",
-    "read_peft",
-    "unread",
-    "write_peft",
-]
-
-
 _SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Theirs → ours: what decides on the values of the update."""
 _THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}

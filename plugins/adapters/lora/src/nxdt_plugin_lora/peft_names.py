@@ -15,9 +15,6 @@ from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_plugin_lora.errors import NoPeftForm
 
-__all__ = ["Leaf", "PeftTensor", "base_of", "peft_tensors"]
-
-
 _PREFIX = "base_model.model."
 _HEAD = "lm_head.weight"
 """Name of a head that shares the embedding's weight and therefore has no separate tensor."""

@@ -20,8 +20,6 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoAdapterHere
 from nxdt_plugin_lora.peft_names import base_of
 
-__all__ = ["SavedLora", "open_saved"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,9 +25,6 @@ from nxdt_core.file_lock import FileLock, mount_of
 from nxdt_plugin_fsx.config import FsxStorageConfig
 from nxdt_plugin_fsx.errors import ArchivingFailed, LfsFailed, LfsMissing, NotLustre, StripingFailed
 
-__all__ = ["FsxStorage", "HsmState", "Lfs", "find_lfs"]
-
-
 _FILES = 200
 """Files of one call: of the longest paths, as many as a command line takes."""
 _SHOWN = 4

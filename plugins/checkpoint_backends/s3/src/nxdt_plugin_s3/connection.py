@@ -28,9 +28,6 @@ from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.errors import S3ChecksumUnavailable
 from nxdt_plugin_s3.faults import FAILURES, Place, is_transient, redacted
 
-__all__ = ["Checksum", "Connection", "Retrier", "RetryBudget", "choose", "sdk_session"]
-
-
 _BYTES = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 
 

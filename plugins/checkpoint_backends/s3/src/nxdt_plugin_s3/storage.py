@@ -24,9 +24,6 @@ from nxdt_plugin_s3.download import Download
 from nxdt_plugin_s3.faults import FAILURES, is_transient, no_such_key, status_of
 from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
 
-__all__ = ["S3Storage", "abort_incomplete_uploads"]
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.errors import S3ObjectTooLarge
 from nxdt_plugin_s3.faults import FAILURES, code_of, status_of
 
-__all__ = ["TOKEN", "Body", "Upload", "is_ours"]
-
 
 @final
 class Body(io.RawIOBase):

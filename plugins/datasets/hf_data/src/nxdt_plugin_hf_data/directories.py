@@ -19,9 +19,6 @@ from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import read_text, require_fetched
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing, SplitUnclear
 
-__all__ = ["Saved", "is_saved", "of_split", "open_saved", "saved_files"]
-
-
 _KEYWORDS: Mapping[str, SplitName] = {
     "train": "train",
     "training": "train",

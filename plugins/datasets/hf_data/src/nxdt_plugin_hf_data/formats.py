@@ -17,8 +17,6 @@ from nxdt_plugin_hf_data.columns import chosen
 from nxdt_plugin_hf_data.directories import is_saved, of_split, saved_files
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, UnknownDataFormat
 
-__all__ = ["Rows", "files_of", "read_rows"]
-
 Rows = tuple[int, pa.RecordBatch]
 """Number of the first row within its file, and the rows."""
 

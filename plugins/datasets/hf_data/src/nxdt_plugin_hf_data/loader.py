@@ -22,8 +22,6 @@ from nxdt_plugin_hf_data.mixture import Blocks, Interleave, Mixture
 from nxdt_plugin_hf_data.rows import Cutting, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
 
-__all__ = ["HfData", "cached"]
-
 
 def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -> TokenStream:
     """Return what ``make`` returns, or what it returned when it was called for the same ``name``.

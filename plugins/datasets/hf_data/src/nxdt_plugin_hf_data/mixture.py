@@ -13,8 +13,6 @@ from nxdt_core.data.sampler import Permutation
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
-__all__ = ["Blocks", "Interleave", "Mixture"]
-
 
 class Interleave:
     """Endless streams by weight: the next sample is of the one that is furthest behind its share.

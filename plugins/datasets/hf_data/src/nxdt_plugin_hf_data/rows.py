@@ -20,8 +20,6 @@ from nxdt_plugin_hf_data.columns import TokenColumns
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.errors import MisfitRows, PaddedDocuments, RowTooLong, TokenOutOfVocabulary
 
-__all__ = ["Cutting", "Guarded", "RowDataset", "TextFraming", "check_columns", "check_ids", "row_sample"]
-
 
 class Guarded:
     """The samples of ``dataset``, each looked at when it is read; those at both ends and some between at once.

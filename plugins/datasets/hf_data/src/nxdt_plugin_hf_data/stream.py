@@ -38,8 +38,6 @@ from nxdt_plugin_hf_data.errors import (
 from nxdt_plugin_hf_data.formats import read_rows
 from nxdt_plugin_hf_data.rows import Cutting, TextFraming, check_columns, row_sample
 
-__all__ = ["FileSource", "FileStream"]
-
 Ids = NDArray[np.integer]
 
 _LOOKED_AT = 4096

@@ -17,8 +17,6 @@ from nxdt_plugin_megatron_data.errors import TokenOutsideVocabulary
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 from nxdt_plugin_megatron_data.indices import Indices
 
-__all__ = ["BlendedDataset", "ChainedDataset", "Cut", "IndexedDataset", "in_shares"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:

@@ -19,21 +19,6 @@ from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
 from nxdt_core.regular_files import regular_opener, replacing, require_fetched
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
 
-__all__ = [
-    "DTYPES",
-    "HEADER",
-    "MAGIC",
-    "VERSION",
-    "IndexedTokens",
-    "IndexedWriter",
-    "bin_path",
-    "code_of",
-    "dtype_for",
-    "idx_path",
-    "write_index",
-]
-
-
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")

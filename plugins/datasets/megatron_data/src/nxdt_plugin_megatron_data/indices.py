@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.cache import cached_arrays
 
-__all__ = ["Indices", "build_indices", "cached_indices", "count_samples"]
-
 
 @dataclass(frozen=True, slots=True)
 class Indices:

@@ -14,7 +14,6 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 if TYPE_CHECKING:
     from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 
-__all__ = ["inspect"]
 
 _QUANTILES = (0, 25, 50, 75, 95, 100)
 

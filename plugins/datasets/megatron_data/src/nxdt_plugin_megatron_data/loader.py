@@ -18,8 +18,6 @@ from nxdt_plugin_megatron_data.indices import build_indices, cached_indices, cou
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
 from nxdt_plugin_megatron_data.provenance import note_path, read_note
 
-__all__ = ["MegatronData"]
-
 
 class MegatronData:
     """Samples of Megatron's files.

@@ -20,9 +20,6 @@ from nxdt_plugin_sft_chat.config import ChatConfig, Truncation
 from nxdt_plugin_sft_chat.errors import ChatTooLong
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
 
-__all__ = ["TEMPLATE", "Chats", "Encoded", "Encoder", "gather", "trained_messages"]
-
-
 TEMPLATE = len(ROLES)
 """In :attr:`Encoded.roles`: text of the template."""
 

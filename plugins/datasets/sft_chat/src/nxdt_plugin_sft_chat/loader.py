@@ -28,9 +28,6 @@ from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
 from nxdt_plugin_sft_chat.rendering import Renderer
 
-__all__ = ["ChatData", "ChatDataset"]
-
-
 _PADDING = -1
 """Document number of padding."""
 

@@ -16,8 +16,6 @@ from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_text.config import TextConfig
 
-__all__ = ["TextData", "documents"]
-
 
 def documents(path: Path, content: bytes, *, text_key: str, separator: str | None) -> Iterator[str]:
     """Documents of one file, none of them blank.

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from nxdt_plugin_evaluate.errors import EvaluationLibraryMissing
 
-__all__ = ["Rouge", "RougeWords"]
-
-
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai and Lao, Burmese, Khmer
     "\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f"  # kana

@@ -15,9 +15,6 @@ from nxdt_core.distributed.environment import place_from_environment
 from nxdt_plugin_lightning.errors import NotOurModule, TrainerArgumentsIgnored
 from nxdt_plugin_lightning.module import NxdtModule
 
-__all__ = ["ScriptLauncher", "StartedProcesses", "asked_processes", "check_trainer", "complete_variables"]
-
-
 _UNCALLED = {
     **dict.fromkeys(("on_before_backward", "on_after_backward", "on_before_zero_grad"), "on_before_optimizer_step"),
     **dict.fromkeys(("backward", "optimizer_step", "optimizer_zero_grad"), "a component of the kind optimizer"),

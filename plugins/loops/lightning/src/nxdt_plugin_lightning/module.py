@@ -25,8 +25,6 @@ from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import StepResult
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurStrategy
 
-__all__ = ["NxdtModule"]
-
 
 class NxdtModule(pl.LightningModule):
     """The configured model, objective, optimizer and schedule; needs ``NxdtStrategy`` in the ``Trainer``.

@@ -33,7 +33,6 @@ from nxdt_plugin_lightning.module import NxdtModule
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-__all__ = ["NxdtStrategy"]
 
 _log = logging.getLogger(__name__)
 

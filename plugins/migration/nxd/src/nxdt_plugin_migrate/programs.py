@@ -11,9 +11,6 @@ from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig
 from nxdt_plugin_migrate.config.detect import framework_of
 from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, current_name, why_unneeded
 
-__all__ = ["VARIABLES", "NeMo", "NeuronxNemoMegatron", "NxDTraining", "environment_note"]
-
-
 _NOTHING = "nothing"
 _PRECISION = "precision.type"
 

@@ -13,8 +13,6 @@ from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_plugin_preference.pairs import PAIR
 from nxdt_plugin_preference.rendering import Pair
 
-__all__ = ["PairDataset"]
-
 _PADDING = -1
 """Document number of padding."""
 

@@ -23,8 +23,6 @@ from nxdt_plugin_preference.errors import EmptySplit, NoRoomForAnswers, PairsCut
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair, Renderer
 
-__all__ = ["Fitting", "PreferenceData"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:

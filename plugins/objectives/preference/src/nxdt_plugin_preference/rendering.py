@@ -19,8 +19,6 @@ from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
 from nxdt_plugin_preference.records import Preference, Turns
 
-__all__ = ["Pair", "Renderer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:

@@ -14,9 +14,6 @@ from torch.nn import functional
 
 from nxdt_core.protocols.optimizer import ParameterShard
 
-__all__ = ["RowBlocks", "dequantised", "quantised", "without_warnings"]
-
-
 _LOGGERS = ("torchao", "torch.utils._pytree")
 """They warn of extensions for other devices, and of torchao's own use of torch's pytrees."""
 

@@ -14,9 +14,6 @@ from nxdt_core.protocols.precision import ScaledCast
 from nxdt_plugin_torchao.blocks import without_warnings
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
 
-__all__ = ["Float8Cast", "Float8Product"]
-
-
 with without_warnings():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated

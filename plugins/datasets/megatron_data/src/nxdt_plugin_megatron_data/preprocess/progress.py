@@ -21,9 +21,6 @@ from nxdt_plugin_megatron_data.errors import OtherJob
 from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, write_index
 from nxdt_plugin_megatron_data.provenance import Note, note_path
 
-__all__ = ["Block", "Counts", "Output", "Place", "is_json", "read_blocks"]
-
-
 _BLOCK_BYTES = 1 << 20
 """Long enough that sending it to another process costs little, short enough that all of them finish together."""
 _BOM = b"\xef\xbb\xbf"

@@ -21,8 +21,6 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.indexed_files import dtype_for
 from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
 
-__all__ = ["Encoded", "Fault", "Recipe", "RecordEncoder", "encode_here", "start_worker"]
-
 _NOT_UTF8 = "not UTF-8"
 
 

@@ -38,8 +38,6 @@ from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode
 from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
 from nxdt_plugin_megatron_data.provenance import Note, note_path
 
-__all__ = ["Job", "Outcome", "preprocess"]
-
 _AHEAD_PER_WORKER = 3
 """Blocks that are read before their turn: each process finds its next one ready."""
 _CHECKED_FROM = 1000

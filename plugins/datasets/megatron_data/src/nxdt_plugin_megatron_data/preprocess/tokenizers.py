@@ -20,8 +20,6 @@ from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["NamedTokenizer", "find_tokenizer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTokenizer:

@@ -25,8 +25,6 @@ from nxdt_core.protocols.plan import AttentionHeads
 from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, concatenated
 from nxdt_plugin_migrate.errors import NeuronxReplicasDiffer
 
-__all__ = ["Merger", "Slots", "Stages", "order_of", "parameters_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:

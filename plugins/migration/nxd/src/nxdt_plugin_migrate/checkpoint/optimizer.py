@@ -19,8 +19,6 @@ from nxdt_plugin_migrate.checkpoint.layout import NeuronxLayout
 from nxdt_plugin_migrate.checkpoint.merge import Stages, parameters_of
 from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, RankFile, concatenated
 
-__all__ = ["MASTER", "OptimizerState", "Unmergeable", "read_optimizer"]
-
 MASTER = "master"
 """The family of fp32 master weights."""
 _WITHOUT_DECAY = (("bias", "LayerNorm", "norm"), ("bias",))

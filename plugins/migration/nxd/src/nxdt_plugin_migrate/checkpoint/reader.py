@@ -21,8 +21,6 @@ from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unm
 from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, RankFile, read_pt
 from nxdt_plugin_migrate.errors import NeuronxStateUnread, NeuronxStepUnknown, NeuronxUnreadable
 
-__all__ = ["NeuronxCheckpoint"]
-
 _log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step=(\d+)")

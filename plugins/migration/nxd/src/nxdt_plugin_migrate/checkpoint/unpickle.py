@@ -17,8 +17,6 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.errors import NeuronxFileDamaged, NeuronxMisfit, PickleRefused
 
-__all__ = ["Leaf", "RankFile", "Record", "TensorReference", "concatenated", "read_pt"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:

@@ -12,8 +12,6 @@ from nxdt_core.config.resolve.interpolation import UNRESOLVED, interpolate
 from nxdt_core.config.sources.node import Node, join, to_plain
 from nxdt_core.protocols.migration import MigratedKey, Verdict
 
-__all__ = ["Comments", "Document", "Setting", "read_comments", "read_document"]
-
 
 @dataclass(frozen=True, slots=True)
 class Comments:

@@ -25,9 +25,6 @@ from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL
 from nxdt_plugin_migrate.config.render import TO_SET, render
 from nxdt_plugin_migrate.errors import NoDecoder
 
-__all__ = ["drop_unsupported", "migrate", "require_decoder", "unset_paths"]
-
-
 _MODEL_CONFIG = "model.model_config"
 
 _PATHS = (

@@ -10,9 +10,6 @@ from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.nxdt import take_nxdt_keys
 from nxdt_plugin_migrate.config.renamed_keys import LOSES_NOTHING, LOST, MOVED, NNM_MOVED
 
-__all__ = ["from_nemo", "from_nnm", "take_peft"]
-
-
 _PEFT = "model.peft"
 _LORA = f"{_PEFT}.lora_tuning"
 _SAVED = f"{_PEFT}.restore_from_path"
