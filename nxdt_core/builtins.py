@@ -363,7 +363,7 @@ def nxdt_formats() -> list[Component]:
     return [
         Component(
             name="hf",
-            target="nxdt_core.checkpoint.hf.source:HFFormat",
+            target="nxdt_core.checkpoint.hf.format:HFFormat",
             summary="a Hugging Face directory with config.json and safetensors weights",
         )
     ]

@@ -14,7 +14,6 @@ from typing import Any
 
 from nxdt_core.config.huggingface.floats import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
-from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_core.regular_files import read_text
 
@@ -22,7 +21,6 @@ __all__ = [
     "CONFIG",
     "GENERATION_CONFIG",
     "SPECIAL",
-    "HFFormat",
     "HFSource",
     "json_bytes",
     "read_hf_source",
@@ -204,21 +202,3 @@ def _others(directory: Path) -> Iterator[str]:
         name = path.name
         if not name.startswith(".") and not any(fnmatchcase(name, known) for known in (*_WRITTEN, *_WEIGHTS)):
             yield f"{name}/" if path.is_dir() else name
-
-
-class HFFormat:
-    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`."""
-
-    def recognises(self, path: Path) -> bool:
-        """Return whether ``path`` has a ``config.json``."""
-        return (path / CONFIG).is_file()
-
-    def open(self, path: Path) -> CheckpointReader:
-        """Return the reader of the weights.
-
-        Raises:
-            HFFileMissing, HFFileDamaged: of its ``config.json``.
-        """
-        from nxdt_core.checkpoint.hf.reader import HFReader  # imports torch
-
-        return HFReader(path)

@@ -1,0 +1,26 @@
+"""The built-in checkpoint format ``hf``: directories of Hugging Face. Torch-free until one is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxdt_core.checkpoint.hf.source import CONFIG
+from nxdt_core.protocols.format import CheckpointReader
+
+
+class HFFormat:
+    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`."""
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether ``path`` has a ``config.json``."""
+        return (path / CONFIG).is_file()
+
+    def open(self, path: Path) -> CheckpointReader:
+        """Return the reader of the weights.
+
+        Raises:
+            HFFileMissing, HFFileDamaged: of its ``config.json``.
+        """
+        from nxdt_core.checkpoint.hf.reader import HFReader  # imports torch
+
+        return HFReader(path)
