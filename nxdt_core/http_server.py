@@ -14,8 +14,6 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Handler", "Server"]
-
 _SLOWEST_S = 10.0
 """How long a client may be silent, and how long it may take to read an answer."""
 _MOST_CLIENTS = 32

@@ -13,8 +13,6 @@ from nxdt_core.distributed.placement import local_of, piece_of, placed_like
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.parallel.piece import Held, Piece
 
-__all__ = ["empty_like", "list_pieces", "storable_piece"]
-
 
 def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
     """This rank's piece of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.

@@ -12,8 +12,6 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.visible_text import visible
 
-__all__ = ["generate"]
-
 _RUN = "nxdt_experiments/llama-tiny/checkpoints"
 
 

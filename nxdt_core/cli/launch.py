@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nxdt_core.cli.groups import SuggestingGroup
-from nxdt_core.cli.verb import Verb, completed_by, print_json, print_note, say
+from nxdt_core.cli.verb import Verb, complete_override, complete_source, print_json, print_note, say
 from nxdt_core.config.fields.types import Choice, Items, Nothing, Scalar, Shape, Table
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import RegisteredComponent
 
-__all__ = ["launch"]
 
 _EXAMPLES = {
     "slurm": (
@@ -122,10 +121,8 @@ before it.
 def _parameters() -> list[click.Parameter]:
     path = click.Path(path_type=Path)
     return [
-        click.Argument(["source"], metavar="CONFIG", shell_complete=completed_by("complete_source")),
-        click.Argument(
-            ["overrides"], nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed_by("complete_override")
-        ),
+        click.Argument(["source"], metavar="CONFIG", shell_complete=complete_source),
+        click.Argument(["overrides"], nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override),
         click.Option(["--nodes"], type=click.IntRange(min=1), help="Nodes of the run; by default trainer.num_nodes."),
         click.Option(["--cluster"], type=path, metavar="FILE", help="YAML file with the options below."),
         click.Option(["-o", "--output"], type=path, metavar="DIR", help="Where to write; by default launch/NAME."),

@@ -9,10 +9,8 @@ from operator import attrgetter
 import click
 
 from nxdt_core.cli.groups import VerbGroup
-from nxdt_core.cli.terminal.table import print_table
-from nxdt_core.cli.verb import as_json, completed_by, print_json, say
-
-__all__ = ["recipes"]
+from nxdt_core.cli.terminal import print_table
+from nxdt_core.cli.verb import as_json, complete_recipe, print_json, say
 
 _ONE_DEVICE = re.compile(r": 1 accelerator of (\d+) GiB, ")
 """In the summary of a recipe; ``tests/recipes`` plans each in that memory."""
@@ -58,7 +56,7 @@ def list_(device_memory: int | None, json_output: bool) -> None:
 
 
 @recipes.command("show", examples=("nxdt recipes show llama-tiny", "nxdt recipes show llama-tiny > my_run.yaml"))
-@click.argument("name", shell_complete=completed_by("complete_recipe"))
+@click.argument("name", shell_complete=complete_recipe)
 @as_json
 def show(name: str, json_output: bool) -> None:
     """Print the YAML of a recipe."""

@@ -2,7 +2,7 @@
 
 Three sets of variables are supported. torchrun, the elastic agent and most other launchers set ``RANK``,
 ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. ``mpirun`` sets those of Open MPI, MVAPICH or PMI
-(MPICH, Intel MPI), and ``srun`` sets ``SLURM_…`` for each task. :mod:`nxdt_core.launch.joining` calls those of plugins.
+(MPICH, Intel MPI), and ``srun`` sets ``SLURM_…`` for each task. :mod:`nxdt_core.launch.rank` calls those of plugins.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ LoggerLibraryMissing = NxdtError.define(
     "NXDT-T014",
     "A logger whose library is not installed.",
     "The logger '{logger}' needs the package '{package}', which cannot be imported: {reason}.",
-    "Run: pip install 'nxdt-core[{logger}]', or switch it off: exp_manager.create_{logger}_logger=false.",
+    "Run: pip install '{install}', or switch it off: exp_manager.create_{logger}_logger=false.",
 )
 
 LoggerCannotStart = NxdtError.define(

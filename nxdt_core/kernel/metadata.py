@@ -16,21 +16,7 @@ from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
 
 from nxdt_core.api import ENTRY_POINT_GROUP
-from nxdt_core.kernel.policy import normalise
-
-__all__ = [
-    "CoreMetadata",
-    "MalformedMetadata",
-    "admits",
-    "directory_above",
-    "directory_name",
-    "directory_stem",
-    "is_bounded",
-    "plugin_entries",
-    "read_core_metadata",
-    "read_metadata_file",
-    "version_of",
-]
+from nxdt_core.kernel.plugin import normalise
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?(\s*\[.*\])?")
 

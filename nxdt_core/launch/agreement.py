@@ -18,7 +18,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets.messages import is_hidden
 from nxdt_core.config.sources.node import to_plain, to_shown
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
-from nxdt_core.kernel.fingerprint import digest_plugin
+from nxdt_core.kernel.lock import digest_plugin
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 

@@ -35,8 +35,6 @@ from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.launcher import Job, Submission
 from nxdt_core.regular_files import make_directory, read_text, replace_text
 
-__all__ = ["prepare", "read_options", "submit", "write"]
-
 _RESUME = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
 _NAME_LENGTH = 48
 """Kubernetes allows 63 characters in the name of a pod, which has the number of the node behind it."""

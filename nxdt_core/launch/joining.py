@@ -15,8 +15,6 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.plugin import BUILTIN
 from nxdt_core.protocols.launcher import Place
 
-__all__ = ["find_place"]
-
 
 def find_place() -> Place:
     """Return the place of this process, and set the usual variables where a plugin's launcher has said it.

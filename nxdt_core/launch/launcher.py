@@ -33,15 +33,12 @@ from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.clusters import NodeAlreadyJoined
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing
 from nxdt_core.launch.restarts import interpreter_words, is_restarted
-from nxdt_core.launch.supervision import rendezvous
-from nxdt_core.launch.supervision.client import Client
+from nxdt_core.launch.supervision.client import Client, SupervisorAddress, find_supervisor, publish_address
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.torch_versions import run_agent
-
-__all__ = ["launch", "node_from_environment"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -184,7 +181,7 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     ranks = partial(run_ranks, config, node, store.port, command)
     if supervisor is not None:
         return _as_first(supervisor, ranks, node)
-    return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), ranks, node)
+    return _as_further(Client(place, find_supervisor(store, place), is_rank=False), ranks, node)
 
 
 def _join(node: Node, place: Place) -> TCPStore:
@@ -207,10 +204,10 @@ def _open_supervisor(node: Node, store: TCPStore) -> Supervisor:
         world_size=node.count * node.devices, address=node.address, arrival_s=join_timeout_s(), in_rank_zero=False
     )
     supervisor.start()
-    address = rendezvous.SupervisorAddress(
+    address = SupervisorAddress(
         port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=False
     )
-    rendezvous.publish(store, place, address)
+    publish_address(store, place, address)
     return supervisor
 
 

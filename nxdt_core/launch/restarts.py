@@ -16,8 +16,6 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.clusters import RestartsNeedResume
 from nxdt_core.parent import PARENT_VARIABLE
 
-__all__ = ["interpreter_words", "is_restarted", "run_with_restarts"]
-
 
 def interpreter_words(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
     """Return the words behind the interpreter that carry out a command for the same configuration.

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.limits import first_batches
+from nxdt_core.data.sampler import first_batches
 from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.objective import traits_of
@@ -20,8 +20,6 @@ from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhe
 from nxdt_core.train.data import Dataset, StepInput
 from nxdt_core.train.session import TrainSession, start_engine, without_gradients
 from nxdt_core.train.step import mean_loss
-
-__all__ = ["ahead_of", "run_trial"]
 
 _STEPS = 3
 """The first one compiles; the second has an optimizer's state, and the third begins with what the second changed."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.limits import first_batches, limit_sets
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.preview import Preview
 from nxdt_core.data.preview import preview as look
+from nxdt_core.data.sampler import first_batches, limit_sets
 from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch

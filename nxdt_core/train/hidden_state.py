@@ -20,8 +20,6 @@ from nxdt_core.errors.optimizers import HiddenObjectiveState, HiddenOptimizerSta
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.schedule import LRSchedule
 
-__all__ = ["check_schedule", "find_hidden_state", "watch_objective", "watch_optimizer"]
-
 _log = logging.getLogger(__name__)
 
 _LOOKS = 3

@@ -18,8 +18,6 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.launch import NoLayoutFits, NoTimesOfDevice
 from nxdt_core.train.plan import EFFICIENCY, RunPlan, plan
 
-__all__ = ["Layout", "Search", "candidates", "search"]
-
 _STRATEGY = "distributed_strategy"
 _REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
 _TOKENS_PER_CONTEXT_RANK = 8192

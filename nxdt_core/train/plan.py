@@ -23,8 +23,6 @@ from nxdt_core.protocols.parallel.products import ChecksProducts
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE_BYTES
 
-__all__ = ["EFFICIENCY", "RunPlan", "StepTime", "link_rate", "plan", "product_of", "run_parts", "step_time"]
-
 EFFICIENCY = 0.6
 """Assumed, not measured: published runs of dense models on H100 reach 40 to 60 % of the peak."""
 

@@ -32,13 +32,6 @@ from nxdt_core.train.weights.average import WeightAverage, take_average
 from nxdt_core.train.weights.base import base_digest, load_weights, without_base
 from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer
 
-__all__ = [
-    "SaveFacts",
-    "SaveParts",
-    "load_saved",
-    "save_parts",
-]
-
 Tensors = dict[str, torch.Tensor | Piece]
 
 

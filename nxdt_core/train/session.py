@@ -24,13 +24,15 @@ from typing import Any, Self
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest
-from nxdt_core.checkpoint.formats import format_of, load_format_into
+from nxdt_core.checkpoint.foreign import format_of, load_format_into
 from nxdt_core.checkpoint.hf.source import read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.training import ReferenceNeedsLength
+from nxdt_core.garbage_collection import GarbageCollection
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
@@ -40,10 +42,9 @@ from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer,
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
-from nxdt_core.train.garbage_collection import GarbageCollection
 from nxdt_core.train.hidden_state import watch_objective
 from nxdt_core.train.saved_state import SaveFacts, SaveParts, load_saved, save_parts
-from nxdt_core.train.state import TrainState, restore_rng, seed_all, state_explained
+from nxdt_core.train.state import TrainState, free_earlier_runs, restore_rng, seed_all, state_explained
 from nxdt_core.train.step import (
     StepResult,
     initialize_parallel_model,
@@ -192,7 +193,7 @@ class TrainSession:
         Args:
             resumes: the checkpoint that :meth:`load_checkpoint` will load, so that what it holds is not drawn.
         """
-        self.collections.of_earlier_runs(self.engine.device)
+        free_earlier_runs(self.engine.device)
         seed_all(self.config.run.seed, self.engine.device)
         loads = any(source is not None for source in (resumes, self._weights, self._foreign))
         strict = self.config.run.checkpoint.strict
@@ -302,7 +303,7 @@ class TrainSession:
             collect: whether garbage is collected after the step, where ``trainer.gc_interval`` says so; a loop that
                 still has work to do passes False, and calls ``collections.after_step`` itself.
         """
-        self.collections.begin(self.engine.device)
+        self.collections.begin(profile_of(self.engine.device).gc_interval)
         micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
         with build.plan_errors_named(self.config):
             result = train_step(

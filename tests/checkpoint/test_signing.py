@@ -37,7 +37,7 @@ from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.signing import Signature, read_signature, write_signature
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.copying import copy_checkpoint
-from nxdt_core.dcp.write import NxdtWriter
+from nxdt_core.dcp import NxdtWriter
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointIsNoFile, StorageError
 from nxdt_core.errors.signing import (
     CheckpointDigestsWeak,

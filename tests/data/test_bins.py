@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.data.bins import drawn_bins, first_fit_decreasing, first_fit_in_rows
+from nxdt_core.data.packing import drawn_bins, first_fit_decreasing, first_fit_in_rows
 
 
 def by_the_book(lengths, capacity):

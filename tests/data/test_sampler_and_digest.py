@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
 from nxdt_core.data import sampler
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.errors.data import EmptyDataset
 

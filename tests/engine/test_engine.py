@@ -13,7 +13,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.step import CausalLM
 
 VOCAB, SEQ = 32, 12
 

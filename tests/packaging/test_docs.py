@@ -24,7 +24,7 @@ from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.node import Place
 from nxdt_core.config.sources.recipes import list_recipes
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.hookspecs import PHASES
+from nxdt_core.kernel.hookspecs import HOOKS as SPECIFICATIONS
 from tests import processes
 from tests.packaging.conftest import ROOT
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import gallery
 import public_api
 
-HOOKS = [hook for phase in PHASES for hook in phase.__all__]
+HOOKS = [*SPECIFICATIONS]
 
 
 @pytest.fixture(scope="module")

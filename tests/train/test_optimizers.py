@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from nxdt_core.builtins import OPTIMIZERS
 from nxdt_core.engine.gradients import global_norm
 from nxdt_core.engine.optimizer import TorchOptimizer
 from nxdt_core.engine.parameter_groups import parameter_groups
@@ -19,7 +20,6 @@ from nxdt_core.train.optimizers import config as sections
 from nxdt_core.train.optimizers.elementwise import Lion, adamw_fp32_state
 from nxdt_core.train.optimizers.muon import Muon, orthogonal
 from nxdt_core.train.optimizers.whole_parameters import Novograd
-from nxdt_core.train.records import OPTIMIZERS
 
 STEPS = 6
 SHAPES = {"matrix": (6, 10), "tall": (9, 4), "vector": (7,), "stack": (3, 5, 4), "row": (1, 8)}

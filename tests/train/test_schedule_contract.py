@@ -7,8 +7,8 @@ from dataclasses import MISSING, fields
 import pytest
 from nxdt_testing.schedule_contract import ScheduleContract
 
-from nxdt_core.kernel.loading import import_reference
-from nxdt_core.train.records import SCHEDULES
+from nxdt_core.builtins import SCHEDULES
+from nxdt_core.kernel.discovery import import_reference
 
 
 class TestBuiltin(ScheduleContract):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
 
-from nxdt_core.checkpoint.os_errors import explained
+from nxdt_core.checkpoint.storage import explained
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.config.sources.paths import expand_home
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile

@@ -16,22 +16,19 @@ from typing import Any, Literal
 import torch
 
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.commit import check_weights_moved
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, FileEntry, Manifest, encode_facts
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.signing import Signer
-from nxdt_core.checkpoint.write.background import BackgroundJob
-from nxdt_core.checkpoint.write.commit import check_weights_moved
+from nxdt_core.checkpoint.write.background import BackgroundJob, StagingBuffers
 from nxdt_core.checkpoint.write.plan import Assignment, Planner, SavePlan, Share, prepare_share, write_share
 from nxdt_core.checkpoint.write.save import save
-from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["CheckpointManager", "SaveReport"]
 
 _log = logging.getLogger(__name__)
 

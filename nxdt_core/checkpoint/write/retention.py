@@ -12,11 +12,9 @@ from typing import Literal, final
 
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, newest_first, verify
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["PrunePlan", "Retention", "RunRetention", "delete_step", "plan_prune", "prune"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

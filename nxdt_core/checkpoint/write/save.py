@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
+from nxdt_core.checkpoint.commit import clear_other_attempts, commit, prepare_step, withdraw
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.digests import FAST, Algorithm
 from nxdt_core.checkpoint.format.file_names import (
@@ -24,9 +25,8 @@ from nxdt_core.checkpoint.format.file_names import (
 )
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.signing import Signer
-from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step, withdraw
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.checkpoint.write.plan import SavePlan, merge
 from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements
 from nxdt_core.protocols.parallel.piece import Place

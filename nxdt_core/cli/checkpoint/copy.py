@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
-from nxdt_core.cli.terminal.progress import byte_bar
-from nxdt_core.cli.terminal.table import human_size
+from nxdt_core.cli.terminal import byte_bar, human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus
     from nxdt_core.cli.checkpoint.copying import CopyReport
     from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["copy"]
 
 
 @click.command(

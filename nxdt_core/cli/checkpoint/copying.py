@@ -12,19 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from nxdt_core.checkpoint.collective import in_threads
+from nxdt_core.checkpoint.commit import clear_other_attempts, commit, read_object
 from nxdt_core.checkpoint.format.digested_files import VerifiedFile
 from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
-from nxdt_core.checkpoint.os_errors import explained_os_errors
-from nxdt_core.checkpoint.read.committed import read_object
 from nxdt_core.checkpoint.signing import Signature, TrustedKeys, read_signature, write_signature
-from nxdt_core.checkpoint.threads import in_threads
-from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
 from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["CopyReport", "copy_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from nxdt_core.config.sources.node import Node, Origin, from_plain, merge, to_pl
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem, MissingKey
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.contexts import ConfigDefaultsContext
+from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 
 __all__ = [
     "MOVED",

@@ -13,7 +13,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ComponentFinding, ConfigProblem
 from nxdt_core.errors.plugins import ComponentUnusable
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.kernel.contexts import ValidateConfigContext
+from nxdt_core.kernel.hookspecs import ValidateConfigContext
 
 __all__ = ["component_findings", "engine_findings", "names_by_slot", "plugin_findings"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.templates import UnusedMode
-from nxdt_core.data.digest import digest
 from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import (
     EXPANDS_BY,

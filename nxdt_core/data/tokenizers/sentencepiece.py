@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
 from nxdt_core.data.tokenizers.files import encoded, holds_ranks, import_library, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece

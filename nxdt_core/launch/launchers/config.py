@@ -15,8 +15,6 @@ from nxdt_core import __version__
 from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range
 from nxdt_core.protocols.launcher import Job
 
-__all__ = ["HyperPodOptions", "KubernetesOptions", "LocalOptions", "SlurmOptions", "exports", "header", "program"]
-
 _CORES = "aws.amazon.com/neuroncore"
 """Resource of the Neuron device plugin; it counts cores."""
 _GPUS = "nvidia.com/gpu"

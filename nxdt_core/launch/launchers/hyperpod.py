@@ -12,8 +12,6 @@ from nxdt_core.launch.launchers.kubernetes import manifests
 from nxdt_core.launch.launchers.slurm import SCRIPT, batch_script
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
-__all__ = ["HyperPodLauncher"]
-
 _HEALTHY = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
 """Label of nodes that HyperPod has checked."""
 

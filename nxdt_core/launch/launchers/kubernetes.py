@@ -16,8 +16,6 @@ from nxdt_core.errors.clusters import LauncherNeedsOption
 from nxdt_core.launch.launchers.config import KubernetesOptions, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
-__all__ = ["KubernetesLauncher", "manifests", "pod_spec"]
-
 MANIFEST = "job.yaml"
 _CONFIG_PATH = "/etc/nxdt"
 _EFA = "vpc.amazonaws.com/efa"

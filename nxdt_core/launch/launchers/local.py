@@ -12,8 +12,6 @@ from nxdt_core.errors.clusters import CannotSubmit
 from nxdt_core.launch.launchers.config import LocalOptions, exports, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
-__all__ = ["EnvironmentLauncher", "LocalLauncher", "MPILauncher"]
-
 _SCRIPT = "job.sh"
 _NODES = """\
 node() {{

@@ -10,8 +10,6 @@ from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import SlurmOptions, exports, header, program
 from nxdt_core.protocols.launcher import Job, Place, Submission
 
-__all__ = ["SlurmLauncher"]
-
 SCRIPT = "job.sbatch"
 _BEGIN = """\
 # Slurm signals this shell if the job is cancelled or requeued, and the tasks alone before the limit of time.

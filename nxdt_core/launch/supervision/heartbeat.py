@@ -24,8 +24,6 @@ from nxdt_core.progress import PROGRESS, process_stat
 from nxdt_core.protocols.launcher import Place
 from nxdt_core.regular_files import make_directory, regular_opener
 
-__all__ = ["Collectives", "Heartbeat", "is_stopped", "keep_record", "read_collectives", "wake"]
-
 _READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _KEPT = "256"
 """Collectives that the ring holds unless ``TORCH_FR_BUFFER_SIZE`` says otherwise: a few layers of a step. One read of

@@ -35,8 +35,6 @@ from nxdt_core.launch.supervision.messages import (
 )
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, Hang, HangWatch, RootCause, decide, hung
 
-__all__ = ["Supervisor", "keep_alive"]
-
 _WINDOW_S = 1.0
 """How long after a first failure others are collected: ranks that make the same mistake make it within this."""
 _SHUTDOWN_S = 3.0

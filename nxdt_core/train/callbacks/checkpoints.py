@@ -22,8 +22,6 @@ from nxdt_core.train.run.metric_files import MetricFiles
 from nxdt_core.train.session import SaveFacts
 from nxdt_core.train.weights.export import HFForm
 
-__all__ = ["STEPS", "CheckpointSaver", "SaveMetrics", "StepTimes"]
-
 STEPS = 10
 """Steps before and after a save that are compared."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-__all__ = ["GenerationsConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationsConfig:

@@ -20,8 +20,6 @@ from nxdt_core.train.callbacks.config import GenerationsConfig
 from nxdt_core.train.generate import Sampling, continue_ids
 from nxdt_core.visible_text import visible
 
-__all__ = ["Generations"]
-
 _log = logging.getLogger(__name__)
 
 _FILE = "generations.jsonl"

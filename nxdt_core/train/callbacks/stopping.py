@@ -20,7 +20,6 @@ from nxdt_core.train.callbacks.console import Console
 if TYPE_CHECKING:
     from nxdt_core.protocols.parallel.ranks import RankAgreement
 
-__all__ = ["EarlyStop", "NonFiniteGuard", "StopSignals", "Supervisor", "TimeLimit"]
 
 _VALIDATION = "signals in a validation"
 _BY_CALLBACK = 1

@@ -22,8 +22,6 @@ from nxdt_core.protocols.parallel.piece import Box
 from nxdt_core.train.optimizers.config import MuonConfig
 from nxdt_core.train.optimizers.whole_parameters import TrainedPiece, trained_pieces
 
-__all__ = ["Muon", "orthogonal"]
-
 _Place = tuple[int, ...]
 """A rank's coordinates among those that share the parameters."""
 _Key = tuple[int, _Place]

@@ -17,8 +17,6 @@ from nxdt_core.distributed.bucketed_sums import sum_over
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 from nxdt_core.train.optimizers.config import AdafactorConfig, NovogradConfig
 
-__all__ = ["Adafactor", "Novograd", "TrainedPiece", "trained_pieces"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedPiece:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from nxdt_core.checkpoint import open_storage
-from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
+from nxdt_core.checkpoint.ownership import Ownership, own
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.secrets.command_line import shown_words
 from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve_path
@@ -24,16 +24,6 @@ from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
-
-__all__ = [
-    "cannot_write",
-    "dated",
-    "directory_lock",
-    "keep_inputs",
-    "other_source",
-    "owned_on_rank_zero",
-    "run_dir_explained",
-]
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"

@@ -22,8 +22,6 @@ from nxdt_core.train.session import TrainSession
 from nxdt_core.train.weights.average import has_average
 from nxdt_core.train.weights.saved_config import config_to_save
 
-__all__ = ["RunSummary", "banner", "resume_command", "resume_notes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:

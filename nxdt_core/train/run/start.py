@@ -9,8 +9,8 @@ from pathlib import Path
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.collective import on_first_rank
+from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
@@ -26,19 +26,6 @@ from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
-
-__all__ = [
-    "ForeignStart",
-    "Start",
-    "as_trial",
-    "check_adapter",
-    "check_versions",
-    "counts_passes",
-    "decide_base",
-    "decide_start",
-    "in_steps",
-    "with_start_step",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,11 +32,11 @@ from nxdt_core.train import build
 from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveMetrics
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.callbacks.metrics import MetricsWriter
+from nxdt_core.train.callbacks.monitor import Monitor, MonitorReports, monitored
 from nxdt_core.train.callbacks.profiler import Profiler
 from nxdt_core.train.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
 from nxdt_core.train.data import RunData
 from nxdt_core.train.loop import fit
-from nxdt_core.train.monitoring.monitor import Monitor, MonitorReports, monitored
 from nxdt_core.train.run.files import dated, keep_inputs, other_source, owned_on_rank_zero, run_dir_explained
 from nxdt_core.train.run.log import printed, run_log
 from nxdt_core.train.run.metric_files import MetricFiles
@@ -56,8 +56,6 @@ from nxdt_core.train.run.start import (
 )
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
-
-__all__ = ["train"]
 
 _log = logging.getLogger(__name__)
 
@@ -337,7 +335,7 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
 
 
 def _compile_time() -> Callback:
-    from nxdt_core.train.callbacks.compile_time import CompileTime  # 0.4 s, most of it torch's compiler
+    from nxdt_core.train.callbacks.profiler import CompileTime  # 0.4 s, most of it torch's compiler
 
     return CompileTime()
 

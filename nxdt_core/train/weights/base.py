@@ -15,8 +15,8 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
-from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
-from nxdt_core.checkpoint.formats import format_of, open_checkpoint
+from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
+from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of

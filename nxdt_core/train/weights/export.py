@@ -12,14 +12,14 @@ from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import hf_name
 from nxdt_core.checkpoint.format.manifest import FileEntry
-from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
+from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.checkpoint.hf.directory import read_from, write_hf, write_shards
+from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf.key_map import exchange_of
 from nxdt_core.checkpoint.hf.source import HFSource
-from nxdt_core.checkpoint.hf.write import read_from, write_hf, write_shards
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.status import newest_first
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
 from nxdt_core.models.updates import updates_off

@@ -31,8 +31,8 @@ from nxdt_core.protocols.parallel.estimate import EstimatesRuns
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
-from nxdt_core.train.causal_lm import CausalLM
 from nxdt_core.train.plan import run_parts
+from nxdt_core.train.step import CausalLM
 from nxdt_testing.contract import copied
 from nxdt_testing.engine_runs import (
     LAYOUTS,

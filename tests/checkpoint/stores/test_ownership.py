@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
-from nxdt_core.checkpoint.ownership.lease import take_lease
-from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner, this_process
-from nxdt_core.checkpoint.ownership.store_owner import Ownership, is_owned, own
+from nxdt_core.checkpoint.lease import take_lease
+from nxdt_core.checkpoint.owner import Owner, decode_owner, this_process
+from nxdt_core.checkpoint.ownership import Ownership, is_owned, own
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
@@ -75,7 +75,7 @@ def said_nothing(line: str) -> None:
 CHILD = """
     import os, sys, time
     sys.path.insert(0, {tests!r})
-    import nxdt_core.checkpoint.ownership.store_owner as ownership
+    import nxdt_core.checkpoint.ownership as ownership
     from {module} import EXPIRY_S, STORES
     storage = STORES[sys.argv[1]](sys.argv[2])
     own = ownership.own(storage, run="first", say=lambda line: None, expiry_s=EXPIRY_S)

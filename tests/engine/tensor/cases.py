@@ -21,7 +21,7 @@ from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.parallel.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.step import CausalLM
 from tests.engine.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama
 from tests.engine.tensor.mutants import MUTANTS
 

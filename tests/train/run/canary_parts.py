@@ -10,7 +10,7 @@ from typing import Any
 
 from nxdt_core.api import Callback, Component, ConfigFinding, Run, hookimpl
 from nxdt_core.config.annotations import SecretText
-from nxdt_core.kernel.contexts import ValidateConfigContext
+from nxdt_core.kernel.hookspecs import ValidateConfigContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.peft.names import PeftTensor, peft_tensors
+from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
 from nxdt_plugin_lora.targets import tables_of
 
 from nxdt_core.checkpoint.hf.directory import save_hf

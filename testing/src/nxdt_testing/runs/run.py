@@ -23,9 +23,8 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
-from nxdt_core.train.causal_lm import CausalLM
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.step import initialize_parallel_optimizer, train_step
+from nxdt_core.train.step import CausalLM, initialize_parallel_optimizer, train_step
 from nxdt_testing.contract import copied
 from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from nxdt_core import checkpoint
 from nxdt_core.checkpoint import SavePlan, Signer, TrustedKeys, save
-from nxdt_core.checkpoint.collective import rank_of
+from nxdt_core.checkpoint.collective import on_first_rank, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.plan import agree_on_assignment, encode_state
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_core.protocols.parallel.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.weights.importing import check_empty
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import MergeUnties
-from nxdt_plugin_lora.peft.names import base_of
+from nxdt_plugin_lora.peft_files import CONFIG, peft_config
+from nxdt_plugin_lora.peft_names import base_of
 from nxdt_plugin_lora.saved_run import SavedLora, open_saved
 from nxdt_plugin_lora.targets import tables_of
-
-__all__ = ["Merged", "merge_lora", "merged_weight"]
 
 _OF_THE_ADAPTER = ("adapter", "model_alignment_strategy")
 """Sections that a merged model's run has no more."""
@@ -175,3 +180,59 @@ def _check_ties(saved: SavedLora) -> None:
     for owner, user in build.model_builder(saved.config).plan().tied:
         if {owner, user} & saved.updated.keys():
             raise MergeUnties(owner=owner, user=user)
+
+
+MERGED = "-merged"
+"""Behind the address of a run's checkpoints: where the merged model is committed."""
+_DIRECTORY = "lora_adapter"
+
+_log = logging.getLogger(__name__)
+
+
+def write_options(lora: LoraConfig, run_dir: Path) -> None:
+    """Write ``lora_adapter/adapter_config.json``: the section in peft's words, targets as they are named here.
+
+    Raises:
+        CannotWriteRunDirectory: it cannot be written.
+    """
+    content = peft_config(
+        lora, base=None, targets=lora.target_modules, whole=lora.modules_to_save, modules=(), transposed=False
+    )
+    try:
+        replace_text(make_directory(run_dir / _DIRECTORY) / CONFIG, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        reason = f"{_DIRECTORY}: {error.strerror or error}"
+        raise CannotWriteRunDirectory(path=str(run_dir), reason=reason) from error
+
+
+def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
+    """Merge the checkpoint at ``uri`` into the store next to its own, unless it was already; an older merged step
+    goes. Both are reached as ``checkpoint.storage`` of ``config`` says. Collective."""
+    storage, step = build.locate(config, uri)
+    assert step is not None
+    place, _ = build.locate(config, f"{storage.uri}{MERGED}")
+
+    def is_merged() -> bool:
+        merged = {status.step for status in checkpoint.list_checkpoints(place) if status.state == "committed"}
+        made = checkpoint.read_manifest(storage, step).created
+        return step in merged and checkpoint.read_manifest(place, step).created > made
+
+    if on_first_rank(ranks, is_merged, where=place.uri):
+        return
+    merged = merge_lora(
+        storage,
+        step,
+        place,
+        ranks=ranks,
+        keep_others=True,
+        signer=build.signer(config),
+        config=config,
+        trusted=build.trusted_keys(config),
+    )
+    if ranks.rank == 0:
+        _log.warning("merged model: %s", merged.target)
+
+    def delete_older() -> list[int]:
+        return checkpoint.prune(place, 1, deep=False, passed_over=lambda other: other > step)
+
+    on_first_rank(ranks, delete_older, where=place.uri)

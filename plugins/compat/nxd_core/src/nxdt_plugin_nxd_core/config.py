@@ -17,7 +17,7 @@ from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, WorldDoesNotDivide
 from nxdt_plugin_nxd_core.groups import Groups
-from nxdt_plugin_nxd_core.module.plan import RECOMPUTED, PlanWishes
+from nxdt_plugin_nxd_core.module_plan import RECOMPUTED, PlanWishes
 
 __all__ = ["NxDConfig", "current_config", "neuronx_distributed_config"]
 

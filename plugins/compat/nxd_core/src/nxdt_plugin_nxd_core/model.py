@@ -22,6 +22,8 @@ from nxdt_core.protocols.precision import DType, PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import TakenArguments, binds, expect
+from nxdt_plugin_nxd_core.builder import ModuleBuilder
+from nxdt_plugin_nxd_core.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import (
     ArgumentMeansNothing,
@@ -29,9 +31,7 @@ from nxdt_plugin_nxd_core.errors import (
     ModulesDifferBetweenRanks,
     PipelineNeedsRunTrain,
 )
-from nxdt_plugin_nxd_core.module.builder import ModuleBuilder
-from nxdt_plugin_nxd_core.module.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
-from nxdt_plugin_nxd_core.module.plan import plan_of
+from nxdt_plugin_nxd_core.module_plan import plan_of
 
 __all__ = ["NxDModel", "initialize_parallel_model"]
 

@@ -9,8 +9,6 @@ from typing import Annotated
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Written
 
-__all__ = ["HfDataConfig", "SourceConfig"]
-
 _SMALLEST = 1e-5
 """Share below which the others would be repeated beyond measure until each sample of a source has come."""
 

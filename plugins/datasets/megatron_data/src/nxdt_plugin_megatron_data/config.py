@@ -10,8 +10,6 @@ from typing import Annotated
 from nxdt_core.config.annotations import Written
 from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
 
-__all__ = ["MegatronDataConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronDataConfig:

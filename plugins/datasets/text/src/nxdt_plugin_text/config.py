@@ -8,8 +8,6 @@ from pathlib import Path
 
 from nxdt_core.config.annotations import Fraction
 
-__all__ = ["TextConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextConfig:

@@ -8,8 +8,6 @@ from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-__all__ = ["RayOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:

@@ -18,8 +18,6 @@ from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.regular_files import make_directory, open_regular, regular_opener
 from nxdt_plugin_ray.errors import NoPlaceOnCluster, RayMissing
 
-__all__ = ["Work", "main", "run"]
-
 _MISTAKE = 2
 """Exit status of a run that a restart would repeat."""
 _PLACE_S = 300.0

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from nxdt_core.protocols.launcher import Job, Place, Submission
 from nxdt_plugin_ray.config import RayOptions
 
-__all__ = ["RayLauncher"]
-
 _DRIVER = '''\
 """Written by nxdt: {command_line}"""
 

@@ -9,8 +9,6 @@ from pytorch_lightning.accelerators import Accelerator
 
 from nxdt_core.distributed.devices import profile_of
 
-__all__ = ["EngineAccelerator"]
-
 
 @final
 class EngineAccelerator(Accelerator):

@@ -27,14 +27,12 @@ from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.train import build
 from nxdt_core.train.session import start_engine
 from nxdt_plugin_lightning.accelerator import EngineAccelerator
-from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, complete_variables
+from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, check_trainer, complete_variables
 from nxdt_plugin_lightning.module import NxdtModule
-from nxdt_plugin_lightning.trainer_checks import check_trainer
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-__all__ = ["NxdtStrategy"]
 
 _log = logging.getLogger(__name__)
 

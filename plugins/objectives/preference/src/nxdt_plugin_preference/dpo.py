@@ -15,8 +15,6 @@ from nxdt_plugin_preference.config import DpoConfig
 from nxdt_plugin_preference.errors import ReferenceMissing
 from nxdt_plugin_preference.pairs import PAIR, Pairs, answer_mask, check_paired, sums_by_answer
 
-__all__ = ["Dpo"]
-
 
 class Dpo:
     """−log σ(β (log-ratio of the chosen answer − log-ratio of the rejected one)), a mean over pairs.

@@ -14,8 +14,6 @@ from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import OrpoConfig
 from nxdt_plugin_preference.pairs import PAIR, Pairs, answer_mask, check_paired, sums_by_answer
 
-__all__ = ["Orpo"]
-
 
 class Orpo:
     """−β log σ(log odds ratio), a mean over pairs, and the chosen answers' cross-entropy, a mean over tokens.

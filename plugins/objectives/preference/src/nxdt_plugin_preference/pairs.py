@@ -15,8 +15,6 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.step_context import SequenceShards
 from nxdt_plugin_preference.errors import RowsNotPaired
 
-__all__ = ["PAIR", "Pairs", "answer_mask", "check_paired", "sums_by_answer"]
-
 PAIR = 2
 """Rows of a sample."""
 

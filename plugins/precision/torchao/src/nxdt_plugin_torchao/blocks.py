@@ -1,18 +1,11 @@
-"""Tensors in 8 bits per element and a float32 scaling factor per block (Dettmers et al. 2022, arXiv:2110.02861).
-
-The map from codes to numbers is torchao's. Two things are chosen so that what was restored is quantised to the same
-codes and scaling factors again, bitwise, which lets checkpoints have float32:
-
-- The scaling factor is the block's element of the largest magnitude with its sign. Divided by it, this element is 1,
-  which the map has. It does not have -1.
-- Blocks are parts of rows of the whole tensor. They are the same on each layout that cuts rows at their borders.
-
-Squares that are not 0 are never rounded to 0, since AdamW divides by their root.
-"""
+"""Blocks of rows that share a scaling factor, for optimizer state in 8 bits; imports torchao without its warnings."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,12 +13,27 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_plugin_torchao.imports import without_warnings
+
+_LOGGERS = ("torchao", "torch.utils._pytree")
+"""They warn of extensions for other devices, and of torchao's own use of torch's pytrees."""
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Let an import of torchao within the block log errors alone."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
 
 with without_warnings():
     from torchao.optim.quant_utils import create_dynamic_map
 
-__all__ = ["RowBlocks", "dequantised", "quantised"]
 
 _LEAST = 1e-30
 """Least magnitude of a scaling factor: its products with the map are normal numbers of float32."""

@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
-__all__ = ["AdamW8bitConfig", "Float8Config"]
-
 
 @dataclass(kw_only=True)
 class Float8Config:

@@ -16,14 +16,10 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
-from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf
 from nxdt_plugin_migrate.checkpoint.merge import Merger, Stages
 from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
-from nxdt_plugin_migrate.checkpoint.unpickle import read_pt
-from nxdt_plugin_migrate.checkpoint.xser import RankFile
+from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, RankFile, read_pt
 from nxdt_plugin_migrate.errors import NeuronxStateUnread, NeuronxStepUnknown, NeuronxUnreadable
-
-__all__ = ["NeuronxCheckpoint"]
 
 _log = logging.getLogger(__name__)
 
