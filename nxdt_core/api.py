@@ -168,14 +168,14 @@ class AdapterComponent(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineComponent(Component):
-    """A :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`.
+    """A :class:`nxdt_core.protocols.engine.ParallelEngine`.
 
     One that declares none of ``dp``, ``tp``, ``pp`` and ``cp`` is never started in more than one process.
     """
 
     rules: str | None = None
     """``package.module:function`` of what only this engine knows of layouts: a
-    :class:`nxdt_core.protocols.parallel.rules.EngineRules`. ``nxdt config check`` calls it; its module must not import
+    :class:`nxdt_core.protocols.engine.EngineRules`. ``nxdt config check`` calls it; its module must not import
     torch."""
 
     def __post_init__(self) -> None:

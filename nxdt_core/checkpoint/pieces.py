@@ -11,7 +11,7 @@ from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of, piece_of, placed_like
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Held, Piece
+from nxdt_core.protocols.piece import Held, Piece
 
 __all__ = ["empty_like", "list_pieces", "storable_piece"]
 

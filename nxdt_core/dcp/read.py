@@ -32,7 +32,7 @@ from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import fill
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["NxdtReader"]

@@ -35,7 +35,7 @@ from nxdt_core.checkpoint.pieces import dtype_name, storable_piece
 from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step
 from nxdt_core.errors.checkpoints import UnsavableState
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["NxdtWriter"]

@@ -4,11 +4,13 @@ A group that is None stands for a mesh dimension of size 1: the tensor comes bac
 collectives, which passes of inductor know. Torch 2.11 sends gradients to the wrong place where an autograd function in
 a graph returns what it has changed in place (its issue 180642), as plain ``torch.distributed`` calls do. AOTAutograd,
 through which all our backends differentiate, changes nothing in place when it waits for a functional one.
+
+:func:`sum_over` sums many tensors in few calls; autograd does not see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +28,12 @@ from nxdt_core.torch_versions import (
 )
 
 __all__ = [
+    "BUCKET_BYTES",
     "PendingGather",
     "all_to_all",
     "begun_sum",
+    "by_dtype",
+    "copy_out",
     "copy_to_group",
     "exchanged_rows",
     "exchanged_while",
@@ -36,6 +41,7 @@ __all__ = [
     "gather_whole",
     "reduce_from_group",
     "scatter_sum_along",
+    "sum_over",
     "sum_scattered",
 ]
 
@@ -393,3 +399,48 @@ def _exchanged_by_gathers(
     whole = _gathered(padded, 0, group).view(ranks, *padded.shape)
     starts = [sum(sent[:own]) for sent in splits]
     return torch.cat([whole[rank, start : start + output_splits[rank]] for rank, start in enumerate(starts)])
+
+
+BUCKET_BYTES = 128 * 2**20
+"""Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
+
+
+def sum_over(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Add up ``tensors`` over the ranks of ``group``, in place, many in one call."""
+    for bucket in _buckets(tensors):
+        _sum_bucket(group, bucket)
+
+
+def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the tensors that have elements, grouped by dtype."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def copy_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of ``flat`` [sum of numel] into the tensors, one after the other."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
+
+
+def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
+    """Sum one bucket in a separate function, which frees its flat copy before the next bucket's copy is made."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat, group=group)
+    copy_out(flat, bucket)
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    for same in by_dtype(tensors):
+        bucket: list[torch.Tensor] = []
+        filled = 0
+        for tensor in same:
+            if bucket and filled + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += tensor.nbytes
+        yield bucket

@@ -17,25 +17,23 @@ from nxdt_core.engine.layout import LayoutOptions, lay_out
 from nxdt_core.engine.layout import materialise as materialise_stages
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.model import TorchModel
-from nxdt_core.engine.optimizer import TorchOptimizer
-from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
-from nxdt_core.engine.parameters import tables
-from nxdt_core.engine.rounding import Backend, backend_on, updates_rounded
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
+from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
+from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.engine import CompileAhead, RankInfo
+from nxdt_core.protocols.estimate import Estimate, RunParts
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
-from nxdt_core.protocols.parallel.engine import RankInfo
-from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchEngine"]
 
 
 class TorchEngine:
-    """Built-in ``engine``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+    """Built-in ``engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
     mesh: ParallelMesh
     """Known after :meth:`start`."""

@@ -14,18 +14,17 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.context.apply import shard_sequence
-from nxdt_core.engine.expert.router_metrics import RouterMetrics
+from nxdt_core.engine.expert import RouterMetrics
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.rounding import masters_rounded
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engine.optim.rounding import masters_rounded
 from nxdt_core.errors.models import LogitsAreSharded
-from nxdt_core.models.loss.cross_entropy import log_probs
-from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs
 from nxdt_core.models.random.dropout_masks import step_numbers
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
-from nxdt_core.protocols.parallel.model import StepLoss
+from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 

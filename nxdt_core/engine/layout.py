@@ -17,34 +17,31 @@ from torch import nn
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.distributed.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.engine.chunked_loss import chunk_loss, compiled_rows
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.apply import apply_context_parallel
+from nxdt_core.engine.data.collectives import WeightGather
 from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
-from nxdt_core.engine.data.gathers import WeightGather
 from nxdt_core.engine.dropout import salt_dropouts
-from nxdt_core.engine.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
-from nxdt_core.engine.expert.dispatch import Sliced, apply_token_shuffle
-from nxdt_core.engine.expert.router_metrics import routers_of
+from nxdt_core.engine.expert import apply_expert_parallel, exchange_chunks, expert_modules, routers_of
+from nxdt_core.engine.expert_dispatch import Sliced, apply_token_shuffle
+from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
-from nxdt_core.engine.products import apply_product
+from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank, ties_ends
+from nxdt_core.engine.precision import apply_product
 from nxdt_core.engine.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
-from nxdt_core.engine.stages import cut_stage, stages_of_rank, ties_ends
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, gather_once, partial_parameters, replicated_partials
 from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.loss import IN_CHUNKS, RowKernels
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.mesh import MeshSizes, check_whole_backward, micro_batches_fit
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import check_whole_backward, micro_batches_fit
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]

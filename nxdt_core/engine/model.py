@@ -15,26 +15,26 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
+from nxdt_core.engine.data.collectives import ScaledWeights
 from nxdt_core.engine.data.fsdp import begin_micro_batch, copies_masters
-from nxdt_core.engine.data.gathers import ScaledWeights
-from nxdt_core.engine.data.masters import CopiedMasters, rounded_weights
-from nxdt_core.engine.expert.router_metrics import RouterMetrics
+from nxdt_core.engine.data.gradients import GradientSums, global_norm
+from nxdt_core.engine.expert import RouterMetrics
 from nxdt_core.engine.global_batch import GlobalBatch, LabelLogProbs, Numerics
-from nxdt_core.engine.gradients import GradientSums, global_norm
 from nxdt_core.engine.layout import Stages
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import Replicas, StageParameters, replica_group, shard_of
 from nxdt_core.engine.pipeline.runner import PipelineRunner
-from nxdt_core.engine.pipeline.stream import HiddenLike
+from nxdt_core.engine.pipeline.stage import HiddenLike
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.engine.tensor.heads import PaddedDim, real_part
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.model import StepLoss
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
@@ -43,7 +43,7 @@ __all__ = ["TorchModel"]
 
 
 class TorchModel:
-    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
     def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: Numerics, *, micro_batches: int) -> None:
         """``micro_batches``: of a rank in a training step; a pipeline's schedule must fit them.
@@ -178,7 +178,7 @@ class TorchModel:
         return logits[:, :length]
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+        """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
         passing = LabelLogProbs()
         self.run_eval(micro_batches, passing)
         kept = passing.kept

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.engine.dropped import cast_dropped, drop_in, dropped_result, dropping_in
+from nxdt_core.engine.discarded import cast_dropped, drop_in, dropped_result, dropping_in
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import HostValues

@@ -12,10 +12,9 @@ from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.init import fill, fresh_rules, rule_for
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 __all__ = ["WholeModel", "allocate", "build_whole", "check_rules", "draw_piece", "tie"]
 

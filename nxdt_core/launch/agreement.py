@@ -20,7 +20,7 @@ from nxdt_core.config.sources.node import to_plain, to_shown
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
 from nxdt_core.kernel.fingerprint import digest_plugin
 from nxdt_core.protocols.launcher import Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["check_agreement", "check_world_size"]
 

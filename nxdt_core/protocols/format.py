@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Listing, Place
+from nxdt_core.protocols.piece import Listing, Place
 
 if TYPE_CHECKING:
     import torch

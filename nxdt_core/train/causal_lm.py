@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext

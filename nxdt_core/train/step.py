@@ -16,9 +16,9 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.launch.agreement import check_agreement
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.schedule import LRSchedule
 from nxdt_core.train import build
 from nxdt_core.train.hidden_state import watch_optimizer

@@ -15,7 +15,7 @@ from nxdt_core.checkpoint.format.file_names import shard_name
 from nxdt_core.checkpoint.format.safetensors_stream import SafetensorsLayout, TensorSpec, grouped
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.pieces import dtype_name
-from nxdt_core.protocols.parallel.piece import Held, Piece
+from nxdt_core.protocols.piece import Held, Piece
 
 __all__ = ["write_listed", "write_pieces"]
 

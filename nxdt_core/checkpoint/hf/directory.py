@@ -21,7 +21,7 @@ from nxdt_core.checkpoint.pieces import dtype_name
 from nxdt_core.checkpoint.storage import open_storage
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = ["iterate_hf", "load_hf", "read_hf_config", "save_hf"]

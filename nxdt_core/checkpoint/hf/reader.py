@@ -18,7 +18,7 @@ from nxdt_core.errors.exchange import ArchitectureUnread
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.piece import Box, Held, Listing, Place
 
 __all__ = ["HFReader"]
 

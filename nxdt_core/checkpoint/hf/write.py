@@ -20,8 +20,8 @@ from nxdt_core.checkpoint.hf.export_plan import HFPlan, HFShard
 from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import fill
 from nxdt_core.errors.models import HFNotWritable
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["NOTE", "read_from", "write_hf", "write_shards"]

@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.format.shard_headers import check_header, tensors_by_f
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["check_fits", "fill"]

@@ -33,7 +33,7 @@ from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.checkpoint.threads import in_threads
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import ArchivingStorage, CheckpointStore
 
 __all__ = [

@@ -27,8 +27,8 @@ from nxdt_core.checkpoint.write.plan import Assignment, Planner, SavePlan, Share
 from nxdt_core.checkpoint.write.save import save
 from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Listing, Piece, Place
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["CheckpointManager", "SaveReport"]

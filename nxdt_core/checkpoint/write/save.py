@@ -29,8 +29,8 @@ from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step, withdraw
 from nxdt_core.checkpoint.write.plan import SavePlan, merge
 from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements
-from nxdt_core.protocols.parallel.piece import Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Place
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["save"]

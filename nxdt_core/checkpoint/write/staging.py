@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.piece import Piece
 
 __all__ = ["StagingBuffers"]
 

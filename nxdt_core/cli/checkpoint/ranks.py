@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from nxdt_core.launch.supervision.client import Client
-    from nxdt_core.protocols.parallel.ranks import RankAgreement
+    from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["on_all_ranks"]
 

@@ -12,7 +12,7 @@ import click
 from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, print_wrapped
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.parallel.estimate import RankEstimate
+    from nxdt_core.protocols.estimate import RankEstimate
     from nxdt_core.train.plan import RunPlan, StepTime
 
 __all__ = ["print_report"]

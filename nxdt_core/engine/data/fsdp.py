@@ -28,13 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.data.gathers import WeightGather, gather_as, gather_forms
-from nxdt_core.engine.gradients import ScatteredSum, ScatteredSums
+from nxdt_core.engine.data.collectives import ScatteredSum, ScatteredSums, WeightGather, gather_as, gather_forms
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.tensor.vocabulary_layers import VocabularyEmbedding
+from nxdt_core.engine.tensor.layers import VocabularyEmbedding
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.models.patterns import matches, matches_any
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import fsdp_parameter_groups
@@ -65,7 +64,7 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
 def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """Return whether no other rank has the weights of this one, so that their masters need no FSDP2.
 
-    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.data.masters` needs.
+    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.precision` needs.
     """
     alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
     return alone and precision.master_weights and precision.gradients == "float32"

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.engine.dropped import cast_dropped
+from nxdt_core.engine.discarded import cast_dropped
 from nxdt_core.engine.recompute import apply_recompute, parts_of_recomputed, routes_tokens
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from nxdt_core.distributed.bucketed_sums import BUCKET_BYTES
+from nxdt_core.distributed.collectives import BUCKET_BYTES
 from nxdt_core.engine.estimate.trace import GradientUse, MicroBatchTrace
 from nxdt_core.engine.estimate.weights import ParameterCounts
 from nxdt_core.engine.pipeline.schedules import Operation
-from nxdt_core.protocols.parallel.estimate import Memory
+from nxdt_core.protocols.estimate import Memory
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
 __all__ = ["Storage", "peak_memory"]

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.engine.data.collectives import gather_forms
 from nxdt_core.engine.data.fsdp import keeps_experts
-from nxdt_core.engine.data.gathers import gather_forms
 from nxdt_core.engine.estimate.kernels import keep_as_compiled
 from nxdt_core.engine.estimate.memory import Storage
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
@@ -28,13 +28,13 @@ from nxdt_core.engine.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.global_batch import objective_output
 from nxdt_core.engine.layout import lay_out
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import ModelReadsValues
-from nxdt_core.models.loss.logit_rows import RowKernels
+from nxdt_core.models.loss import RowKernels
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["MeasuredRank", "dimensions", "fake_mesh", "measure_rank"]

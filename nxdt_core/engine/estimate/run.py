@@ -17,18 +17,16 @@ from nxdt_core.engine.estimate.memory import Storage, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_unique
 from nxdt_core.engine.estimate.workload import Workload
-from nxdt_core.engine.expert.apply import exchange_chunks, expert_modules
-from nxdt_core.engine.expert.router_metrics import routers_of
+from nxdt_core.engine.expert import exchange_chunks, expert_modules, routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.cuts import stage_costs
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations
-from nxdt_core.engine.stages import stage_layers, stages_of_rank
+from nxdt_core.engine.pipeline.split import stage_layers, stages_of_rank
 from nxdt_core.engine.weights import build_whole
-from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
+from nxdt_core.protocols.estimate import Estimate, RankEstimate
+from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["estimate"]

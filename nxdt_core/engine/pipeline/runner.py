@@ -17,12 +17,18 @@ from torch import nn
 
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.schedules import StockSchedule, make_schedule
-from nxdt_core.engine.pipeline.stage import StageSettings, StreamedStage, run_schedule
-from nxdt_core.engine.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream, StepContexts
+from nxdt_core.engine.pipeline.stage import (
+    ForwardArguments,
+    HiddenLike,
+    MicroBatchStream,
+    StageSettings,
+    StepContexts,
+    StreamedStage,
+    run_schedule,
+)
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import Schedule
-from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, rank_of_stage
+from nxdt_core.protocols.mesh import Schedule, check_micro_batches, rank_of_stage
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["PipelineRunner"]
@@ -55,7 +61,7 @@ class PipelineRunner:
 
         Args:
             stage_modules: of this rank, in the order of ``stage_indices``; under FSDP2 the root of each is wrapped.
-            stage_indices: see :func:`nxdt_core.protocols.parallel.pipeline_schedules.stages_of_rank`.
+            stage_indices: see :func:`nxdt_core.protocols.mesh.stages_of_rank`.
             mesh: its ``pp`` is above 1. FSDP2 gradients are reduced as its ``zero_stage`` says: up to 1 once after
                 the last micro-batch, from 2 after each one's backward.
             schedule: order of micro-batches.

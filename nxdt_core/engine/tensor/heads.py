@@ -20,7 +20,7 @@ from torch import nn
 
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.launch import HeadsDoNotDivide
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import AttentionHeads
 
 __all__ = ["HeadLayout", "PaddedDim", "padded_parameters", "real_part"]

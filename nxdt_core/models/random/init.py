@@ -28,8 +28,8 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors.models import NoInitRule
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.positions import Rows, rows_of
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.plan import InitRule
 
 __all__ = ["Stream", "draw", "fill", "fresh_rules", "initialize", "normal_quantiles", "quantile_table", "rule_for"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.protocols.parallel.model import StepLoss
+from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.train.data import UNNAMED
 
 __all__ = ["ValidationMetrics", "scalars"]

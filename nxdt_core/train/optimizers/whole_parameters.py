@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdt_core.distributed.bucketed_sums import sum_over
+from nxdt_core.distributed.collectives import sum_over
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 from nxdt_core.train.optimizers.config import AdafactorConfig, NovogradConfig
 

@@ -31,7 +31,7 @@ from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing
+from nxdt_core.protocols.piece import Box, Held, Listing
 
 __all__ = ["FormatContract"]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from nxdt_core.engine.pipeline.split import cut_stage
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.engine.stages import cut_stage
 from nxdt_core.engine.weights import check_rules
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.init import fresh_rules, initialize
 from nxdt_core.protocols.model import ModelBuilder

@@ -26,7 +26,7 @@ from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.plan import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Box, Held
+from nxdt_core.protocols.piece import Box, Held
 from tests.calls import Call, run_in_turn
 from tests.checkpoint.layouts import sharded
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole

@@ -22,7 +22,7 @@ ENTRY = dedent("""
 """)
 FORMAT = dedent("""
     import torch
-    from nxdt_core.protocols.parallel.piece import Box, Held
+    from nxdt_core.protocols.piece import Box, Held
 
     class Reader:
         step = consumed_samples = 0

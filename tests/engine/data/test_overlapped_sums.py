@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine import gradients
-from nxdt_core.engine.gradients import OverlappedSums
+from nxdt_core.engine.data import gradients
+from nxdt_core.engine.data.gradients import OverlappedSums
 from tests.engine.data.test_gather_order import LAYER, TABLE
 from tests.engine.test_traffic import HIDDEN, STRATEGY, configured, running
 from tests.sampling import slow

@@ -17,8 +17,8 @@ from nxdt_core.engine.pipeline.schedules import schedule_operations
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.models.moe.experts import RowGroups, grouped_linear
 from nxdt_core.models.norm import RMSNorm
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import as_torch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.engine.data.fsdp import keeps_experts
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model

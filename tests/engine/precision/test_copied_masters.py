@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxdt_core.engine.data.fsdp import copies_masters, needs_sharding
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from tests.engine.test_traffic import MICRO_BATCHES, configured, running
 

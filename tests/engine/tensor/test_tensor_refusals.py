@@ -14,7 +14,7 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
 from nxdt_core.engine.tensor.heads import HeadLayout, PaddedDim
 from nxdt_core.errors.launch import HeadsDoNotDivide, SequenceDoesNotDivide, ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan
 from tests.engine.tensor.models import HIDDEN, SEQ, VOCAB, Biased, biased_plan, llama
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from nxdt_testing.format_contract import FormatContract
 
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.piece import Box, Held, Listing, Place
 from tests.testing.mutants.small_model import SmallBuilder
 
 MUTANTS: list[type] = []

@@ -14,8 +14,7 @@ from torch import nn
 
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.updates import UpdatedEmbedding, UpdatedLinear
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.dora_magnitudes import init_magnitudes

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.models.updates import Update
-from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.parallel_model import ParallelModel
 
 __all__ = ["init_magnitudes"]
 

@@ -16,8 +16,8 @@ from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.plan import agree_on_assignment, encode_state
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState

@@ -5,8 +5,8 @@ from __future__ import annotations
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train import build
 from nxdt_plugin_lora.errors import BaseIsNoReference
 from nxdt_plugin_lora.updates import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate

@@ -10,7 +10,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_plugin_lora.config import LoraConfig

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.parameters import check_overrides, parameter_groups
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.engine import CompileAhead, RankInfo
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
-from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
 from nxdt_plugin_nxd.layout.placement import Place
@@ -37,7 +36,7 @@ _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
 class NxdEngine:
-    """``parallel_engine.name=nxd``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+    """``parallel_engine.name=nxd``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
     _started: ClassVar[int] = 0
     """Engines of this process that are running; the library's groups are the process's."""

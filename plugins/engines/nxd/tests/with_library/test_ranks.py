@@ -10,7 +10,7 @@ import torch.distributed as dist
 from nxdt_plugin_nxd.layout.placement import Place
 from nxdt_plugin_nxd.neuron.hardware import machine_of_product, position_of
 
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 
 CASES = {
     "neighbours": ("trn1", 32, {"tp": 8, "dp_shard": 4, "pp": 2}),

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from nxdt_core.config.huggingface.values import older_rope
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_hf.architecture import Architecture, read_architecture
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.exchange import key_map

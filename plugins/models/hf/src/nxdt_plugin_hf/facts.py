@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall
 from nxdt_plugin_hf.errors import UnsupportedArchitecture

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 from nxdt_plugin_hf.sharding.tracing import is_norm, pattern_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule
 from nxdt_plugin_nxd_core.module.calls import Call, loss_in
 from nxdt_plugin_nxd_core.module.stages import forward_of_stage, numbered_layers

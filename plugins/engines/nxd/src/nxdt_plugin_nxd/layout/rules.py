@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nxdt_core.config.validate.sizes import BATCH, EP, MICRO_BATCH, PP, TP, VPP, mesh_sizes, micro_batches
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination
-from nxdt_core.protocols.parallel.rules import Settings
+from nxdt_core.protocols.engine import Settings
 
 __all__ = ["RULES", "find_impossible_layouts"]
 

@@ -15,18 +15,17 @@ from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_
 from torch import nn
 
 from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.engine.stages import cut_stage, stages_of_rank
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.layout.dropout import place_dropouts
 from nxdt_plugin_nxd.layout.layers import apply_translation

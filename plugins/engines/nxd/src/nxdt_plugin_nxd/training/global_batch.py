@@ -13,8 +13,8 @@ from nxdt_core.models.random.dropout_masks import step_numbers
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel.model import StepLoss
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.sharded_logits import sharded_cross_entropies
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.models.loss.cross_entropy import cross_entropies
-from nxdt_core.models.random.rounding import rounding_key
+from nxdt_core.models.loss import cross_entropies
+from nxdt_core.models.random.positions import rounding_key
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel.model import Replicas, StepLoss
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel_model import Replicas, StepLoss
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
@@ -39,7 +39,7 @@ __all__ = ["NxdModel"]
 
 
 class NxdModel:
-    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
     def __init__(
         self,

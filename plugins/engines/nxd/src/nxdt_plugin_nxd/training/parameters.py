@@ -15,10 +15,9 @@ import torch.distributed as dist
 from neuronx_distributed.parallel_layers import comm
 from torch import nn
 
-from nxdt_core.models.random.positions import rows_of
-from nxdt_core.models.random.rounding import noise, rounded
+from nxdt_core.models.random.positions import noise, rounded, rows_of
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_plugin_nxd.layout.stages import HeldParameter
 
 __all__ = ["GradientSums", "Sharing", "TrainedTensor", "clear_gradient", "gradient_of", "trained_tensors"]
@@ -89,7 +88,7 @@ class TrainedTensor:
     def give(self, groups: object, key: torch.Tensor | None = None) -> None:
         """Hand the values of all parts to the parameter, after an update. Collective along ``groups``.
 
-        With a ``key`` (:func:`nxdt_core.models.random.rounding.rounding_key`) they are rounded stochastically.
+        With a ``key`` (:func:`nxdt_core.models.random.positions.rounding_key`) they are rounded stochastically.
         """
         if not self.separate:
             return

@@ -14,7 +14,7 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.mesh import stages_of_rank
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.placement import Place
 from nxdt_plugin_nxd.training.global_batch import Surroundings

@@ -14,7 +14,7 @@ from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.piece import Box, Held, Listing, Place
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
 from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf
 from nxdt_plugin_migrate.checkpoint.merge import Merger, Stages

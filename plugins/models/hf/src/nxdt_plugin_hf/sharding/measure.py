@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.parallel.estimate import MeasuresShards
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.estimate import MeasuresShards
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_plugin_hf.builder import HFBuilder
 
 __all__ = ["Sharding", "measure_sharding"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["Estimate", "EstimatesRuns", "MeasuresShards", "Memory", "RankEstimate", "RunParts"]

@@ -1,7 +1,6 @@
 """Sums of gradients over ranks, which run while backward still computes others, and the global norm. No host waits.
 
-:class:`OverlappedSums` are those without ZeRO. FSDP2 has its own, except on devices whose process groups have no
-reduce-scatter: there its groups share :class:`ScatteredSums`.
+:class:`OverlappedSums` are those without ZeRO; FSDP2 has its own (:mod:`nxdt_core.engine.data.collectives`).
 """
 
 from __future__ import annotations
@@ -9,25 +8,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.distributed.bucketed_sums import by_dtype, copy_out, sum_over
-from nxdt_core.distributed.collectives import begun_sum
+from nxdt_core.distributed.collectives import by_dtype, copy_out, sum_over
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 
-__all__ = ["GradientSums", "OverlappedSums", "ScatteredSum", "ScatteredSums", "global_norm"]
+__all__ = ["GradientSums", "OverlappedSums", "global_norm"]
 
 _BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one call. Larger calls gain little, and the last one has nothing left to overlap."""
 _IN_FLIGHT = 4
 """Calls that are not waited for; each has a copy of its gradients."""
-_SCATTERED_IN_FLIGHT = 2
-"""As above; each has two copies of the gradients of a layer."""
 
 
 class GradientSums:
@@ -167,62 +162,6 @@ class OverlappedSums:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._running.append(partial(_arrive, work, flat, gradients))
-
-
-class ScatteredSums:
-    """Sums that FSDP2's groups have begun in the running backward. All are there when it ends."""
-
-    def __init__(self) -> None:
-        self._running: deque[Callable[[], None]] = deque()
-
-    def begin(self, part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Set ``part`` to this rank's part of the sum of the ranks' ``whole`` before backward ends."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        while len(self._running) >= _SCATTERED_IN_FLIGHT:
-            self._running.popleft()()
-        self._running.append(begun_sum(part, whole, group))
-
-    def finish(self) -> None:
-        """Wait until all sums are there."""
-        while self._running:
-            self._running.popleft()()
-
-
-class ScatteredSum:
-    """FSDP2's reduce-scatter of one group's gradients."""
-
-    def __init__(self, sums: ScatteredSums, parameters: Sequence[Any], *, overlapped: bool) -> None:
-        """
-        Args:
-            sums: of the model.
-            parameters: FSDP2's, of the group.
-            overlapped: whether backward may continue before a sum is there, if nothing reads it before.
-        """
-        self._sums = sums
-        self._parameters = parameters
-        self._overlapped = overlapped
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the memory for gradients or their sums."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any
-    ) -> None:
-        """Sum ``input_tensor`` of all ranks; FSDP2 asks for no other reduction here."""
-        if self._overlapped and not any(_reads(p, output_tensor.dtype) for p in self._parameters):
-            self._sums.begin(output_tensor, input_tensor, group)
-        else:
-            self._sums.finish()  # what is added to may be one of them
-            begun_sum(output_tensor, input_tensor, group)()
-
-
-def _reads(parameter: Any, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 reads the sum of a parameter's gradient at once: to add it to an existing gradient, to change
-    its dtype, or for a hook."""
-    sharded = parameter.sharded_param
-    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-    return sharded.grad is not None or parameter.orig_dtype != dtype or bool(hooks)
 
 
 def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients: Sequence[torch.Tensor] = ()) -> None:
