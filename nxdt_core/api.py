@@ -272,7 +272,7 @@ KINDS: tuple[Kind, ...] = (
     _kind("evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model", name="task"),
     _kind("adapter:Adapter", "adapter.name", "changes to a model, such as LoRA", AdapterComponent),
     _kind("objective:Objective", "objective.name", "losses"),
-    _kind("parallel.engine:ParallelEngine", "parallel_engine.name", "runtimes that shard", EngineComponent, "engine"),
+    _kind("engine:ParallelEngine", "parallel_engine.name", "runtimes that shard", EngineComponent, "engine"),
     _kind("devices:DeviceProfile", "trainer.accelerator", "facts about device types", name="device"),
     _kind("launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
     _kind("callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
