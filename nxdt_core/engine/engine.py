@@ -11,8 +11,8 @@ from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.compile_cache import ahead_of, use_cache
-from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
-from nxdt_core.engine.global_batch import Numerics
+from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
+from nxdt_core.engine.global_batch import ComputeContext
 from nxdt_core.engine.layout import LayoutOptions, lay_out
 from nxdt_core.engine.layout import materialise as materialise_stages
 from nxdt_core.engine.mesh import ParallelMesh
@@ -89,7 +89,7 @@ class TorchEngine:
         """
         data = self._run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
-        check_sums(self._sizes, precision, micro_batches=micro_batches)
+        check_gradient_dtype(self._sizes, precision, micro_batches=micro_batches)
         if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self._build_mesh()
@@ -98,7 +98,7 @@ class TorchEngine:
         PROGRESS.spent("build")
         materialise_stages(stages, self.device, seed=seed, base=materialise)
         pins = pins_inputs(self._run.data, profile_of(self.device))
-        numerics = Numerics(precision, self.device, seed, options.row_kernels, pins=pins)
+        numerics = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
         return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
 
     def initialize_optimizer(
@@ -126,7 +126,7 @@ class TorchEngine:
             lambda shards: factory(shards, config),
             groups,
             model.finish_gradients,
-            after_step=model.weights_changed,
+            after_step=model.sync_tied_copies,
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=rounding,
@@ -167,7 +167,7 @@ class TorchEngine:
         return ahead_of(config.run, profile_of(current_device(config.run.trainer.accelerator)))
 
     @staticmethod
-    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+    def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
         """Elements of each parameter that rank 0 of ``sizes`` holds, measured on the meta device.
 
         Raises:

@@ -26,7 +26,7 @@ from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.layers import local_part
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
-from nxdt_core.models.moe.router import TokenShards, WholeMicroBatch, exclusive_sum
+from nxdt_core.models.moe.router import TokenShards, WholeMicroBatch, exclusive_cumsum
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
@@ -196,7 +196,7 @@ class ZigZagTokens:
         by_rank = gather_along(counts, 0, self.group).chunk(ranks)
         chunks = zigzag_unshard(by_rank, 1)  # [batch, 2 * ranks, experts]
         mine = list(zigzag_chunks(self.group.rank(), ranks))
-        return exclusive_sum(chunks)[:, mine], chunks.sum((0, 1))
+        return exclusive_cumsum(chunks)[:, mine], chunks.sum((0, 1))
 
 
 def token_shards(mesh: ParallelMesh) -> TokenShards:

@@ -23,13 +23,13 @@ from torch import nn
 
 from nxdt_core.distributed.collectives import (
     all_to_all,
-    exchanged_rows,
-    exchanged_while,
+    all_to_all_rows,
     gather_along,
     gather_whole,
-    scatter_sum_along,
+    overlap_all_to_all,
+    reduce_scatter_along,
 )
-from nxdt_core.engine.discarded import gathers_ahead
+from nxdt_core.engine.discarded import prefetch_block_input
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.layers import sum_over_ranks
 from nxdt_core.models.autocast import compute_dtype
@@ -83,7 +83,7 @@ class ExchangingDispatcher(LocalDispatcher):
             return super().run_ordered(rows, counts, experts)
         ranks = self.group.size()
         sent = counts.view(self.chunks, ranks, -1).transpose(0, 1)  # [ranks, chunks, experts of one rank]
-        received = exchanged_rows(sent.contiguous(), self.group)
+        received = all_to_all_rows(sent.contiguous(), self.group)
         outgoing, incoming, sizes = _sizes(sent, received, len(rows))
         narrow = rows.to(compute_dtype(rows))  # which the experts would do
         numbers = torch.arange(received.shape[2], device=rows.device).repeat(ranks)
@@ -101,7 +101,7 @@ class ExchangingDispatcher(LocalDispatcher):
             return all_to_all(compute(0, arrived), outgoing[0], incoming[0], self.group)
         bounds = _bounds(len(rows), self.chunks)
         parts = [narrow[start:end] for start, end in pairwise(bounds)]
-        return torch.cat(exchanged_while(compute, parts, list(zip(outgoing, incoming, strict=True)), self.group))
+        return torch.cat(overlap_all_to_all(compute, parts, list(zip(outgoing, incoming, strict=True)), self.group))
 
     def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """Compute :meth:`LocalDispatcher.run_padded` over the ranks of the group; the host waits for nothing. A chunk
@@ -124,7 +124,7 @@ class ExchangingDispatcher(LocalDispatcher):
             arrived = all_to_all(narrow.flatten(0, 1), equal, equal, self.group, equal=True)
             return all_to_all(compute(0, arrived), equal, equal, self.group, equal=True).view(rows.shape)
         parts = [part.flatten(0, 1) for part in torch.split(narrow, sizes, 1)]
-        outputs = exchanged_while(compute, parts, [(equal, equal) for equal in splits], self.group)
+        outputs = overlap_all_to_all(compute, parts, [(equal, equal) for equal in splits], self.group)
         pairs = zip(outputs, sizes, strict=True)
         return torch.cat([output.view(count, size, hidden) for output, size in pairs], 1)
 
@@ -196,7 +196,7 @@ class AllToAllDispatcher(ExchangingDispatcher):
 
         def of_slices(rows: torch.Tensor, *groups: RowGroups) -> torch.Tensor:
             partial = experts(gather_along(rows, -1, tensor_group), *groups)
-            return scatter_sum_along(partial, -1, tensor_group)
+            return reduce_scatter_along(partial, -1, tensor_group)
 
         own = hidden.narrow(-1, tensor_group.rank() * width, width)
         mixed = self.mixed(own.flatten(0, 1), routing, cast(nn.Module, of_slices)).view_as(own)
@@ -209,7 +209,7 @@ class AllToAllDispatcher(ExchangingDispatcher):
         if self.tensor_group is None:
             return mixed
         narrow = mixed.to(compute_dtype(mixed))  # as the product of a matrix that the ranks share
-        gathers_ahead(self, narrow)
+        prefetch_block_input(self, narrow)
         return sum_over_ranks(narrow, self.tensor_group, sequence_parallel=self.sequence_parallel).to(mixed.dtype)
 
 

@@ -28,10 +28,10 @@ from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
-__all__ = ["GlobalBatch", "LabelLogProbs", "Numerics", "objective_output"]
+__all__ = ["ComputeContext", "GlobalBatch", "LabelLogProbs", "objective_output"]
 
 
-class Numerics:
+class ComputeContext:
     """Where a run computes, and in which dtypes."""
 
     def __init__(
@@ -78,7 +78,7 @@ class GlobalBatch:
         micro_batches: Sequence[Batch],
         objective: Objective,
         mesh: ParallelMesh,
-        numerics: Numerics,
+        numerics: ComputeContext,
         metric_names: dict[type, tuple[str, ...]],
         step: int = 0,
     ) -> None:

@@ -21,7 +21,7 @@ from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.apply import apply_context_parallel
 from nxdt_core.engine.data.collectives import WeightGather
 from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
-from nxdt_core.engine.dropout import salt_dropouts
+from nxdt_core.engine.dropout import set_dropout_salts
 from nxdt_core.engine.expert import apply_expert_parallel, exchange_chunks, expert_modules, routers_of
 from nxdt_core.engine.expert_dispatch import Sliced, apply_token_shuffle
 from nxdt_core.engine.loss import chunk_loss, compiled_rows
@@ -29,9 +29,9 @@ from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank, ties_ends
 from nxdt_core.engine.precision import apply_product
-from nxdt_core.engine.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
-from nxdt_core.engine.tensor.apply import apply_tensor_parallel, gather_once, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
+from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
+from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.models.attention.documents import BlockAttention
@@ -180,7 +180,7 @@ def lay_out(
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
-        salt_dropouts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        set_dropout_salts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
         gathers += _finish_stage(module, plan, mesh, options, precision)
     return Stages(
         modules=modules,
@@ -311,8 +311,8 @@ def _finish_stage(
         chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
     if options.sequence_parallel and options.gathers_again:
-        gather_once(parts_of_recomputed(module))
-        drop_in_layers(module, plan)
+        keep_gathered(parts_of_recomputed(module))
+        discard_in_layers(module, plan)
     if options.compile_backend is not None:
         if options.async_tensor_parallel:
             pipeline_collectives(mesh)
@@ -344,5 +344,5 @@ def _draw(module: nn.Module, stages: Stages, seed: int, *, base: bool) -> None:
         piece = piece_of(parameter)
         if name in stages.padded:
             piece.tensor.zero_()
-            piece = real_part(parameter, stages.padded[name])
+            piece = unpadded_shard(parameter, stages.padded[name])
         draw_piece(piece, name, stages.rules, seed=seed)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.engine.compile import one_graph
-from nxdt_core.engine.tensor.layers import VocabularyHead, local_part, rows_here
+from nxdt_core.engine.tensor.layers import VocabParallelHead, local_part, local_vocab_rows
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.loss import (
@@ -62,7 +62,7 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: R
     for path, head in module.named_modules():
         if not matches_any(heads, path) or isinstance(head, nn.Identity):
             continue
-        if type(head) not in (nn.Linear, VocabularyHead) or getattr(head, "update", None) is not None:
+        if type(head) not in (nn.Linear, VocabParallelHead) or getattr(head, "update", None) is not None:
             raise HeadNotLinear(path=path, kind=type(head).__qualname__)
         head.forward = _ChunkedForward(head, head.forward, tokens, kernels)
         head.computes_losses = True
@@ -84,7 +84,7 @@ class _ChunkedForward:
         head, dtype = self._head, compute_dtype(hidden)
         bias = None if head.bias is None else local_part(head.bias).to(dtype)  # type: ignore[arg-type]
         weight = local_part(head.weight).to(dtype)  # type: ignore[arg-type]
-        group = head.mesh.get_group() if isinstance(head, VocabularyHead) else None
+        group = head.mesh.get_group() if isinstance(head, VocabParallelHead) else None
         losses = linear_cross_entropies(
             hidden.to(dtype), weight, bias, labels, tokens=self._tokens, kernels=self._kernels, group=group
         )
@@ -135,7 +135,7 @@ class _CrossEntropies(torch.autograd.Function):
         kernels: RowKernels,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        columns, elsewhere = (targets, None) if group is None else rows_here(targets, len(weight), group)
+        columns, elsewhere = (targets, None) if group is None else local_vocab_rows(targets, len(weight), group)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         ctx.kernels = kernels
         log_sums, at_target = hidden.new_empty((2, len(hidden)), dtype=dtype).unbind()
@@ -143,7 +143,7 @@ class _CrossEntropies(torch.autograd.Function):
             sums = ctx.kernels.sums(functional.linear(hidden[chunk], weight, bias), columns[chunk], dtype)
             log_sums[chunk], at_target[chunk] = sums
         if group is not None and elsewhere is not None:
-            log_sums, at_target = over_ranks(log_sums, at_target, elsewhere, group)
+            log_sums, at_target = combine_vocab_shards(log_sums, at_target, elsewhere, group)
         ctx.save_for_backward(hidden, weight, bias, columns, elsewhere, log_sums)
         ctx.tokens = tokens
         return log_sums - at_target
@@ -253,13 +253,13 @@ def vocabulary_parallel_cross_entropies(
         columns = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         elsewhere = torch.ones_like(columns, dtype=torch.bool)
     else:
-        columns, elsewhere = rows_here(row_weights(rows, labels, None)[1], rows.shape[1], group)
+        columns, elsewhere = local_vocab_rows(row_weights(rows, labels, None)[1], rows.shape[1], group)
     hits = torch.where(elsewhere, 0.0, -1.0).to(torch.promote_types(rows.dtype, torch.float32))
-    whole_rows = functools.partial(over_ranks, elsewhere=elsewhere, group=group)
+    whole_rows = functools.partial(combine_vocab_shards, elsewhere=elsewhere, group=group)
     return row_cross_entropies(rows, columns, kernels, hits=hits, combine=whole_rows).view(logits.shape[:-1])
 
 
-def over_ranks(
+def combine_vocab_shards(
     sums: torch.Tensor, at: torch.Tensor, elsewhere: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-sum-exp and target's logit of whole rows from those of each rank's part. Collective.

@@ -16,19 +16,19 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.collectives import ScaledWeights
-from nxdt_core.engine.data.fsdp import begin_micro_batch, copies_masters
-from nxdt_core.engine.data.gradients import GradientSums, global_norm
+from nxdt_core.engine.data.fsdp import begin_micro_batch, uses_copied_masters
+from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.expert import RouterMetrics
-from nxdt_core.engine.global_batch import GlobalBatch, LabelLogProbs, Numerics
+from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogProbs
 from nxdt_core.engine.layout import Stages
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import Replicas, StageParameters, replica_group, shard_of
 from nxdt_core.engine.pipeline.runner import PipelineRunner
-from nxdt_core.engine.pipeline.stage import HiddenLike
+from nxdt_core.engine.pipeline.stage import HiddenSpec
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.tensor.heads import PaddedDim, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
@@ -45,7 +45,7 @@ __all__ = ["TorchModel"]
 class TorchModel:
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
-    def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: Numerics, *, micro_batches: int) -> None:
+    def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: ComputeContext, *, micro_batches: int) -> None:
         """``micro_batches``: of a rank in a training step; a pipeline's schedule must fit them.
 
         Collective in a pipeline.
@@ -56,7 +56,7 @@ class TorchModel:
         self._parameters = StageParameters(stages.modules, stages.plan.tied)
         self._step = 0
         self._owned = self._parameters.owned(mesh)
-        self._sums = GradientSums(
+        self._sums = GradientReducer(
             self._parameters.by_name,
             mesh,
             tensor_partial=stages.tensor_partial,
@@ -78,7 +78,7 @@ class TorchModel:
         )
         self._scaled = ScaledWeights(stages.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._copies: CopiedMasters | None = None
-        if copies_masters(mesh.sizes, numerics.precision):
+        if uses_copied_masters(mesh.sizes, numerics.precision):
             self._copies = CopiedMasters(stages.modules, numerics.hidden)
         self._has_run = False
         self._pipeline: PipelineRunner | None = None
@@ -89,7 +89,7 @@ class TorchModel:
                 mesh,
                 schedule=mesh.sizes.schedule,
                 micro_batches=micro_batches,
-                hidden_like=self._hidden_like,
+                hidden_spec=self._hidden_spec,
                 device=numerics.device,
                 forward_context=numerics.autocast,
                 sent=numerics.sent,
@@ -137,7 +137,7 @@ class TorchModel:
                     if index in (0, last):  # between them nothing changes
                         begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
                     if index == last:
-                        self._sums.begin_last()
+                        self._sums.begin_last_backward()
                     step = batch.step_context(moved)
                     # One expression: a name would hold the logits, or the graph, longer than needed.
                     batch.loss(self._logits(moved, step), moved, step).backward()  # type: ignore[no-untyped-call]
@@ -205,7 +205,9 @@ class TorchModel:
         """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
         padded = self._stages.padded
         held = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
-        return {name: real_part(p, padded[name]) if name in padded else p for name, p in held.items()} | self._buffers
+        return {
+            name: unpadded_shard(p, padded[name]) if name in padded else p for name, p in held.items()
+        } | self._buffers
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
         """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
@@ -227,7 +229,7 @@ class TorchModel:
             for name, value in state.items():
                 if name in own:
                     _elements(own[name]).copy_(_elements(value))
-        self.weights_changed()
+        self.sync_tied_copies()
 
     def local_modules(self) -> Sequence[nn.Module]:
         """Return the modules of this rank: one a pipeline stage.
@@ -239,7 +241,7 @@ class TorchModel:
 
     def finish_gradients(self) -> torch.Tensor:
         """Complete the gradients' sums over ranks, and return their norm."""
-        self._sums.add_up()
+        self._sums.reduce_all()
         sum_tied_gradients(self._tied, self._tied_group)
         return self._norm([parameter.grad for parameter in self._owned])
 
@@ -248,7 +250,7 @@ class TorchModel:
         some."""
         return self._norm(self._owned)
 
-    def weights_changed(self) -> None:
+    def sync_tied_copies(self) -> None:
         """Let second copies of tied parameters follow; called after an update and after a load."""
         with torch.no_grad():
             for owner, user in self._parameters.twins:
@@ -292,7 +294,7 @@ class TorchModel:
         sizes = self._mesh.sizes
         return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._stages.sequence_parallel else 1)
 
-    def _hidden_like(self, batch: Batch) -> HiddenLike:
+    def _hidden_spec(self, batch: Batch) -> HiddenSpec:
         assert self.plan.pipeline is not None
         rows, tokens = batch.input_ids.shape
         if self._stages.sequence_parallel:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from nxdt_core.config.schema.model import ParamGroupConfig
 from nxdt_core.distributed.placement import piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.tensor.heads import PaddedDim, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
@@ -85,7 +85,7 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
         padded: where its zeros are, which no optimizer counts.
         matrix: whether it is one of a hidden layer.
     """
-    piece = piece_of(parameter) if padded is None else real_part(parameter, padded)
+    piece = piece_of(parameter) if padded is None else unpadded_shard(parameter, padded)
     groups: tuple[dist.ProcessGroup, ...] = ()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

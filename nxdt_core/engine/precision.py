@@ -16,7 +16,12 @@ from torch import nn
 
 from nxdt_core.distributed.placement import local_of, placed_like
 from nxdt_core.engine.optim.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
-from nxdt_core.engine.tensor.layers import ColumnLinear, GatheredColumnLinear, RowLinear, VocabularyHead
+from nxdt_core.engine.tensor.layers import (
+    ColumnParallelLinear,
+    GatheredColumnLinear,
+    RowParallelLinear,
+    VocabParallelHead,
+)
 from nxdt_core.models.patterns import matches
 from nxdt_core.models.random.positions import noise, rounded
 from nxdt_core.models.updates import ProductLinear
@@ -26,7 +31,7 @@ from nxdt_core.protocols.precision import LinearProduct
 
 __all__ = ["CopiedMasters", "apply_product", "product_layers", "rounded_weights"]
 
-_WITH_SLOT = (ProductLinear, ColumnLinear, GatheredColumnLinear, RowLinear)
+_WITH_SLOT = (ProductLinear, ColumnParallelLinear, GatheredColumnLinear, RowParallelLinear)
 _NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
 
 
@@ -63,7 +68,7 @@ def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str,
         style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
         if style is None or style in _NOT_LINEAR or f"{path}.weight" in tied:
             continue
-        known = isinstance(part, (*_WITH_SLOT, VocabularyHead))
+        known = isinstance(part, (*_WITH_SLOT, VocabParallelHead))
         if known or (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward):
             yield path, part, style
 

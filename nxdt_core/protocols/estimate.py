@@ -137,7 +137,7 @@ class MeasuresShards(Protocol):
     """Optional member of an engine's class: how much of each parameter a rank holds."""
 
     @staticmethod
-    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+    def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
         """Lay out the builder's model on the meta device as rank 0 of ``sizes``, in a process without a process group.
 
         Returns:

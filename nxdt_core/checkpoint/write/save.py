@@ -29,7 +29,7 @@ from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step, withdraw
 from nxdt_core.checkpoint.write.plan import SavePlan, merge
 from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements
-from nxdt_core.protocols.piece import Place
+from nxdt_core.protocols.piece import TensorKey
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
@@ -127,7 +127,7 @@ class _Written:
     """What one rank wrote."""
 
     files: Mapping[str, FileEntry]
-    parts: Mapping[Place, TensorPart]
+    parts: Mapping[TensorKey, TensorPart]
 
 
 def _with_files(manifest: Manifest, added: Sequence[Mapping[str, FileEntry]]) -> Manifest:

@@ -7,7 +7,7 @@ all-reduce, once per pass, before the first gather needs them. Products are bitw
 results do not change. Norms, embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they
 are.
 
-:class:`ScatteredSums` are for devices whose process groups have no fast reduce-scatter.
+:class:`PendingReduceScatters` are for devices whose process groups have no fast reduce-scatter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from nxdt_core.distributed.collectives import begun_sum
+from nxdt_core.distributed.collectives import begin_reduce_scatter
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.precision import product_layers
 from nxdt_core.models.moe.experts import SwiGLUExperts
@@ -33,14 +33,14 @@ from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
 from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
 
 __all__ = [
-    "GatherForms",
+    "GatherDtypes",
+    "PendingReduceScatters",
+    "ReduceScatterByExchange",
     "ScaledWeights",
-    "ScatteredSum",
-    "ScatteredSums",
     "WeightGather",
-    "gather_as",
-    "gather_forms",
+    "gather_dtypes",
     "product_weights",
+    "set_gather_dtypes",
 ]
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -49,7 +49,7 @@ _SCATTERED_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherForms:
+class GatherDtypes:
     """How the weights of a stage travel; those that are not named travel in the dtype that FSDP2 gives them."""
 
     dtype: torch.dtype
@@ -62,13 +62,13 @@ class GatherForms:
     """From ``dtype`` to one byte and back; there where ``scaled`` names weights."""
 
 
-def gather_forms(module: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> GatherForms:
+def gather_dtypes(module: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> GatherDtypes:
     """Return how FSDP2 gathers the weights of a stage, the policy's product applied."""
     dtype = getattr(torch, precision.autocast or precision.parameters)
     scaled = scaled_weights(module, plan)
     narrow = frozenset() if precision.autocast is None else product_weights(module, plan) - scaled.keys()
     casts = [*scaled.values()]
-    return GatherForms(dtype=dtype, narrow=narrow, scaled=frozenset(scaled), cast=casts[0] if casts else None)
+    return GatherDtypes(dtype=dtype, narrow=narrow, scaled=frozenset(scaled), cast=casts[0] if casts else None)
 
 
 def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
@@ -103,7 +103,7 @@ def _only_multiplied(layer: Any) -> bool:
     return update is None or not getattr(update, "reads_weight", True)
 
 
-def gather_as(sharded: FSDPModule, forms: GatherForms, names: dict[int, str]) -> WeightGather | None:
+def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int, str]) -> WeightGather | None:
     """Let what FSDP2 gathers for ``sharded`` travel in the forms of ``forms``; None where nothing changes.
 
     Args:
@@ -127,7 +127,7 @@ def gather_as(sharded: FSDPModule, forms: GatherForms, names: dict[int, str]) ->
 _Form = Literal["whole", "narrow", "scaled"]
 
 
-def _form(name: str, forms: GatherForms) -> _Form:
+def _form(name: str, forms: GatherDtypes) -> _Form:
     if name in forms.scaled:
         return "scaled"
     return "narrow" if name in forms.narrow else "whole"
@@ -146,7 +146,7 @@ class _Segment:
 class WeightGather:
     """FSDP2's all-gather of the parameters of a group, one after the other in a flat buffer."""
 
-    def __init__(self, segments: list[_Segment], forms: GatherForms) -> None:
+    def __init__(self, segments: list[_Segment], forms: GatherDtypes) -> None:
         self._segments = segments
         self.forms = forms
         self._scales: dict[str, torch.Tensor] = {}
@@ -285,7 +285,7 @@ class ScaledWeights:
             gather.set_scales({})
 
 
-class ScatteredSums:
+class PendingReduceScatters:
     """Sums that FSDP2's groups have begun in the running backward. All are there when it ends."""
 
     def __init__(self) -> None:
@@ -296,7 +296,7 @@ class ScatteredSums:
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         while len(self._running) >= _SCATTERED_IN_FLIGHT:
             self._running.popleft()()
-        self._running.append(begun_sum(part, whole, group))
+        self._running.append(begin_reduce_scatter(part, whole, group))
 
     def finish(self) -> None:
         """Wait until all sums are there."""
@@ -304,10 +304,10 @@ class ScatteredSums:
             self._running.popleft()()
 
 
-class ScatteredSum:
+class ReduceScatterByExchange:
     """FSDP2's reduce-scatter of one group's gradients."""
 
-    def __init__(self, sums: ScatteredSums, parameters: Sequence[Any], *, overlapped: bool) -> None:
+    def __init__(self, sums: PendingReduceScatters, parameters: Sequence[Any], *, overlapped: bool) -> None:
         """
         Args:
             sums: of the model.
@@ -330,7 +330,7 @@ class ScatteredSum:
             self._sums.begin(output_tensor, input_tensor, group)
         else:
             self._sums.finish()  # what is added to may be one of them
-            begun_sum(output_tensor, input_tensor, group)()
+            begin_reduce_scatter(output_tensor, input_tensor, group)()
 
 
 def _reads(parameter: Any, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
-from nxdt_core.engine.data.collectives import GatherForms
+from nxdt_core.engine.data.collectives import GatherDtypes
 from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
 from nxdt_core.engine.optim.rounded_updates import AdamUpdates, in_buckets
 from nxdt_core.engine.optim.state import stepped_once, unpacked_state
@@ -116,7 +116,7 @@ def count_parameters(
     *,
     sharded: bool,
     partial: Iterable[str] = (),
-    forms: GatherForms | None = None,
+    forms: GatherDtypes | None = None,
     keeps: bool = False,
     state: StateOf,
 ) -> ParameterCounts:

@@ -34,7 +34,7 @@ from nxdt_core.torch_versions import fsdp_parameter_groups
 
 __all__ = [
     "ForwardArguments",
-    "HiddenLike",
+    "HiddenSpec",
     "MicroBatchStream",
     "StageSettings",
     "StepContexts",
@@ -133,7 +133,7 @@ class StreamedStage(StockStage):
 
     def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, drops: bool) -> None:
         """``drops``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
-        shape, dtype = settings.stream.sent_like(0)
+        shape, dtype = settings.stream.sent_spec(0)
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         # Shapes are given, so that no stage infers them by running; the ends' are never used.
         super().__init__(
@@ -168,7 +168,7 @@ class StreamedStage(StockStage):
         """Return the module's forward, in the context that the run wants around it (autocast); hidden states from and
         for other stages are in the dtype in which they travel."""
         stream, index = self._settings.stream, self._running
-        shape, dtype = stream.hidden_like(index)
+        shape, dtype = stream.hidden_spec(index)
         if not self.is_first:
             args = (args[0].to(dtype), *args[1:])
         with self._settings.forward_context():
@@ -180,7 +180,7 @@ class StreamedStage(StockStage):
         if output.shape != torch.Size(shape) or output.dtype != dtype:
             found = f"{tuple(output.shape)} {output.dtype}"
             raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
-        return output.to(stream.sent_like(index)[1])
+        return output.to(stream.sent_spec(index)[1])
 
     # Buffers
 
@@ -333,7 +333,7 @@ ForwardArguments = Callable[[Batch], Mapping[str, Any]]
 StepContexts = Callable[[Batch], StepContext]
 """From the micro-batch on the device to what its passes depend on in addition."""
 
-HiddenLike = tuple[torch.Size | tuple[int, ...], torch.dtype]
+HiddenSpec = tuple[torch.Size | tuple[int, ...], torch.dtype]
 """Shape of the hidden states that travel between two stages for one micro-batch, on this rank, and the dtype that they
 have within stages."""
 
@@ -344,11 +344,11 @@ class MicroBatchStream:
     done with their forward: what backward needs of them, the graph holds until that backward."""
 
     def __init__(
-        self, device: torch.device, hidden_like: Callable[[Batch], HiddenLike], sent: torch.dtype | None = None
+        self, device: torch.device, hidden_spec: Callable[[Batch], HiddenSpec], sent: torch.dtype | None = None
     ) -> None:
         """``sent``: dtype in which hidden states travel; None: as they are."""
         self.on_device: dict[int, tuple[Batch, StepContext]] = {}
-        self._device, self._hidden_like, self._sent = device, hidden_like, sent
+        self._device, self._hidden_spec, self._sent = device, hidden_spec, sent
         self._host: Sequence[Batch] = ()
         self._arguments: ForwardArguments = lambda batch: {}
         self._context_of: StepContexts = lambda batch: StepContext()
@@ -380,18 +380,18 @@ class MicroBatchStream:
         batch, _ = self[index]
         return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
 
-    def hidden_like(self, index: int) -> HiddenLike:
+    def hidden_spec(self, index: int) -> HiddenSpec:
         """Return the hidden states between stages for micro-batch ``index``, as stages compute with them."""
-        return self._hidden_like(self._host[index])
+        return self._hidden_spec(self._host[index])
 
-    def sent_like(self, index: int) -> HiddenLike:
+    def sent_spec(self, index: int) -> HiddenSpec:
         """Return the same as they travel."""
-        shape, dtype = self.hidden_like(index)
+        shape, dtype = self.hidden_spec(index)
         return shape, self._sent or dtype
 
     def buffer(self, index: int) -> torch.Tensor:
         """Return the memory into which those hidden states are received."""
-        shape, dtype = self.sent_like(index)
+        shape, dtype = self.sent_spec(index)
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def drop(self, index: int) -> None:

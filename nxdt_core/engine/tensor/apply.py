@@ -19,20 +19,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.placement import sharded_over
-from nxdt_core.engine.discarded import entering_block
+from nxdt_core.engine.discarded import with_block_entry
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.tensor.heads import HeadLayout, PaddedDim
+from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
 from nxdt_core.engine.tensor.layers import (
     BlockEntry,
-    ColumnLinear,
+    ColumnParallelLinear,
     FeatureShard,
     GatheredColumnLinear,
     PartialRowLinear,
-    RowLinear,
-    SequenceEmbedding,
+    RowParallelLinear,
+    SequenceParallelEmbedding,
     SplitRowLinear,
-    VocabularyEmbedding,
-    VocabularyHead,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     WholeColumnLinear,
     local_part,
 )
@@ -42,7 +42,7 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
-__all__ = ["TensorSharder", "apply_tensor_parallel", "gather_once", "partial_parameters", "replicated_partials"]
+__all__ = ["TensorSharder", "apply_tensor_parallel", "keep_gathered", "partial_parameters", "replicated_partials"]
 
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
     "column",
@@ -77,7 +77,7 @@ def apply_tensor_parallel(
         mesh: of the run.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
         gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
-            layers keep them once :func:`nxdt_core.engine.recompute.drop_in_layers` was called.
+            layers keep them once :func:`nxdt_core.engine.recompute.discard_in_layers` was called.
         pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
             :func:`nxdt_core.engine.tensor.heads.padded_parameters`.
 
@@ -88,7 +88,7 @@ def apply_tensor_parallel(
     group = mesh.group("tp")
     if group is None:
         return
-    heads = None if plan.heads is None else HeadLayout.of(plan.heads, mesh.size("tp"), pad=pad_heads)
+    heads = None if plan.heads is None else HeadSharding.of(plan.heads, mesh.size("tp"), pad=pad_heads)
     if heads is not None and heads.kv_replicas > 1:
         mesh.split_tp(heads.padded_kv_heads)
     blocks = _blocks(module, plan)
@@ -114,12 +114,12 @@ def apply_tensor_parallel(
             part: Any = module.get_submodule(block)
             if again:
                 kind: Any = type(part)
-                part.entry, part.__class__ = entry, entering_block(kind)
+                part.entry, part.__class__ = entry, with_block_entry(kind)
             else:
                 part.register_forward_pre_hook(entry)
 
 
-def gather_once(parts: Iterable[nn.Module]) -> None:
+def keep_gathered(parts: Iterable[nn.Module]) -> None:
     """Let tensor blocks among ``parts`` keep what they gathered: they are recomputed, and gather again anyway."""
     for part in parts:
         entry = getattr(part, "entry", None)
@@ -203,15 +203,15 @@ def _inside(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
-_ROWS: Mapping[TensorStyle, type[RowLinear]] = {
-    "row": RowLinear,
+_ROWS: Mapping[TensorStyle, type[RowParallelLinear]] = {
+    "row": RowParallelLinear,
     "row_split": SplitRowLinear,
     "row_partial": PartialRowLinear,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
+class _ShardedDim:
     """One dimension of a parameter over the ranks."""
 
     spread: PaddedDim
@@ -240,7 +240,7 @@ class TensorSharder:
     """Shards the modules of one pipeline stage; parameters that were one (tied) stay one."""
 
     def __init__(
-        self, plan: ParallelPlan, mesh: ParallelMesh, heads: HeadLayout | None, *, sequence_parallel: bool
+        self, plan: ParallelPlan, mesh: ParallelMesh, heads: HeadSharding | None, *, sequence_parallel: bool
     ) -> None:
         group = mesh.group("tp")
         assert group is not None, "nothing to shard over"
@@ -258,7 +258,7 @@ class TensorSharder:
                 return None
             table = _table(path, module, style)
             update = self._update(table, None)
-            return SequenceEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
+            return SequenceParallelEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
         if style == "vocab_embedding":
             return self._embedding(path, module)
         if style in ("heads", "channels"):
@@ -275,15 +275,15 @@ class TensorSharder:
             return self._row(path, linear, style)
         cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")
         weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
-        return VocabularyHead(weight, bias, cut.mesh, update=self._update(linear, cut))
+        return VocabParallelHead(weight, bias, cut.mesh, update=self._update(linear, cut))
 
-    def _column(self, path: str, linear: nn.Linear) -> ColumnLinear:
+    def _column(self, path: str, linear: nn.Linear) -> ColumnParallelLinear:
         size = linear.out_features
         cut = self._of_heads(path, 0, size) or self._even(path, 0, size, "output features")
         weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
-        return ColumnLinear(weight, bias, spread=cut.spread, part=cut.part, update=self._update(linear, cut))
+        return ColumnParallelLinear(weight, bias, spread=cut.spread, part=cut.part, update=self._update(linear, cut))
 
-    def _row(self, path: str, linear: nn.Linear, style: TensorStyle) -> RowLinear:
+    def _row(self, path: str, linear: nn.Linear, style: TensorStyle) -> RowParallelLinear:
         if style == "row_partial" and linear.bias is not None:
             raise TensorPlanUnusable(problem=f"'{path}' is {style} and has a bias, which each rank would add")
         size = linear.in_features
@@ -318,10 +318,10 @@ class TensorSharder:
         parameters = {name: self._shard(parameter, cut) for name, parameter in own.items()}
         return FeatureShard(module, parameters, cut.spread, cut.local)
 
-    def _embedding(self, path: str, module: nn.Module) -> VocabularyEmbedding:
+    def _embedding(self, path: str, module: nn.Module) -> VocabParallelEmbedding:
         table = _table(path, module, "vocab_embedding")
         cut = self._even(path, 0, table.num_embeddings, "rows of the vocabulary")
-        return VocabularyEmbedding(
+        return VocabParallelEmbedding(
             self._shard(table.weight, cut),
             self._group,
             padding_idx=table.padding_idx,
@@ -329,7 +329,7 @@ class TensorSharder:
             update=self._update(table, cut),
         )
 
-    def _update(self, layer: nn.Module, cut: _Cut | None) -> Update | None:
+    def _update(self, layer: nn.Module, cut: _ShardedDim | None) -> Update | None:
         """The update of ``layer``, cut with it; ``cut`` None leaves it whole."""
         update: Update | None = getattr(layer, "update", None)
         if update is None or cut is None:
@@ -346,16 +346,16 @@ class TensorSharder:
             update.over_inputs = partial(reduce_from_group, group=self._group)
         return update
 
-    def _even(self, path: str, dim: int, size: int, features: str) -> _Cut:
+    def _even(self, path: str, dim: int, size: int, features: str) -> _ShardedDim:
         """Equal parts without padding."""
         tp = self._group.size()
         if size % tp:
             raise ShardDoesNotDivide(module=path, size=size, features=features, tp=tp)
         block = size // tp
         spread = PaddedDim.of(dim, block=block, starts=range(0, size, block), counts=[block] * tp, unit=1)
-        return _Cut(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+        return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
 
-    def _of_heads(self, path: str, dim: int, size: int) -> _Cut | None:
+    def _of_heads(self, path: str, dim: int, size: int) -> _ShardedDim | None:
         """Whole heads, where the plan says that ``size`` features are some."""
         heads, layout = self._plan.heads, self._heads
         if heads is None or layout is None:
@@ -368,16 +368,16 @@ class TensorSharder:
             raise TensorPlanUnusable(problem=f"'{path}' has {size} features, no multiple of {count} heads")
         if not key_value:
             spread = layout.query(dim, size // count)
-            return _Cut(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+            return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
         spread, copied = layout.key_value(dim, size // count), layout.kv_replicas > 1
         mesh = self._mesh.mesh("tp_kv", "tp_kv_replica") if copied else self._mesh.mesh("tp")
-        return _Cut(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
+        return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
 
-    def _shard_bias(self, linear: nn.Linear, cut: _Cut) -> nn.Parameter | None:
+    def _shard_bias(self, linear: nn.Linear, cut: _ShardedDim) -> nn.Parameter | None:
         bias: nn.Parameter | None = linear.bias
         return None if bias is None else self._shard(bias, cut)
 
-    def _shard(self, parameter: torch.Tensor, cut: _Cut) -> nn.Parameter:
+    def _shard(self, parameter: torch.Tensor, cut: _ShardedDim) -> nn.Parameter:
         known = self._sharded.get(parameter)
         if known is None:
             sharded = DTensor.from_local(cut.local(parameter), cut.mesh, cut.placements, run_check=False)

@@ -23,9 +23,9 @@ from nxdt_core.distributed.collectives import (
     gather_along,
     gather_whole,
     reduce_from_group,
-    scatter_sum_along,
+    reduce_scatter_along,
 )
-from nxdt_core.engine.discarded import cast_dropped, gather_dropped, gathers_ahead
+from nxdt_core.engine.discarded import cast_discarded, gather_discarded, prefetch_block_input
 from nxdt_core.engine.tensor.heads import PaddedDim
 from nxdt_core.errors.launch import SequenceDoesNotDivide
 from nxdt_core.models.autocast import compute_dtype
@@ -34,18 +34,18 @@ from nxdt_core.models.updates import Product, updated_linear
 __all__ = [
     "SEQUENCE_DIM",
     "BlockEntry",
-    "ColumnLinear",
+    "ColumnParallelLinear",
     "FeatureShard",
     "GatheredColumnLinear",
     "PartialRowLinear",
-    "RowLinear",
-    "SequenceEmbedding",
+    "RowParallelLinear",
+    "SequenceParallelEmbedding",
     "SplitRowLinear",
-    "VocabularyEmbedding",
-    "VocabularyHead",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "WholeColumnLinear",
     "local_part",
-    "rows_here",
+    "local_vocab_rows",
     "sum_over_ranks",
 ]
 
@@ -78,14 +78,14 @@ class BlockEntry:
         hidden, *rest = args
         dtype = hidden.dtype if self.routes else compute_dtype(hidden)
         if self.again:
-            return gather_dropped(module, hidden, dtype, SEQUENCE_DIM, self.group), *rest
-        hidden = cast_dropped(module, hidden, dtype)
+            return gather_discarded(module, hidden, dtype, SEQUENCE_DIM, self.group), *rest
+        hidden = cast_discarded(module, hidden, dtype)
         if self.sequence_parallel:
             return gather_along(hidden, SEQUENCE_DIM, self.group), *rest
         return copy_to_group(hidden, self.group), *rest
 
 
-class ColumnLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """Each rank computes its own output features; what it is fed is whole (:class:`BlockEntry`)."""
 
     def __init__(
@@ -123,7 +123,7 @@ class ColumnLinear(nn.Module):
 
 
 class GatheredColumnLinear(nn.Module):
-    """As :class:`ColumnLinear`, with the features of all ranks as output, whose gradients are partial sums."""
+    """As :class:`ColumnParallelLinear`, with the features of all ranks as output, whose gradients are partial sums."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class WholeColumnLinear(GatheredColumnLinear):
         return gather_whole(features, -1, self.group)
 
 
-class RowLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """Each rank multiplies its own input features; the products are summed over the ranks, then comes the bias."""
 
     def __init__(
@@ -201,11 +201,11 @@ class RowLinear(nn.Module):
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' products."""
-        gathers_ahead(self, product)
+        prefetch_block_input(self, product)
         return sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
 
 
-class PartialRowLinear(RowLinear):
+class PartialRowLinear(RowParallelLinear):
     """As its base, without the sum: what comes behind adds the ranks' products up with others. It has no bias."""
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ class PartialRowLinear(RowLinear):
         return product
 
 
-class SplitRowLinear(RowLinear):
+class SplitRowLinear(RowParallelLinear):
     """As its base, of inputs with the features of all ranks. Gradients of the others' features are zero, so that those
     of what comes before are partial sums, as everywhere in a tensor block."""
 
@@ -277,7 +277,7 @@ def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, se
     """End a tensor block: the sum of the ranks' ``partial`` [batch, seq, hidden], whole or, under sequence
     parallelism, this rank's part of it along the sequence."""
     if sequence_parallel:
-        return scatter_sum_along(partial, SEQUENCE_DIM, group)
+        return reduce_scatter_along(partial, SEQUENCE_DIM, group)
     return reduce_from_group(partial, group)
 
 
@@ -294,7 +294,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Each rank looks up the ids in its part of the table, zero for all others; the sum over ranks is the embedding."""
 
     def __init__(
@@ -324,7 +324,7 @@ class VocabularyEmbedding(nn.Module):
         if self.sequence_parallel:
             check_sequence(ids.shape[-1], self.group)
         table = local_part(self.weight)
-        rows, elsewhere = rows_here(ids, len(table), self.group)
+        rows, elsewhere = local_vocab_rows(ids, len(table), self.group)
         padding = None if self.padding_idx is None else self.padding_idx - self.group.rank() * len(table)
         if padding is not None and not 0 <= padding < len(table):
             padding = None
@@ -335,7 +335,7 @@ class VocabularyEmbedding(nn.Module):
         return sum_over_ranks(found, self.group, sequence_parallel=self.sequence_parallel)
 
 
-class SequenceEmbedding(nn.Module):
+class SequenceParallelEmbedding(nn.Module):
     """A whole table, such as learned positions, that looks up this rank's part of the sequence."""
 
     def __init__(
@@ -361,7 +361,7 @@ class SequenceEmbedding(nn.Module):
         return found if self.update is None else self.update(part, found, self.weight)
 
 
-class VocabularyHead(nn.Module):
+class VocabParallelHead(nn.Module):
     """Each rank computes the logits of its part of the vocabulary, from whole hidden states."""
 
     def __init__(
@@ -390,7 +390,7 @@ def check_sequence(length: int, group: dist.ProcessGroup) -> int:
     return length // group.size()
 
 
-def rows_here(ids: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+def local_vocab_rows(ids: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of the vocabulary as row numbers of this rank's part, which has ``rows`` rows.
 
     Returns:

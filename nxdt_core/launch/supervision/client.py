@@ -32,7 +32,7 @@ from nxdt_core.launch.supervision.messages import (
 from nxdt_core.launch.supervision.rendezvous import SupervisorAddress
 from nxdt_core.launch.supervision.supervisor import keep_alive
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 __all__ = ["Client"]
 
@@ -53,7 +53,7 @@ class Client:
         OSError: the supervisor does not answer.
     """
 
-    def __init__(self, place: Place, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
+    def __init__(self, place: RankEnvironment, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
         self.place = place
         self.on_stop: Callable[[int], None] | None = None
         """Takes the number of a signal; while it is None, a request to stop ends the run."""

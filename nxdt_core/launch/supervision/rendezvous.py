@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 __all__ = ["SupervisorAddress", "find", "is_published", "publish"]
 
@@ -26,17 +26,17 @@ class SupervisorAddress:
     """Whether it lives in rank 0; otherwise in the launcher."""
 
 
-def publish(store: TCPStore, place: Place, address: SupervisorAddress) -> None:
+def publish(store: TCPStore, place: RankEnvironment, address: SupervisorAddress) -> None:
     """Publish the address of the supervisor to the run's processes."""
     store.set(_key(place), json.dumps(asdict(address)))
 
 
-def is_published(store: TCPStore, place: Place) -> bool:
+def is_published(store: TCPStore, place: RankEnvironment) -> bool:
     """Return whether there is a supervisor already, which is the launcher's."""
     return bool(store.check([_key(place)]))
 
 
-def find(store: TCPStore, place: Place) -> SupervisorAddress:
+def find(store: TCPStore, place: RankEnvironment) -> SupervisorAddress:
     """Wait for the supervisor's address.
 
     Raises:
@@ -48,5 +48,5 @@ def find(store: TCPStore, place: Place) -> SupervisorAddress:
         raise TimeoutError("rank 0 has not come there") from error
 
 
-def _key(place: Place) -> str:
+def _key(place: RankEnvironment) -> str:
     return f"nxdt/{place.attempt}/supervisor"

@@ -108,7 +108,7 @@ def arguments(batch):
     return {"position_ids": batch.position_ids, "document_ids": batch.document_ids}
 
 
-def hidden_like(batch, case):
+def hidden_spec(batch, case):
     return (*batch.input_ids.shape, HIDDEN), getattr(torch, case.precision.parameters)
 
 
@@ -238,7 +238,7 @@ def pipeline(case):
         mesh,
         schedule=case.schedule,
         micro_batches=case.micro_batches,
-        hidden_like=lambda batch: hidden_like(batch, case),
+        hidden_spec=lambda batch: hidden_spec(batch, case),
         device=torch.device("cpu"),
     )
     return Pipeline(

@@ -7,7 +7,7 @@ import torch
 
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.models.random.init import fresh_rules, initialize
+from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.engine import RankInfo
@@ -33,7 +33,7 @@ class SoloModel:
         for part in self.module.modules():
             getattr(part, "reset_buffers", lambda: None)()
         named = dict(self.named_parameters())
-        initialize(named.items(), fresh_rules(builder, named), seed)
+        initialize(named.items(), complete_init_rules(builder, named), seed)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters under their global names."""

@@ -18,11 +18,11 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.sharded_logits import sharded_cross_entropies
 
-__all__ = ["GlobalBatch", "Surroundings"]
+__all__ = ["ComputeContext", "GlobalBatch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ComputeContext:
     """What the passes of a run share."""
 
     device: torch.device
@@ -49,7 +49,7 @@ class GlobalBatch:
         self,
         micro_batches: Sequence[Batch],
         objective: Objective,
-        around: Surroundings,
+        around: ComputeContext,
         step: int,
         metric_names: dict[type, tuple[str, ...]],
     ) -> None:

@@ -54,7 +54,7 @@ def measure_sharding(builder: HFBuilder, tp: int, engine: MeasuresShards) -> Sha
         model, plain = builder.build(), builder.architecture.plain()
     named = [path for path, _ in (*plain.named_modules(), *plain.named_parameters())]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    held = engine.held_elements(builder, MeshSizes(tp=tp))
+    held = engine.local_elements(builder, MeshSizes(tp=tp))
     return Sharding(
         model=builder.architecture.name,
         tp=tp,
