@@ -14,7 +14,7 @@ from nxdt_core.engine.compile_cache import ahead_of, use_cache
 from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
 from nxdt_core.engine.global_batch import ComputeContext
 from nxdt_core.engine.layout import LayoutOptions, lay_out
-from nxdt_core.engine.layout import materialise as materialise_stages
+from nxdt_core.engine.layout import materialise as materialise_layout
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.model import TorchModel
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
@@ -94,12 +94,12 @@ class TorchEngine:
             self.ranks.start_alone(self.device)
             self._build_mesh()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
-        stages = lay_out(builder, self.mesh, options, precision, adapters)
+        layout = lay_out(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")
-        materialise_stages(stages, self.device, seed=seed, base=materialise)
+        materialise_layout(layout, self.device, seed=seed, base=materialise)
         pins = pins_inputs(self._run.data, profile_of(self.device))
-        numerics = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
-        return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
+        compute = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
+        return TorchModel(layout, self.mesh, compute, micro_batches=micro_batches)
 
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool

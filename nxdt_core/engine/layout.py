@@ -44,7 +44,7 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]
+__all__ = ["Layout", "LayoutOptions", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,8 @@ class LayoutOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """This rank's pipeline stages; without a pipeline, one stage that is the whole model."""
+class Layout:
+    """This rank's part of a model: its pipeline stages, sharded. Without a pipeline, one stage is the whole model."""
 
     modules: tuple[nn.Module, ...]
     numbers: tuple[int, ...]
@@ -151,7 +151,7 @@ def lay_out(
     options: LayoutOptions,
     precision: PrecisionPolicy,
     adapters: Sequence[Adapter] = (),
-) -> Stages:
+) -> Layout:
     """Build this rank's stages on the meta device, without communication.
 
     Raises:
@@ -182,7 +182,7 @@ def lay_out(
             padded |= padded_parameters(module)
         set_dropout_salts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
         gathers += _finish_stage(module, plan, mesh, options, precision)
-    return Stages(
+    return Layout(
         modules=modules,
         numbers=numbers,
         plan=plan,
@@ -323,26 +323,21 @@ def _finish_stage(
     return apply_data_parallel(module, plan, mesh, precision, experts, compiled=options.compile_backend is not None)
 
 
-def materialise(stages: Stages, device: torch.device, *, seed: int, base: bool = True) -> None:
-    """Give the stages memory on ``device`` and draw their weights; without ``base`` only those that adapters added,
-    the others are left undefined for a load.
-
-    Every rank draws its own shards alone, bit-equal to those elements of the whole.
-    """
-    for module in stages.modules:
-        allocate(module, device, tied=stages.plan.tied)
-        _draw(module, stages, seed, base=base)
-
-
 @torch.no_grad()
-def _draw(module: nn.Module, stages: Stages, seed: int, *, base: bool) -> None:
-    owners = {user: owner for owner, user in stages.plan.tied}
-    for name, parameter in module.named_parameters():
-        if not base and name not in stages.added:
-            continue
-        name = owners.get(name, name)  # a stage that has the user of a tied pair alone draws the owner's elements
-        piece = piece_of(parameter)
-        if name in stages.padded:
-            piece.tensor.zero_()
-            piece = unpadded_shard(parameter, stages.padded[name])
-        draw_piece(piece, name, stages.rules, seed=seed)
+def materialise(layout: Layout, device: torch.device, *, seed: int, base: bool = True) -> None:
+    """Allocate the stages on ``device`` and draw their initial weights; without ``base`` only those that adapters
+    added, the others stay undefined for a load.
+
+    Every rank draws its own shards alone, bitwise equal to those elements of the whole.
+    """
+    owners = {user: owner for owner, user in layout.plan.tied}
+    for module in layout.modules:
+        allocate(module, device, tied=layout.plan.tied)
+        for name, parameter in module.named_parameters():
+            if base or name in layout.added:
+                name = owners.get(name, name)  # a stage with the user of a tied pair alone draws the owner's elements
+                piece = piece_of(parameter)
+                if name in layout.padded:
+                    piece.tensor.zero_()
+                    piece = unpadded_shard(parameter, layout.padded[name])
+                draw_piece(piece, name, layout.rules, seed=seed)

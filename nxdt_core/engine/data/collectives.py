@@ -257,7 +257,7 @@ class ScaledWeights:
         self._group = group
 
     @contextmanager
-    def during(self) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """Use the scales of the weights as they are now within the block. Collective."""
         self.update()
         try:
