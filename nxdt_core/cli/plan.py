@@ -16,7 +16,7 @@ from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors.launch import TwoMemorySizes
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.parallel.estimate import RankEstimate
+    from nxdt_core.protocols.estimate import RankEstimate
     from nxdt_core.train.layout_search import Search
     from nxdt_core.train.plan import RunPlan, StepTime
 

@@ -41,7 +41,7 @@ def list_(device_memory: int | None, json_output: bool) -> None:
     found = list_recipes(Kernel.start())
     if device_memory is not None:
         needs = {recipe: _ONE_DEVICE.search(recipe.summary) for recipe in found}
-        found = [recipe for recipe, named in needs.items() if named and int(named[1]) <= device_memory]
+        found = tuple(recipe for recipe, named in needs.items() if named and int(named[1]) <= device_memory)
     if json_output:
         print_json([{"name": r.name, "plugin": r.plugin, "summary": r.summary} for r in found])
     elif found:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from nxdt_core.config.schema.run import RunConfig
 from nxdt_core.config.sources.paths import expand_home
 from nxdt_core.errors.launch import CompileCacheNotAFolder, CompileCacheNotWritable, CompileIsOff
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, GraphOrigins
+from nxdt_core.protocols.engine import CompileAhead, GraphOrigins
 
 if TYPE_CHECKING:
     from nxdt_core.distributed.devices import DeviceProfile

@@ -22,12 +22,12 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.random.dropout_masks import MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["salt_dropouts"]
+__all__ = ["set_dropout_salts"]
 
 _SALT_BITS = 62
 
 
-def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
     """Fill the slots ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
 
     Args:

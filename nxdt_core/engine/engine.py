@@ -11,31 +11,29 @@ from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.compile_cache import ahead_of, use_cache
-from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
-from nxdt_core.engine.global_batch import Numerics
+from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
+from nxdt_core.engine.global_batch import ComputeContext
 from nxdt_core.engine.layout import LayoutOptions, lay_out
-from nxdt_core.engine.layout import materialise as materialise_stages
+from nxdt_core.engine.layout import materialise as materialise_layout
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.model import TorchModel
-from nxdt_core.engine.optimizer import TorchOptimizer
-from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
-from nxdt_core.engine.parameters import tables
-from nxdt_core.engine.rounding import Backend, backend_on, updates_rounded
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
+from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
+from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.engine import CompileAhead, RankInfo
+from nxdt_core.protocols.estimate import Estimate, RunParts
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
-from nxdt_core.protocols.parallel.engine import RankInfo
-from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchEngine"]
 
 
 class TorchEngine:
-    """Built-in ``engine``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+    """Built-in ``engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
     mesh: ParallelMesh
     """Known after :meth:`start`."""
@@ -91,17 +89,17 @@ class TorchEngine:
         """
         data = self._run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
-        check_sums(self._sizes, precision, micro_batches=micro_batches)
+        check_gradient_dtype(self._sizes, precision, micro_batches=micro_batches)
         if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self._build_mesh()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
-        stages = lay_out(builder, self.mesh, options, precision, adapters)
+        layout = lay_out(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")
-        materialise_stages(stages, self.device, seed=seed, base=materialise)
+        materialise_layout(layout, self.device, seed=seed, base=materialise)
         pins = pins_inputs(self._run.data, profile_of(self.device))
-        numerics = Numerics(precision, self.device, seed, options.row_kernels, pins=pins)
-        return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
+        compute = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
+        return TorchModel(layout, self.mesh, compute, micro_batches=micro_batches)
 
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
@@ -128,7 +126,7 @@ class TorchEngine:
             lambda shards: factory(shards, config),
             groups,
             model.finish_gradients,
-            after_step=model.weights_changed,
+            after_step=model.sync_tied_copies,
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=rounding,
@@ -169,7 +167,7 @@ class TorchEngine:
         return ahead_of(config.run, profile_of(current_device(config.run.trainer.accelerator)))
 
     @staticmethod
-    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+    def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
         """Elements of each parameter that rank 0 of ``sizes`` holds, measured on the meta device.
 
         Raises:

@@ -14,7 +14,7 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LAYOUT_KEYS, ShardNotComputed
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["name_shape_errors"]

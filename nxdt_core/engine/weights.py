@@ -10,12 +10,11 @@ from torch import nn
 
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
 from nxdt_core.models.patterns import matches, matches_any
-from nxdt_core.models.random.init import fill, fresh_rules, rule_for
+from nxdt_core.models.random.init import complete_init_rules, fill, rule_for
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 __all__ = ["WholeModel", "allocate", "build_whole", "check_rules", "draw_piece", "tie"]
 
@@ -46,7 +45,7 @@ def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> Whol
     with torch.device("meta"):
         module, plan = builder.build(), builder.plan()
         base = _names(module)
-        rules = fresh_rules(builder, base)
+        rules = complete_init_rules(builder, base)
         check_rules(rules, base, norms=plan.norms, of=type(builder).__name__)
         for adapter in adapters:
             plan, own = adapter.apply(module, plan), tuple(adapter.init_rules())

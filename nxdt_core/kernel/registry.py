@@ -61,7 +61,7 @@ class RegisteredComponent:
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:
-        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.parallel.rules.EngineRules`); None where its
+        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.engine.EngineRules`); None where its
         record names none.
 
         Raises:

@@ -13,9 +13,8 @@ from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import IGNORED
 from nxdt_core.models.rope_scaling import scaling_to_hf
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
+from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 
 if TYPE_CHECKING:
     import torch

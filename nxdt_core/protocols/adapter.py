@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 if TYPE_CHECKING:
     import torch
 
-    from nxdt_core.protocols.parallel.model import ParallelModel
-    from nxdt_core.protocols.parallel.ranks import RankAgreement
+    from nxdt_core.protocols.parallel_model import ParallelModel
+    from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["Adapter"]
 

@@ -15,8 +15,8 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.sampler import first_batches
 from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.engine import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.train.data import Dataset, StepInput
 from nxdt_core.train.session import TrainSession, start_engine, without_gradients
 from nxdt_core.train.step import mean_loss

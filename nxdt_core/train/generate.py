@@ -21,7 +21,7 @@ from nxdt_core.data.tokens import text_ids
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import CannotGenerate
-from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model

@@ -21,10 +21,10 @@ from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, capture_rng, versions_of

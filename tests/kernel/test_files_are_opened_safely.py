@@ -75,7 +75,7 @@ ALLOWED = {
         f"{CORE}/file_lock.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
         f"{CORE}/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/train/programs.py: file.read_text()",
-        f"{CORE}/distributed/trainium.py: (system / file).read_text()",
+        f"{CORE}/distributed/device_operations.py: (system / file).read_text()",
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",

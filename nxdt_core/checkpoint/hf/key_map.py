@@ -15,7 +15,7 @@ import torch
 
 from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 
 __all__ = ["HFTensor", "Source", "exchange_of", "sources"]
 

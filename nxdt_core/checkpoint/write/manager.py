@@ -26,8 +26,8 @@ from nxdt_core.checkpoint.write.background import BackgroundJob, StagingBuffers
 from nxdt_core.checkpoint.write.plan import Assignment, Planner, SavePlan, Share, prepare_share, write_share
 from nxdt_core.checkpoint.write.save import save
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Listing, Piece, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 _log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class CheckpointManager:
     def _write(self, flight: _Flight, ranks: RankAgreement | None, job: BackgroundJob[Manifest]) -> Manifest:
         """Run the save itself: in the background over copies, else over the tensors."""
 
-        def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+        def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
             if flight.unstaged is not None:
                 raise flight.unstaged
             return write_share(writer, flight.share, mine, rank=self._rank)

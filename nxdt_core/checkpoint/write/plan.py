@@ -24,8 +24,8 @@ from nxdt_core.checkpoint.format.state_tree import encode_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.checkpoint.pieces import list_pieces
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Piece, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Listing, Piece, ShardInfo, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "write_share",
 ]
 
-Write = Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]]
+Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, TensorPart]]
 """Writes the tensors that were assigned to this rank; returns the location of each."""
 
 
@@ -53,7 +53,7 @@ class Assignment:
 
     listings: Sequence[Listing]
     """What each rank holds."""
-    mine: AbstractSet[Place]
+    mine: AbstractSet[TensorKey]
     """Tensors whose box this rank writes."""
 
 
@@ -155,7 +155,7 @@ class Planner:
 class Share:
     """What one rank brings to a save."""
 
-    pieces: Mapping[Place, Piece]
+    pieces: Mapping[TensorKey, Piece]
     listing: Listing
     state: bytes
     """JSON of the rank's state; its tensors are among the pieces."""
@@ -178,8 +178,8 @@ def prepare_share(
     """
     state_tensors: dict[str, torch.Tensor] = {}
     encoded = encode_state(state, state_tensors, rank)
-    pieces: dict[Place, Piece] = {}
-    listing: dict[Place, Held] = {}
+    pieces: dict[TensorKey, Piece] = {}
+    listing: dict[TensorKey, ShardInfo] = {}
     for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
         own, held = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
         pieces |= {(section, name): piece for name, piece in own.items()}
@@ -200,9 +200,11 @@ def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], ran
     return json.dumps(encode_tree(state, put_tensor=put_tensor), separators=(",", ":"), allow_nan=False).encode()
 
 
-def write_share(writer: AttemptWriter, share: Share, mine: AbstractSet[Place], *, rank: int) -> dict[Place, TensorPart]:
+def write_share(
+    writer: AttemptWriter, share: Share, mine: AbstractSet[TensorKey], *, rank: int
+) -> dict[TensorKey, TensorPart]:
     """Write this rank's state and the pieces that were assigned to it, and return the location of each piece."""
-    parts: dict[Place, TensorPart] = {}
+    parts: dict[TensorKey, TensorPart] = {}
     for section in SECTIONS:
         chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}
         parts |= {(section, name): part for name, part in write_pieces(writer, section, chosen, rank=rank).items()}
@@ -211,7 +213,7 @@ def write_share(writer: AttemptWriter, share: Share, mine: AbstractSet[Place], *
     return parts
 
 
-def assign(listings: Sequence[Listing]) -> list[set[Place]]:
+def assign(listings: Sequence[Listing]) -> list[set[TensorKey]]:
     """Return, by rank, the tensors whose box that rank writes.
 
     Large boxes are given away first, each to the holder with the fewest bytes so far; among equals, to the one that
@@ -222,7 +224,7 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
     """
     _check(listings)
     shared = _shared(listings)
-    holders: dict[tuple[Place, Box], list[int]] = defaultdict(list)
+    holders: dict[tuple[TensorKey, Box], list[int]] = defaultdict(list)
     totals = [0] * len(listings)
     for rank, listing in enumerate(listings):
         for place, held in listing.items():
@@ -230,7 +232,7 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
                 holders[place, held.box].append(rank)
                 totals[rank] += _bytes(held)
     written = [0] * len(listings)
-    chosen: list[set[Place]] = [set() for _ in listings]
+    chosen: list[set[TensorKey]] = [set() for _ in listings]
     for (place, _), ranks in sorted(holders.items(), key=lambda item: -_bytes(listings[item[1][0]][item[0][0]])):
         writer = min(ranks, key=lambda rank: (written[rank], totals[rank], rank))
         written[writer] += _bytes(listings[writer][place])
@@ -239,11 +241,11 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
 
 
 def merge(
-    listings: Sequence[Listing], parts: Sequence[Mapping[Place, TensorPart]], sections: Sequence[str]
+    listings: Sequence[Listing], parts: Sequence[Mapping[TensorKey, TensorPart]], sections: Sequence[str]
 ) -> dict[str, dict[str, TensorEntry]]:
     """Return the index of the whole checkpoint from the parts that each rank wrote."""
     shared = _shared(listings)
-    written: dict[Place, list[TensorPart]] = defaultdict(list)
+    written: dict[TensorKey, list[TensorPart]] = defaultdict(list)
     for own in parts:
         for place, part in own.items():
             written[place].append(part)
@@ -260,9 +262,9 @@ def merge(
     return index
 
 
-def _shared(listings: Sequence[Listing]) -> dict[Place, str]:
+def _shared(listings: Sequence[Listing]) -> dict[TensorKey, str]:
     """Tensors that are the same memory as another one on every rank that holds them → that one's name."""
-    owners: dict[Place, set[str | None]] = defaultdict(set)
+    owners: dict[TensorKey, set[str | None]] = defaultdict(set)
     for listing in listings:
         for place, held in listing.items():
             owners[place].add(held.same_as)
@@ -271,8 +273,8 @@ def _shared(listings: Sequence[Listing]) -> dict[Place, str]:
 
 
 def _check(listings: Sequence[Listing]) -> None:
-    first: dict[Place, Held] = {}
-    boxes: dict[Place, set[Box]] = defaultdict(set)
+    first: dict[TensorKey, ShardInfo] = {}
+    boxes: dict[TensorKey, set[Box]] = defaultdict(set)
     for listing in listings:
         for place, held in listing.items():
             known = first.setdefault(place, held)
@@ -287,9 +289,9 @@ def _check(listings: Sequence[Listing]) -> None:
             raise TensorStateUnsupported(where="/".join(place), reason=reason)
 
 
-def _elements(held: Held) -> int:
+def _elements(held: ShardInfo) -> int:
     return Box.whole(held.shape).elements
 
 
-def _bytes(held: Held) -> int:
+def _bytes(held: ShardInfo) -> int:
     return held.box.elements * ITEM_BYTES[held.dtype]

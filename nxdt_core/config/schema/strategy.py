@@ -7,7 +7,7 @@ from typing import Literal
 
 from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.errors.launch import WorldDoesNotDivide
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 
 __all__ = ["DistributedStrategyConfig"]
 

@@ -6,8 +6,8 @@ from dataclasses import fields
 
 from nxdt_core.config.schema.strategy import DistributedStrategyConfig
 from nxdt_core.errors.launch import WorldDoesNotDivide
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.rules import Settings
+from nxdt_core.protocols.engine import Settings
+from nxdt_core.protocols.mesh import MeshSizes
 
 __all__ = ["BATCH", "CP", "EP", "MICRO_BATCH", "PP", "REPLICAS", "TP", "VPP", "WORLD", "mesh_sizes", "micro_batches"]
 

@@ -22,14 +22,14 @@ from torch.autograd.function import once_differentiable
 from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.context.blocks import (
-    SharedSequence,
-    documents_named,
-    documents_over,
+    ContextSequence,
+    document_cache,
+    document_cache_of,
     zigzag_shard,
     zigzag_unshard,
 )
 from nxdt_core.engine.context.exchange import gathered_backward, gathered_forward, ring_backward, ring_forward
-from nxdt_core.engine.context.kernels import accumulation_dtype, dense_heads
+from nxdt_core.engine.context.kernels import accumulation_dtype, contiguous_heads
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (
@@ -104,7 +104,7 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     device = torch.device(mesh.mesh("cp").device_type)
     if method == "ring" and not profile_of(device).point_to_point:
         raise RingNeedsPointToPoint(device_type=device.type)
-    documents_over(group)
+    document_cache(group)
     for path, core in cores:
         semantics = _semantics(path, core)
         parent, _, name = path.rpartition(".")
@@ -144,10 +144,10 @@ class ContextParallelAttention(nn.Module):
         scale, window = self.semantics.scale, self.semantics.window
         if window is not None and window >= query.shape[2] * self.ranks:
             window = None
-        return shared_attention(
-            dense_heads(query),
-            dense_heads(key),
-            dense_heads(value),
+        return context_parallel_attention(
+            contiguous_heads(query),
+            contiguous_heads(key),
+            contiguous_heads(value),
             document_ids,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
@@ -185,7 +185,7 @@ def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
     return semantics
 
 
-def shared_attention(
+def context_parallel_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -206,7 +206,7 @@ def shared_attention(
         scale: of the scores.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
-        group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.documents_over` knows it.
+        group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.document_cache` knows it.
 
     Returns:
         As ``query``, as wide as ``value``.
@@ -216,19 +216,19 @@ def shared_attention(
     if torch.compiler.is_compiling():
         output, _ = _attention(*arguments)
     else:
-        output = _SharedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+        output = _ContextAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
 
-def _shared_sequence(
+def _context_sequence(
     document_ids: torch.Tensor | None, scale: float, window: int | None, group_name: str
-) -> SharedSequence:
-    documents = documents_named(group_name)
+) -> ContextSequence:
+    documents = document_cache_of(group_name)
     chunks = None if document_ids is None else documents(document_ids)
-    return SharedSequence(scale=scale, group=documents.group, documents=chunks, window=window)
+    return ContextSequence(scale=scale, group=documents.group, documents=chunks, window=window)
 
 
-class _SharedAttention(torch.autograd.Function):
+class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -241,7 +241,7 @@ class _SharedAttention(torch.autograd.Function):
         method: str,
         group_name: str,
     ) -> torch.Tensor:
-        ctx.method, ctx.sequence = method, _shared_sequence(document_ids, scale, window, group_name)
+        ctx.method, ctx.sequence = method, _context_sequence(document_ids, scale, window, group_name)
         output, lse = _METHODS[method][0](query, key, value, ctx.sequence)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
@@ -254,7 +254,7 @@ class _SharedAttention(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
-@torch.library.custom_op("nxdt::shared_attention", mutates_args=())
+@torch.library.custom_op("nxdt::context_parallel_attention", mutates_args=())
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -266,7 +266,7 @@ def _attention(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
-    return _METHODS[method][0](query, key, value, _shared_sequence(document_ids, scale, window, group_name))
+    return _METHODS[method][0](query, key, value, _context_sequence(document_ids, scale, window, group_name))
 
 
 @_attention.register_fake
@@ -301,7 +301,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
     them."""
-    sequence = _shared_sequence(document_ids, scale, window, group_name)
+    sequence = _context_sequence(document_ids, scale, window, group_name)
     of_query, of_key, of_value = _METHODS[method][1](grad, query, key, value, output, lse, sequence)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 

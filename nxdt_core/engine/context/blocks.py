@@ -22,11 +22,11 @@ from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.engine.context.partial_attention import Block, Window
 
 __all__ = [
+    "ContextSequence",
+    "DocumentCache",
     "DocumentChunks",
-    "DocumentsOfBatches",
-    "SharedSequence",
-    "documents_named",
-    "documents_over",
+    "document_cache",
+    "document_cache_of",
     "local_blocks",
     "prefix_blocks",
     "ring_blocks",
@@ -79,7 +79,7 @@ class DocumentChunks:
         return self.ids[:, first * chunk : stop * chunk]
 
 
-class DocumentsOfBatches:
+class DocumentCache:
     """Gathers each micro-batch's ids once for all layers.
 
     They are cached under the identity of the tensor of local ids and freed with it. A whole micro-batch sends eight
@@ -107,19 +107,19 @@ class DocumentsOfBatches:
         return DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
 
 
-_OVER: dict[str, DocumentsOfBatches] = {}
+_OVER: dict[str, DocumentCache] = {}
 
 
-def documents_over(group: dist.ProcessGroup) -> DocumentsOfBatches:
+def document_cache(group: dist.ProcessGroup) -> DocumentCache:
     """Return the documents of all micro-batches that the ranks of ``group`` share."""
     known = _OVER.get(group.group_name)
     if known is None or known.group is not group:
-        known = _OVER[group.group_name] = DocumentsOfBatches(group)
+        known = _OVER[group.group_name] = DocumentCache(group)
     return known
 
 
-def documents_named(group_name: str) -> DocumentsOfBatches:
-    """Return the documents of a group that :func:`documents_over` saw before: operators are given names, not groups."""
+def document_cache_of(group_name: str) -> DocumentCache:
+    """Return the documents of a group that :func:`document_cache` saw before: operators are given names, not groups."""
     return _OVER[group_name]
 
 
@@ -140,7 +140,7 @@ def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ..
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedSequence:
+class ContextSequence:
     """What is computed over the ranks that share a sequence."""
 
     scale: float

@@ -23,7 +23,7 @@ __all__ = [
     "MaskedFlashKernel",
     "Scoring",
     "accumulation_dtype",
-    "dense_heads",
+    "contiguous_heads",
 ]
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ class AttentionKernel(Protocol):
         ...
 
 
-def dense_heads(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous_heads(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with the elements of a head side by side: kernels assume it, and the host's does not even check."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

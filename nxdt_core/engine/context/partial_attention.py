@@ -16,7 +16,7 @@ from nxdt_core.engine.context.kernels import (
     MaskedFlashKernel,
     Scoring,
     accumulation_dtype,
-    dense_heads,
+    contiguous_heads,
 )
 from nxdt_core.models.attention.grouped_query import block_rows
 
@@ -120,7 +120,7 @@ class AttentionGradients:
         scale: float,
     ) -> None:
         self._kernel, self._scale = kernel_for(query, value), scale
-        self._grad, self._rows_of = dense_heads(grad), (query, output, lse)
+        self._grad, self._rows_of = contiguous_heads(grad), (query, output, lse)
         self.query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
 
     def add(

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.engine.dropped import cast_dropped
+from nxdt_core.engine.discarded import cast_discarded
 from nxdt_core.engine.recompute import apply_recompute, parts_of_recomputed, routes_tokens
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any
@@ -192,4 +192,4 @@ def _in_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not args or not isinstance(args[0], torch.Tensor):
         return args
-    return cast_dropped(block, args[0], compute_dtype(args[0])), *args[1:]
+    return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from nxdt_core.distributed.bucketed_sums import BUCKET_BYTES
+from nxdt_core.distributed.collectives import BUCKET_BYTES
 from nxdt_core.engine.estimate.trace import GradientUse, MicroBatchTrace
 from nxdt_core.engine.estimate.weights import ParameterCounts
 from nxdt_core.engine.pipeline.schedules import Operation
-from nxdt_core.protocols.parallel.estimate import Memory
+from nxdt_core.protocols.estimate import Memory
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
-__all__ = ["Storage", "peak_memory"]
+__all__ = ["StorageLayout", "peak_memory"]
 
 _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
+class StorageLayout:
     """Distribution of parameters, gradients and state over the ranks, and the dtypes of each."""
 
     policy: PrecisionPolicy
@@ -74,7 +74,7 @@ class Storage:
 
 def peak_memory(
     counts: ParameterCounts,
-    storage: Storage,
+    storage: StorageLayout,
     order: Iterable[Operation],
     traces: Mapping[int, MicroBatchTrace],
     received: int,
@@ -101,7 +101,7 @@ def peak_memory(
     return max(moments, key=lambda moment: moment.total)
 
 
-def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
+def _computing(counts: ParameterCounts, storage: StorageLayout) -> dict[str, int]:
     """Bytes in memory while micro-batches run."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
     largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
@@ -126,13 +126,13 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
 
 
-def _computed_with(elements: int, counts: ParameterCounts, storage: Storage) -> int:
+def _computed_with(elements: int, counts: ParameterCounts, storage: StorageLayout) -> int:
     """Bytes of gathered elements, of which as many are frozen in autocast's dtype as among all."""
     saved = (storage.compute_bytes - storage.product_bytes) * counts.frozen_narrow
     return elements * storage.compute_bytes - elements * saved // max(counts.local, 1)
 
 
-def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool = False) -> tuple[int, int]:
+def _between_steps(counts: ParameterCounts, storage: StorageLayout, *, computing: bool = False) -> tuple[int, int]:
     """Stored weights, and optimizer state with masters; masters that are rounded in place have a copy
     while the rank is ``computing``."""
     frozen = counts.frozen_bytes
@@ -144,7 +144,7 @@ def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool
     return frozen, copies * trained + state
 
 
-def _reducing_first(counts: ParameterCounts, storage: Storage, computing: Memory) -> Memory:
+def _reducing_first(counts: ParameterCounts, storage: StorageLayout, computing: Memory) -> Memory:
     """FSDP2 reduces what is behind the layers first, when the logits are gone and all activations are there: out of a
     flat copy, into this rank's shard."""
     if not storage.sharded:
@@ -155,7 +155,7 @@ def _reducing_first(counts: ParameterCounts, storage: Storage, computing: Memory
     return replace(computing, logits=0, workspace=0, communication=flat)
 
 
-def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
+def _reducing(counts: ParameterCounts, storage: StorageLayout) -> Memory:
     """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the embedding and the
     root as the last, without it all of them, a bucket at a time."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
@@ -174,7 +174,7 @@ def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
     )
 
 
-def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
+def _updating(counts: ParameterCounts, storage: StorageLayout) -> Memory:
     """With stand-ins a bucket of weights and gradients in float32, and of the state where that is kept in less."""
     weights, optimizer = _between_steps(counts, storage)
     gradients = (counts.trained_stored if storage.sharded else counts.trained) * storage.gradient_bytes

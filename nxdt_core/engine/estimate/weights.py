@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
+from nxdt_core.engine.data.collectives import GatherDtypes
 from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
-from nxdt_core.engine.data.gathers import GatherForms
-from nxdt_core.engine.packed_state import stepped_once, unpacked_state
+from nxdt_core.engine.optim.rounded_updates import AdamUpdates, in_buckets
+from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.engine.parameters import tables
-from nxdt_core.engine.rounded_updates import AdamUpdates, in_buckets
 from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterShard
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = [
@@ -122,7 +122,7 @@ def count_parameters(
     *,
     sharded: bool,
     partial: Iterable[str] = (),
-    forms: GatherForms | None = None,
+    forms: GatherDtypes | None = None,
     keeps: bool = False,
     state: StateOf,
 ) -> ParameterCounts:

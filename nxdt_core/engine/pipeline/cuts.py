@@ -21,8 +21,7 @@ from torch import nn
 from nxdt_core.engine.pipeline.schedules import Operation, schedule_operations, step_length
 from nxdt_core.errors.layouts import FewerLayersThanStages
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
+from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["PartCosts", "choose_cuts", "counted_costs", "stage_costs"]

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import UNSHARD
 
-from nxdt_core.protocols.parallel.mesh import Schedule
-from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.mesh import Schedule, stages_of_rank
 
 __all__ = ["Operation", "bubble_fraction", "make_schedule", "schedule_operations", "step_length"]
 

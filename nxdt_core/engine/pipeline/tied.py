@@ -34,7 +34,7 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
     """Return the separated pairs, the same list on every rank.
 
     Args:
-        stages: this rank's modules by stage number, of :func:`~nxdt_core.engine.stages.cut_stage`, which
+        stages: this rank's modules by stage number, of :func:`~nxdt_core.engine.pipeline.split.cut_stage`, which
             refuses pairs across stages of any modules but those before and after the layers.
         plan: of the model.
         stage_count: stages in all.

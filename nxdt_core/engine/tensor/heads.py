@@ -7,7 +7,7 @@ may fill up: whole groups of them behind the last, or some behind each group's o
 A padded parameter is a DTensor of the padded shape whose parts each begin with real elements and end with zeros. The
 zeros stay: layers compute with the real elements only, so that all others have gradients of exactly zero, and no
 optimizer moves a zero without a gradient. Checkpoints and initial weights know the real elements alone, at their
-places in the whole parameter without padding (:func:`real_part`), and so fit any number of ranks.
+places in the whole parameter without padding (:func:`unpadded_shard`), and so fit any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.launch import HeadsDoNotDivide
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import AttentionHeads
 
-__all__ = ["HeadLayout", "PaddedDim", "padded_parameters", "real_part"]
+__all__ = ["HeadSharding", "PaddedDim", "padded_parameters", "unpadded_shard"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadLayout:
+class HeadSharding:
     """Heads of one attention block over ``tp`` ranks; ``padded_*`` count the heads of zeros too."""
 
     query_heads: int
@@ -38,7 +38,7 @@ class HeadLayout:
     """Query heads of each key head."""
 
     @classmethod
-    def of(cls, heads: AttentionHeads, tp: int, *, pad: bool = False) -> HeadLayout:
+    def of(cls, heads: AttentionHeads, tp: int, *, pad: bool = False) -> HeadSharding:
         """Share out ``heads``; without ``pad`` nothing is filled up.
 
         Raises:
@@ -50,7 +50,7 @@ class HeadLayout:
         padded_kv = _multiple(kv, tp) if tp < kv else next(n for n in range(kv, tp + 1) if tp % n == 0)
         padded_group = _multiple(group, tp // padded_kv) if tp > padded_kv else group
         layout = cls(query_heads=query, kv_heads=kv, tp=tp, padded_kv_heads=padded_kv, padded_group=padded_group)
-        reason = layout._obstacle(heads, pad=pad)
+        reason = layout._reason_against(heads, pad=pad)
         if reason is not None:
             raise HeadsDoNotDivide(query_heads=query, kv_heads=kv, tp=tp, reason=reason)
         return layout
@@ -87,7 +87,7 @@ class HeadLayout:
         counts = [min(block, self.kv_heads - start) for start in starts]
         return PaddedDim.of(dim, block=block, starts=starts, counts=counts, unit=head_dim)
 
-    def _obstacle(self, heads: AttentionHeads, *, pad: bool) -> str | None:
+    def _reason_against(self, heads: AttentionHeads, *, pad: bool) -> str | None:
         """Why not, as the end of a sentence."""
         query, kv, tp = self.query_heads, self.kv_heads, self.tp
         if query % kv:
@@ -156,7 +156,7 @@ def padded_parameters(module: nn.Module) -> dict[str, PaddedDim]:
     return padded
 
 
-def real_part(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
+def unpadded_shard(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
     """Return the real elements of this rank's part of a padded parameter, or of its optimizer's state.
 
     Args:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.models.random.rounding import noise, rounding_key
+from nxdt_core.models.random.positions import noise, rounding_key
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext

@@ -28,10 +28,19 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors.models import NoInitRule
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.positions import Rows, rows_of
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.plan import InitRule
 
-__all__ = ["Stream", "draw", "fill", "fresh_rules", "initialize", "normal_quantiles", "quantile_table", "rule_for"]
+__all__ = [
+    "Stream",
+    "complete_init_rules",
+    "draw",
+    "fill",
+    "initialize",
+    "normal_quantiles",
+    "quantile_table",
+    "rule_for",
+]
 
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
@@ -172,7 +181,7 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequ
         fill(parameter, rule_for(name, rules), name=name, seed=seed)
 
 
-def fresh_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[InitRule, ...]:
+def complete_init_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[InitRule, ...]:
     """Return a builder's rules, with those of the norms that its plan names: one, unless a rule makes them constant.
 
     Args:

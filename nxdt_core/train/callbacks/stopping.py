@@ -18,7 +18,7 @@ from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
 from nxdt_core.train.callbacks.console import Console
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.parallel.ranks import RankAgreement
+    from nxdt_core.protocols.ranks import RankAgreement
 
 
 _VALIDATION = "signals in a validation"

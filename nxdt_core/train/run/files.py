@@ -21,7 +21,7 @@ from nxdt_core.config.sources.recipes import RECIPE_SCHEME
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 

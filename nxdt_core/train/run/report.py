@@ -15,7 +15,7 @@ from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets.command_line import shown_words
 from nxdt_core.errors import NxdtError
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.console import human
 from nxdt_core.train.session import TrainSession

@@ -22,7 +22,7 @@ from nxdt_core.errors.training import (
     PluginVersionChanged,
     RunAlreadyHasCheckpoints,
 )
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter

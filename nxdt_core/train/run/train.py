@@ -25,7 +25,7 @@ from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.models.token_flops import token_flops
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build

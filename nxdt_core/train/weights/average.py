@@ -18,8 +18,8 @@ from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.config.schema.exp_manager import EmaConfig
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import CheckpointHasNoAverage
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Piece
 
 __all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "take_average"]
 

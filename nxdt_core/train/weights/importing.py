@@ -23,8 +23,8 @@ from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.format import CheckpointReader
-from nxdt_core.protocols.parallel.piece import Listing, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Listing, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
@@ -105,7 +105,7 @@ def import_checkpoint(
     whole = any(section == "optim" for section, _ in listing)
     train = TrainState(step=found.step, consumed_samples=found.consumed_samples) if whole else TrainState()
 
-    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
         return _write(writer, found, listing, mine, train, rank=rank_of(ranks))
 
     facts = CheckpointFacts(
@@ -171,13 +171,13 @@ def _write(
     writer: AttemptWriter,
     found: CheckpointReader,
     listing: Listing,
-    mine: AbstractSet[Place],
+    mine: AbstractSet[TensorKey],
     train: TrainState,
     *,
     rank: int,
-) -> dict[Place, TensorPart]:
+) -> dict[TensorKey, TensorPart]:
     """Write the tensors that were given to this rank; rank 0 the state, too."""
-    parts: dict[Place, TensorPart] = {}
+    parts: dict[TensorKey, TensorPart] = {}
     for section in SECTIONS:
         held = {place[1]: each for place, each in listing.items() if place[0] == section and place in mine}
 

@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.engine.estimate.live import LiveBytes
-from nxdt_core.models.loss import logit_rows
+from nxdt_core.models import loss
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan
@@ -42,7 +42,7 @@ def config_of(*overrides):
 @pytest.fixture
 def hosts_loss(monkeypatch):
     """The real run's loss works in chunks of the host's cache; let that of the meta device do the same."""
-    monkeypatch.setattr(logit_rows, "_CHUNK_ELEMENTS", logit_rows._CHUNK_ELEMENTS_IN_CACHE)
+    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", loss._CHUNK_ELEMENTS_IN_CACHE)
 
 
 class Run:

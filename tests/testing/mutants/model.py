@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 from tests.testing.mutants.small_model import HEADS, ROWS, WIDTH, Attention, Layer, Small, SmallBuilder, SmallConfig
 
 PLAN = SmallBuilder().plan()

@@ -7,7 +7,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.layout import LayoutOptions, lay_out
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from nxdt_core.engine.dropout import salt_dropouts
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.random.init import initialize
 from nxdt_core.models.step_border import at_border
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.step_context import StepContext
 
 

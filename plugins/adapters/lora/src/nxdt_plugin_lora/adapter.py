@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.models.updates import Update
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train import build
 from nxdt_plugin_lora.adaptation import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate, adapt
 from nxdt_plugin_lora.config import LoraConfig

@@ -23,7 +23,7 @@ from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.launch.agreement import check_world_size
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build
 from nxdt_core.train.session import start_engine
 from nxdt_plugin_lightning.accelerator import EngineAccelerator

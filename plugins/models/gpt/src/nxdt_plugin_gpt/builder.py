@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_builder import decoder_flops_per_token, residual_init_rules
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.hf import exchange
 from nxdt_plugin_gpt.modeling import GPT

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.loss.cross_entropy import head_output
+from nxdt_core.models.loss import head_output
 from nxdt_core.models.rotary import LinearScaling, RotaryEmbedding
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import GPTConfig

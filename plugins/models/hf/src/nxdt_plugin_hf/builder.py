@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 from nxdt_core.config.huggingface.values import older_rope
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_hf.architecture import Architecture, read_architecture
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.exchange import key_map
 from nxdt_plugin_hf.facts import ModelFacts
-from nxdt_plugin_hf.modeling import CausalLM, build_model, hand_over_by_position
+from nxdt_plugin_hf.modeling import CausalLM, build_model, pass_hidden_by_position
 from nxdt_plugin_hf.sharding.tracing import pattern_of
 
 __all__ = ["HFBuilder"]
@@ -59,7 +58,7 @@ class HFBuilder:
         model = build_model(self.architecture, self.facts.calls)
         for path, module in model.named_modules():
             if pattern_of(path) in self.facts.tensor.blocks and path != model.head_path:
-                hand_over_by_position(module)
+                pass_hidden_by_position(module)
         return model
 
     @cached_property

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 from nxdt_plugin_hf.initialisation import init_rules
 from nxdt_plugin_hf.modeling import CausalLM, build_model
-from nxdt_plugin_hf.moe.blocks import draws_numbers, mixtures
+from nxdt_plugin_hf.moe.blocks import mixtures, uses_random_numbers
 from nxdt_plugin_hf.moe.experts import DISPATCHER, STACK, STACK_SIDES
 from nxdt_plugin_hf.moe.router_loss import REFUSED, router_balance
 from nxdt_plugin_hf.sharding.pipeline_plan import pipeline_plan
@@ -130,7 +129,7 @@ class ModelFacts:
 def _check_mixtures(architecture: Architecture, model: CausalLM, layers: str, hidden_size: int) -> None:
     tried = {pattern_of(path): block for path, block in mixtures(model, layers)}
     for pattern, block in tried.items():
-        if draws_numbers(block, hidden_size):
+        if uses_random_numbers(block, hidden_size):
             reason = f"'{pattern}' routes at random in training, which no layout could repeat"
             raise UnsupportedArchitecture(model=architecture.name, reason=reason)
 

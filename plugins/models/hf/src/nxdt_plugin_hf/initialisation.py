@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 from nxdt_plugin_hf.sharding.tracing import is_norm, pattern_of
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
         own = [(name, pattern_of(f"{path}.{name}"), p) for name, p in module.named_parameters(recurse=False)]
         if all(pattern in rules for _, pattern, _ in own):
             continue
-        constants = _constants(model, module) if any(not _drawn(module, p) for _, _, p in own) else {}
+        constants = _constants(model, module) if any(not _random_rules(module, p) for _, _, p in own) else {}
         for name, pattern, parameter in own:
-            if _drawn(module, parameter):
+            if _random_rules(module, parameter):
                 rules[pattern] = InitRule(pattern=pattern, distribution="normal", std=std)
             elif name in constants:
                 rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=constants[name])
     return tuple(rules.values())
 
 
-def _drawn(module: nn.Module, parameter: nn.Parameter) -> bool:
+def _random_rules(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether ``parameter`` of ``module`` begins as random numbers; norms of single heads are matrices and do not."""
     return parameter.ndim >= 2 and parameter.requires_grad and not is_norm(module)
 
@@ -60,5 +60,7 @@ def _constants(model: CausalLM, module: nn.Module) -> dict[str, float]:
     for parameter in alone.parameters(recurse=False):
         parameter.fill_(float("nan"))
     cast("PreTrainedModel", model)._init_weights(alone)
-    filled = {name: p for name, p in alone.named_parameters(recurse=False) if not _drawn(module, p) and p.numel()}
+    filled = {
+        name: p for name, p in alone.named_parameters(recurse=False) if not _random_rules(module, p) and p.numel()
+    }
     return {name: float(p.flatten()[0]) for name, p in filled.items() if bool((p == p.flatten()[0]).all())}

@@ -22,7 +22,7 @@ from nxdt_plugin_hf.moe.router_loss import router_balance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CausalLM", "NumberedLayers", "build_model", "hand_over_by_position"]
+__all__ = ["CausalLM", "NumberedLayers", "build_model", "pass_hidden_by_position"]
 
 
 class CausalLM(nn.Module):
@@ -145,12 +145,12 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     if balance is not None:
         model.base_model.register_forward_pre_hook(balance.ask, with_kwargs=True)
         model.base_model.register_forward_hook(balance.join)
-    model.__class__ = _called_our_way(model.__class__)
+    model.__class__ = _with_our_signature(model.__class__)
     return cast(CausalLM, model)
 
 
 @functools.cache
-def _called_our_way(model_class: type[nn.Module]) -> type[nn.Module]:
+def _with_our_signature(model_class: type[nn.Module]) -> type[nn.Module]:
     return type(model_class.__name__, (CausalLM, model_class), {"__module__": __name__})
 
 
@@ -178,7 +178,7 @@ def _path_of(model: nn.Module, part: nn.Module | None, what: str) -> str:
     raise UnsupportedArchitecture(model=type(model).__name__, reason=f"it has no {what} module")
 
 
-def hand_over_by_position(module: nn.Module) -> None:
+def pass_hidden_by_position(module: nn.Module) -> None:
     """Let the first argument of ``module``, which transformers gives by keyword, come by position, where plans look."""
     first = next(iter(inspect.signature(module.forward).parameters))
 

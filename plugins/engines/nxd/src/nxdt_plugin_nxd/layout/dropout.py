@@ -10,14 +10,14 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.layout.placement import MeshCoordinates
 
 __all__ = ["place_dropouts"]
 
 _SALT_BITS = 62
 
 
-def place_dropouts(module: nn.Module, plan: ParallelPlan, place: Place, *, sequence_parallel: bool) -> None:
+def place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinates, *, sequence_parallel: bool) -> None:
     """Fill the slots of the modules of a stage that draw masks (:mod:`nxdt_core.models.random.dropout`).
 
     Args:
@@ -40,7 +40,7 @@ def place_dropouts(module: nn.Module, plan: ParallelPlan, place: Place, *, seque
             part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
 
 
-def _part(path: str, dropout: Dropout, place: Place, *, cut: bool) -> MaskPart:
+def _part(path: str, dropout: Dropout, place: MeshCoordinates, *, cut: bool) -> MaskPart:
     tensor_part = place.tp, place.sizes.tp
     return MaskPart(
         name=encoded_name(path),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 
-__all__ = ["Place"]
+__all__ = ["MeshCoordinates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MeshCoordinates:
     """This process's index along each dimension."""
 
     sizes: MeshSizes
@@ -19,7 +19,7 @@ class Place:
     pp: int
 
     @classmethod
-    def of(cls, rank: int, sizes: MeshSizes) -> Place:
+    def of(cls, rank: int, sizes: MeshSizes) -> MeshCoordinates:
         """Return the place of a rank, as data loading and checkpoints assume it."""
         rest, tp = divmod(rank, sizes.tp)
         pp, dp = divmod(rest, sizes.dp)

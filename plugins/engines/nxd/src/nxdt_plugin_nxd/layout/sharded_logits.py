@@ -6,7 +6,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from nxdt_core.models.loss.cross_entropy import row_weights, whole_vocabulary_cross_entropies
+from nxdt_core.models.loss import row_weights, whole_vocabulary_cross_entropies
 from nxdt_plugin_nxd.errors import VocabularyIsSharded
 
 __all__ = ["ShardedLogits", "sharded_cross_entropies", "whole_logits"]
@@ -34,7 +34,7 @@ class ShardedLogits:
 
 
 def sharded_cross_entropies(logits: torch.Tensor | ShardedLogits, labels: torch.Tensor | None) -> torch.Tensor:
-    """Compute :func:`nxdt_core.models.loss.cross_entropy.cross_entropies` by the library's loss; equal on all ranks.
+    """Compute :func:`nxdt_core.models.loss.cross_entropies` by the library's loss; equal on all ranks.
 
     In float32: the library computes in the dtype of the logits, and in their memory.
 

@@ -15,25 +15,24 @@ from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_
 from torch import nn
 
 from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.engine.stages import cut_stage, stages_of_rank
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.layout.dropout import place_dropouts
 from nxdt_plugin_nxd.layout.layers import apply_translation
-from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.layout.placement import MeshCoordinates
 from nxdt_plugin_nxd.layout.translation import Shard, translate
 
-__all__ = ["HeldParameter", "Stage", "lay_out", "materialise", "parameters_of", "round_to"]
+__all__ = ["LocalParameter", "Stage", "lay_out", "materialise", "parameters_of", "round_to"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParameter:
+class LocalParameter:
     """A parameter of this rank under its global name."""
 
     parameter: nn.Parameter
@@ -66,7 +65,7 @@ class HeldParameter:
     partial: bool
     counted: bool
     """Whether sums over all ranks count its elements here."""
-    place: Place
+    place: MeshCoordinates
     """Of this process."""
 
     @property
@@ -92,7 +91,7 @@ class HeldParameter:
 
 def lay_out(
     builder: ModelBuilder,
-    place: Place,
+    place: MeshCoordinates,
     run: RunConfig,
     precision: PrecisionPolicy,
     adapters: Sequence[Adapter] = (),
@@ -145,7 +144,7 @@ def lay_out(
     )
 
 
-def _cut(whole: nn.Module, plan: ParallelPlan, place: Place, run: RunConfig) -> Iterator[nn.Module]:
+def _cut(whole: nn.Module, plan: ParallelPlan, place: MeshCoordinates, run: RunConfig) -> Iterator[nn.Module]:
     sizes, cuts = place.sizes, run.model.pipeline_cuts
     if sizes.pp == 1:
         yield whole
@@ -168,7 +167,7 @@ def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> No
             raise LayoutRefused(model=model, dimension=dimension, size=size, reason=reason)
 
 
-def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, base: bool = True) -> None:
+def materialise(stage: Stage, place: MeshCoordinates, device: torch.device, *, seed: int, base: bool = True) -> None:
     """Give the stages memory on ``device`` and draw their weights; without ``base``, only those that adapters added.
 
     Every rank draws its own elements, bitwise equal to those of the whole parameter.
@@ -197,12 +196,12 @@ def round_to(stage: Stage, dtype: torch.dtype) -> None:
             part.dtype = dtype
 
 
-def parameters_of(stage: Stage, place: Place) -> dict[str, HeldParameter]:
+def parameters_of(stage: Stage, place: MeshCoordinates) -> dict[str, LocalParameter]:
     """Return this rank's parameters by global name; a tied one goes by its owner's name."""
     return dict(_held(stage, place))
 
 
-def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
+def _held(stage: Stage, place: MeshCoordinates) -> Iterator[tuple[str, LocalParameter]]:
     found = stage.named_parameters()
     owner_of = {user: owner for owner, user in stage.plan.tied}
     for path, parameter in found.items():
@@ -211,7 +210,7 @@ def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
             continue  # the same parameter as its owner, which is here
         shard = stage.shards.get(path)
         first_copy = shard is None or place.tp % shard.copies == 0
-        held = HeldParameter(
+        held = LocalParameter(
             parameter=parameter,
             shard=shard,
             partial=path in stage.partial,

@@ -18,7 +18,7 @@ from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
 from nxdt_core.errors.layouts import ExpertsDoNotDivide
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.updates import Update, UpdatedLinear
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_plugin_nxd.errors import PlanNotExpressible
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.engine.compile_cache import check_folder_writable, folder_of
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
+from nxdt_core.protocols.engine import CompileAhead
 from nxdt_plugin_nxd.errors import CacheNotReachable, CompileToolMissing, HostCompilesNothing
 from nxdt_plugin_nxd.library import CPU_MODE, computes_on_host
 from nxdt_plugin_nxd.neuron.environment import CACHE, apply_environment, variables_of

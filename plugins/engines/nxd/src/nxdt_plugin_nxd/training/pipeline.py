@@ -14,10 +14,10 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.mesh import stages_of_rank
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.placement import Place
-from nxdt_plugin_nxd.training.global_batch import Surroundings
+from nxdt_plugin_nxd.layout.placement import MeshCoordinates
+from nxdt_plugin_nxd.training.global_batch import ComputeContext
 from nxdt_plugin_nxd.training.interleaved import InterleavedModel
 
 __all__ = ["Pipeline"]
@@ -31,7 +31,7 @@ Contexts = Callable[[Batch], StepContext]
 class Pipeline:
     """Runs micro-batches through the stages, together with the other pipeline ranks."""
 
-    def __init__(self, modules: Sequence[nn.Module], place: Place, around: Surroundings) -> None:
+    def __init__(self, modules: Sequence[nn.Module], place: MeshCoordinates, around: ComputeContext) -> None:
         """``modules``: this rank's stages, in their order."""
         self._sizes = sizes = place.sizes
         numbers = stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule)
@@ -79,7 +79,7 @@ class Pipeline:
 class _Stage(nn.Module):
     """A stage as the library calls it: with ids, or with what the stage before gave."""
 
-    def __init__(self, module: nn.Module, around: Surroundings, *, last: bool) -> None:
+    def __init__(self, module: nn.Module, around: ComputeContext, *, last: bool) -> None:
         super().__init__()
         self.module, self._around, self._device, self._last = module, around, around.device, last
         self._forward: Iterator[tuple[Batch, StepContext]] = iter(())

@@ -17,7 +17,7 @@ from torch import nn
 from nxdt_core.distributed.devices import HOST
 from nxdt_plugin_hf.moe.experts import RoutedExperts, routed_experts
 
-__all__ = ["draws_numbers", "end_with_sum", "mixtures", "not_additive"]
+__all__ = ["end_with_sum", "mixtures", "not_additive", "uses_random_numbers"]
 
 _TOKENS = 4
 
@@ -45,7 +45,7 @@ def end_with_sum(block: nn.Module) -> None:
     block.register_forward_hook(summed)
 
 
-def draws_numbers(block: nn.Module, hidden_size: int) -> bool:
+def uses_random_numbers(block: nn.Module, hidden_size: int) -> bool:
     """Return whether routing is random in training."""
     with HOST, torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.parallel.estimate import MeasuresShards
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.estimate import MeasuresShards
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_plugin_hf.builder import HFBuilder
 
 __all__ = ["Sharding", "measure_sharding"]
@@ -54,7 +54,7 @@ def measure_sharding(builder: HFBuilder, tp: int, engine: MeasuresShards) -> Sha
         model, plain = builder.build(), builder.architecture.plain()
     named = [path for path, _ in (*plain.named_modules(), *plain.named_parameters())]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    held = engine.held_elements(builder, MeshSizes(tp=tp))
+    held = engine.local_elements(builder, MeshSizes(tp=tp))
     return Sharding(
         model=builder.architecture.name,
         tp=tp,

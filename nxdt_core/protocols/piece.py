@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Box", "Held", "Listing", "Piece", "Place"]
+__all__ = ["Box", "Listing", "Piece", "ShardInfo", "TensorKey"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,12 +61,12 @@ class Piece:
     box: Box
 
 
-Place = tuple[str, str]
+TensorKey = tuple[str, str]
 """Section and name of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ShardInfo:
     """What one rank holds of one tensor."""
 
     dtype: str
@@ -77,5 +77,5 @@ class Held:
     """Name, in the same section, of the tensor that is the very same memory here."""
 
 
-Listing = Mapping[Place, Held]
+Listing = Mapping[TensorKey, ShardInfo]
 """All that one rank, or one checkpoint, holds."""

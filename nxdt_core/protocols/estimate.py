@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["Estimate", "EstimatesRuns", "MeasuresShards", "Memory", "RankEstimate", "RunParts"]
@@ -137,7 +137,7 @@ class MeasuresShards(Protocol):
     """Optional member of an engine's class: how much of each parameter a rank holds."""
 
     @staticmethod
-    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+    def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
         """Lay out the builder's model on the meta device as rank 0 of ``sizes``, in a process without a process group.
 
         Returns:

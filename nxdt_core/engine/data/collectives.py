@@ -1,15 +1,18 @@
-"""Gathering weights: those of matrix products travel in the dtype that the products cast them to anyway.
+"""Collectives that replace FSDP2's own: gathers of weights in fewer bytes, and sums of gradients by exchange.
 
-Under autocast that is autocast's dtype. Where a precision policy computes products in one byte per element, it is that,
-under scaling factors of whole weights (:class:`ScaledWeights`). The largest elements of all shards are found over the
-ranks in one all-reduce, once per pass, before the first gather needs them.
+Weights of matrix products are sent in the dtype that the products cast them to anyway. Under autocast that is
+autocast's dtype. Where a precision policy computes products in one byte per element, it is that, under scaling factors
+of whole weights (:class:`ScaledWeights`). The largest elements of all shards are found over the ranks in one
+all-reduce, once per pass, before the first gather needs them. Products are bitwise those of the weight itself, so
+results do not change. Norms, embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they
+are.
 
-What is gathered makes products bitwise what the weight itself makes them, so results do not change. Norms, embeddings,
-routers, biases and weights that an adapter reads, as DoRA does, stay as they are.
+:class:`PendingReduceScatters` are for devices whose process groups have no fast reduce-scatter.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,21 +23,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nxdt_core.distributed.collectives import begin_reduce_scatter
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.products import product_layers
+from nxdt_core.engine.precision import product_layers
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
 from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
 
-__all__ = ["GatherForms", "ScaledWeights", "WeightGather", "gather_as", "gather_forms", "product_weights"]
+__all__ = [
+    "GatherDtypes",
+    "PendingReduceScatters",
+    "ReduceScatterByExchange",
+    "ScaledWeights",
+    "WeightGather",
+    "gather_dtypes",
+    "product_weights",
+    "set_gather_dtypes",
+]
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_SCATTERED_IN_FLIGHT = 2
+"""Sums that are not waited for; each has two copies of the gradients of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherForms:
+class GatherDtypes:
     """How the weights of a stage travel; those that are not named travel in the dtype that FSDP2 gives them."""
 
     dtype: torch.dtype
@@ -47,7 +62,7 @@ class GatherForms:
     """From ``dtype`` to one byte and back; there where ``scaled`` names weights."""
 
 
-def gather_forms(module: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> GatherForms:
+def gather_dtypes(module: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> GatherDtypes:
     """Return how FSDP2 gathers the weights of a stage, the policy's product applied."""
     dtype = getattr(torch, precision.autocast or precision.parameters)
     scaled = scaled_weights(module, plan)
@@ -55,7 +70,7 @@ def gather_forms(module: nn.Module, plan: ParallelPlan, precision: PrecisionPoli
         scaled = {}
     narrow = frozenset() if precision.autocast is None else product_weights(module, plan) - scaled.keys()
     casts = [*scaled.values()]
-    return GatherForms(dtype=dtype, narrow=narrow, scaled=frozenset(scaled), cast=casts[0] if casts else None)
+    return GatherDtypes(dtype=dtype, narrow=narrow, scaled=frozenset(scaled), cast=casts[0] if casts else None)
 
 
 def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
@@ -90,7 +105,7 @@ def _only_multiplied(layer: Any) -> bool:
     return update is None or not getattr(update, "reads_weight", True)
 
 
-def gather_as(sharded: FSDPModule, forms: GatherForms, names: dict[int, str]) -> WeightGather | None:
+def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int, str]) -> WeightGather | None:
     """Let what FSDP2 gathers for ``sharded`` travel in the forms of ``forms``; None where nothing changes.
 
     Args:
@@ -116,7 +131,7 @@ def gather_as(sharded: FSDPModule, forms: GatherForms, names: dict[int, str]) ->
 _Form = Literal["whole", "narrow", "scaled"]
 
 
-def _form(name: str, forms: GatherForms) -> _Form:
+def _form(name: str, forms: GatherDtypes) -> _Form:
     if name in forms.scaled:
         return "scaled"
     return "narrow" if name in forms.narrow else "whole"
@@ -135,7 +150,7 @@ class _Segment:
 class WeightGather:
     """FSDP2's all-gather of the parameters of a group, one after the other in a flat buffer."""
 
-    def __init__(self, segments: list[_Segment], forms: GatherForms) -> None:
+    def __init__(self, segments: list[_Segment], forms: GatherDtypes) -> None:
         self._segments = segments
         self.forms = forms
         self._scales: dict[str, torch.Tensor] = {}
@@ -246,7 +261,7 @@ class ScaledWeights:
         self._group = group
 
     @contextmanager
-    def during(self) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """Use the scales of the weights as they are now within the block. Collective."""
         self.update()
         try:
@@ -272,3 +287,59 @@ class ScaledWeights:
         """Let all weights travel in two bytes again: they may change."""
         for gather in self._gathers:
             gather.set_scales({})
+
+
+class PendingReduceScatters:
+    """Sums that FSDP2's groups have begun in the running backward. All are there when it ends."""
+
+    def __init__(self) -> None:
+        self._running: deque[Callable[[], None]] = deque()
+
+    def begin(self, part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Set ``part`` to this rank's part of the sum of the ranks' ``whole`` before backward ends."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        while len(self._running) >= _SCATTERED_IN_FLIGHT:
+            self._running.popleft()()
+        self._running.append(begin_reduce_scatter(part, whole, group))
+
+    def finish(self) -> None:
+        """Wait until all sums are there."""
+        while self._running:
+            self._running.popleft()()
+
+
+class ReduceScatterByExchange:
+    """FSDP2's reduce-scatter of one group's gradients."""
+
+    def __init__(self, sums: PendingReduceScatters, parameters: Sequence[Any], *, overlapped: bool) -> None:
+        """
+        Args:
+            sums: of the model.
+            parameters: FSDP2's, of the group.
+            overlapped: whether backward may continue before a sum is there, if nothing reads it before.
+        """
+        self._sums = sums
+        self._parameters = parameters
+        self._overlapped = overlapped
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the memory for gradients or their sums."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any
+    ) -> None:
+        """Sum ``input_tensor`` of all ranks; FSDP2 asks for no other reduction here."""
+        if self._overlapped and not any(_reads(p, output_tensor.dtype) for p in self._parameters):
+            self._sums.begin(output_tensor, input_tensor, group)
+        else:
+            self._sums.finish()  # what is added to may be one of them
+            begin_reduce_scatter(output_tensor, input_tensor, group)()
+
+
+def _reads(parameter: Any, dtype: torch.dtype) -> bool:
+    """Whether FSDP2 reads the sum of a parameter's gradient at once: to add it to an existing gradient, to change
+    its dtype, or for a hook."""
+    sharded = parameter.sharded_param
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+    return sharded.grad is not None or parameter.orig_dtype != dtype or bool(hooks)

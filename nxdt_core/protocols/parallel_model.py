@@ -1,4 +1,4 @@
-"""What an engine makes of a model and an optimizer: both in their layout, over all ranks."""
+"""A model and its optimizer in their layout over all ranks: what a :mod:`~nxdt_core.protocols.engine` makes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.piece import Piece
 
 if TYPE_CHECKING:
     import torch

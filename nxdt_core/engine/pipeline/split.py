@@ -16,7 +16,7 @@ from nxdt_core.errors.layouts import (
     TiedParametersCutApart,
     UnknownPipelineCut,
 )
-from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.mesh import stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 
 __all__ = ["cut_stage", "stage_layers", "stages_of_rank", "ties_ends"]

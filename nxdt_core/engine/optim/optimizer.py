@@ -8,19 +8,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.distributed.bucketed_sums import by_dtype
+from nxdt_core.distributed.collectives import group_by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
-from nxdt_core.engine.packed_state import packed_state, unpacked_state
+from nxdt_core.engine.optim.rounded_updates import StochasticUpdates
+from nxdt_core.engine.optim.rounding import Backend, StochasticRounding
+from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import shard_of
-from nxdt_core.engine.rejection import DeviceRejection
-from nxdt_core.engine.rounded_updates import StochasticUpdates
-from nxdt_core.engine.rounding import Backend, StochasticRounding
-from nxdt_core.engine.tensor.heads import PaddedDim, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.piece import Piece
 
 __all__ = ["TorchOptimizer"]
 
@@ -32,7 +31,7 @@ _OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
 class TorchOptimizer:
-    """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.parallel.model.ParallelOptimizer`.
+    """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.parallel_model.ParallelOptimizer`.
 
     The stock optimizer sees plain tensors that share the shards' memory: its fused and foreach kernels then run once
     over all of them, independent of the meshes that shard them.
@@ -124,7 +123,7 @@ class TorchOptimizer:
         elif max_norm is not None:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             grads = [local_of(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
-            for same in by_dtype(grads):
+            for same in group_by_dtype(grads):
                 torch._foreach_mul_(same, scale.to(same[0].dtype))
         return norm
 
@@ -251,7 +250,7 @@ class TorchOptimizer:
             return Piece(place.real(value), place.shape, place.box)
         like = _like(self._named[name], value)
         if name in self._padded and like.shape == self._named[name].shape:
-            return real_part(like, self._padded[name])
+            return unpadded_shard(like, self._padded[name])
         return like
 
     def _loaded(self, name: str, value: torch.Tensor | Piece) -> torch.Tensor:

@@ -20,8 +20,7 @@ import torch
 
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.compile import one_graph
-from nxdt_core.models.random.positions import Rows, rows_of
-from nxdt_core.models.random.rounding import element_numbers, rounding_key
+from nxdt_core.models.random.positions import Rows, element_numbers, rounding_key, rows_of
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -80,7 +79,7 @@ def masters_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | 
 class Numbers:
     """Numbers of consecutive elements of a block in the whole parameter, as arguments of a kernel.
 
-    See :func:`nxdt_core.models.random.rounding.element_numbers`.
+    See :func:`nxdt_core.models.random.positions.element_numbers`.
     """
 
     first: torch.Tensor

@@ -1,7 +1,6 @@
 """Sums of gradients over ranks, which run while backward still computes others, and the global norm. No host waits.
 
-:class:`OverlappedSums` are those without ZeRO. FSDP2 has its own, except on devices whose process groups have no
-reduce-scatter: there its groups share :class:`ScatteredSums`.
+:class:`OverlappedAllReduce` are those without ZeRO; FSDP2 has its own (:mod:`nxdt_core.engine.data.collectives`).
 """
 
 from __future__ import annotations
@@ -9,28 +8,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.distributed.bucketed_sums import by_dtype, copy_out, sum_over
-from nxdt_core.distributed.collectives import begun_sum
+from nxdt_core.distributed.collectives import all_reduce_bucketed, copy_from_flat, group_by_dtype
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 
-__all__ = ["GradientSums", "OverlappedSums", "ScatteredSum", "ScatteredSums", "global_norm"]
+__all__ = ["GradientReducer", "OverlappedAllReduce", "global_norm"]
 
 _BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one call. Larger calls gain little, and the last one has nothing left to overlap."""
 _IN_FLIGHT = 4
 """Calls that are not waited for; each has a copy of its gradients."""
-_SCATTERED_IN_FLIGHT = 2
-"""As above; each has two copies of the gradients of a layer."""
 
 
-class GradientSums:
+class GradientReducer:
     """The sums that make every gradient that of the whole global batch: which parameters over which ranks.
 
     Args:
@@ -39,7 +34,7 @@ class GradientSums:
         tensor_partial: names whose gradient is a partial sum on each tensor parallel rank.
         replica_partial: names of heads that several tensor parallel ranks hold; each has seen its own queries.
         data_reduced: FSDP2 sums over data and context parallel ranks.
-        overlapped: without it, let these sums start in the backward that :meth:`begin_last` announces.
+        overlapped: without it, let these sums start in the backward that :meth:`begin_last_backward` announces.
     """
 
     def __init__(
@@ -54,31 +49,31 @@ class GradientSums:
     ) -> None:
         # In the order of the parameters, which all ranks share: that of a set of names differs between processes.
         chosen: dict[Dimension, list[nn.Parameter]] = {}
-        self._data: list[OverlappedSums] = []
+        self._data: list[OverlappedAllReduce] = []
         if not data_reduced:
             experts = {name for name, parameter in parameters.items() if "ep" in sharded_over(parameter)}
             dense = [parameter for name, parameter in parameters.items() if name not in experts]
             of_experts = [parameter for name, parameter in parameters.items() if name in experts]
             for group, summed in ((mesh.group("fsdp"), dense), (mesh.group("efsdp"), of_experts)):
                 if group is not None and summed:
-                    self._data.append(OverlappedSums(group, summed, hooked=overlapped))
+                    self._data.append(OverlappedAllReduce(group, summed, hooked=overlapped))
             chosen["dp_replicate"] = list(parameters.values())
         chosen["tp"] = [parameter for name, parameter in parameters.items() if name in tensor_partial]
         chosen["tp_kv_replica"] = [parameter for name, parameter in parameters.items() if name in replica_partial]
         self._sums = [(mesh.group(dimension), summed) for dimension, summed in chosen.items() if summed]
 
-    def begin_last(self) -> None:
+    def begin_last_backward(self) -> None:
         """Let sums over data parallel ranks start in the backward that comes: no other adds to its gradients."""
         for sums in self._data:
             sums.begin()
 
-    def add_up(self) -> None:
+    def reduce_all(self) -> None:
         """Sum each gradient over the ranks of its group, in place."""
         for sums in self._data:
             sums.finish()
         for group, parameters in self._sums:
             if group is not None:
-                sum_over(group, [local_of(p.grad) for p in parameters if p.grad is not None])
+                all_reduce_bucketed(group, [local_of(p.grad) for p in parameters if p.grad is not None])
 
 
 def global_norm(
@@ -100,14 +95,14 @@ def global_norm(
         A device scalar, equal on all ranks bit for bit.
     """
     held = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
-    norms = [norm for same in by_dtype(held) for norm in torch._foreach_norm(same, 2, dtype)]
+    norms = [norm for same in group_by_dtype(held) for norm in torch._foreach_norm(same, 2, dtype)]
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
     if world is not None:
         dist.all_reduce(squares, group=world)
     return squares.sqrt()
 
 
-class OverlappedSums:
+class OverlappedAllReduce:
     """Sums over the ranks of a group, in buckets of gradients in the order in which backward computes them.
 
     All ranks start the same sums in the same order, whichever gradients a rank has first: a bucket waits for the one
@@ -169,68 +164,12 @@ class OverlappedSums:
         self._running.append(partial(_arrive, work, flat, gradients))
 
 
-class ScatteredSums:
-    """Sums that FSDP2's groups have begun in the running backward. All are there when it ends."""
-
-    def __init__(self) -> None:
-        self._running: deque[Callable[[], None]] = deque()
-
-    def begin(self, part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Set ``part`` to this rank's part of the sum of the ranks' ``whole`` before backward ends."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        while len(self._running) >= _SCATTERED_IN_FLIGHT:
-            self._running.popleft()()
-        self._running.append(begun_sum(part, whole, group))
-
-    def finish(self) -> None:
-        """Wait until all sums are there."""
-        while self._running:
-            self._running.popleft()()
-
-
-class ScatteredSum:
-    """FSDP2's reduce-scatter of one group's gradients."""
-
-    def __init__(self, sums: ScatteredSums, parameters: Sequence[Any], *, overlapped: bool) -> None:
-        """
-        Args:
-            sums: of the model.
-            parameters: FSDP2's, of the group.
-            overlapped: whether backward may continue before a sum is there, if nothing reads it before.
-        """
-        self._sums = sums
-        self._parameters = parameters
-        self._overlapped = overlapped
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the memory for gradients or their sums."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any
-    ) -> None:
-        """Sum ``input_tensor`` of all ranks; FSDP2 asks for no other reduction here."""
-        if self._overlapped and not any(_reads(p, output_tensor.dtype) for p in self._parameters):
-            self._sums.begin(output_tensor, input_tensor, group)
-        else:
-            self._sums.finish()  # what is added to may be one of them
-            begun_sum(output_tensor, input_tensor, group)()
-
-
-def _reads(parameter: Any, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 reads the sum of a parameter's gradient at once: to add it to an existing gradient, to change
-    its dtype, or for a hook."""
-    sharded = parameter.sharded_param
-    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-    return sharded.grad is not None or parameter.orig_dtype != dtype or bool(hooks)
-
-
 def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients: Sequence[torch.Tensor] = ()) -> None:
     """Wait for a sum, and copy it from ``flat`` to where it belongs."""
     assert work is not None
     work.wait()
     if flat is not None:
-        copy_out(flat, gradients)
+        copy_from_flat(flat, gradients)
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.rounding import Backend, BlockKernel, Numbers, StochasticRounding, separate_rows
-from nxdt_core.models.random.rounding import KEY_WORDS, noise, rounded
+from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, StochasticRounding, separate_rows
+from nxdt_core.models.random.positions import KEY_WORDS, noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 
 __all__ = ["AdamUpdates", "StochasticUpdates", "in_buckets", "round_into"]

@@ -1,4 +1,4 @@
-"""Weights that modules compute with where their masters are float32: copies without FSDP2, and rounded shards.
+"""A precision policy on the modules of a stage: its matrix products, and the weights computed from float32 masters.
 
 FSDP2 casts, gathers, reduces and frees through its own buffers, even with only one rank. :class:`CopiedMasters` cast
 each master once per step where no other rank holds the weights, and add each gradient to the master's as soon as it is
@@ -9,16 +9,68 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of, placed_like
-from nxdt_core.engine.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
-from nxdt_core.models.random.rounding import noise, rounded
+from nxdt_core.engine.optim.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
+from nxdt_core.engine.tensor.layers import (
+    ColumnParallelLinear,
+    GatheredColumnLinear,
+    RowParallelLinear,
+    VocabParallelHead,
+)
+from nxdt_core.models.patterns import matches
+from nxdt_core.models.random.positions import noise, rounded
+from nxdt_core.models.updates import ProductLinear
 from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
+from nxdt_core.protocols.precision import LinearProduct
 
-__all__ = ["CopiedMasters", "rounded_weights"]
+__all__ = ["CopiedMasters", "apply_product", "product_layers", "rounded_weights"]
+
+_WITH_SLOT = (ProductLinear, ColumnParallelLinear, GatheredColumnLinear, RowParallelLinear)
+_NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
+
+
+def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct) -> None:
+    """Let ``product`` multiply in the linear layers of a stage that ``plan.tensor`` names, in place.
+
+    The vocabulary head, layers with tied weights and experts keep torch's product. With LoRA, the product of the frozen
+    weight changes and the update's own products do not.
+
+    Args:
+        module: one pipeline stage on the meta device, tensor parallelism applied.
+        plan: names the layers.
+        product: decides which of them it covers.
+    """
+    for path, layer, style in [*product_layers(module, plan)]:
+        if style == "vocab_head":
+            continue
+        out_features, in_features = local_of(layer.weight).shape
+        if not product.covers(path, out_features, in_features):
+            continue
+        if isinstance(layer, _WITH_SLOT):
+            layer.product = product
+        else:
+            module.set_submodule(path, ProductLinear(layer, product))
+
+
+def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Any, TensorStyle]]:
+    """Yield path, layer and style of the linear layers that the plan lets tensor parallelism cut.
+
+    Those with tied weights are left out: something else reads them as well.
+    """
+    tied = {name for pair in plan.tied for name in pair}
+    for path, part in module.named_modules():
+        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
+        if style is None or style in _NOT_LINEAR or f"{path}.weight" in tied:
+            continue
+        known = isinstance(part, (*_WITH_SLOT, VocabParallelHead))
+        if known or (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward):
+            yield path, part, style
 
 
 class CopiedMasters:

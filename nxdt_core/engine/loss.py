@@ -1,8 +1,11 @@
-"""Heads that compute the losses of some tokens at a time: the logits of all of them are never held.
+"""Cross-entropy of logits that are sharded by vocabulary, and heads that compute the losses of some tokens at a time.
 
-Forward keeps one number a token, and backward computes the logits of each chunk again, which adds a third to the work
-of the head. (The chunks of ``F.linear_cross_entropy``, torch 2.13, take gradients in forward. They know no weights of
-tokens, and no ranks that share the vocabulary.)
+Sharded: no rank holds a whole row of logits. Each row needs two numbers of each rank, its log-sum-exp and the target's
+logit: one small all-gather in forward, nothing in backward.
+
+Some tokens at a time: the logits of all tokens are never held. Forward keeps one number per token, and backward
+computes the logits of each chunk again, which adds a third to the work of the head. (``F.linear_cross_entropy`` of
+torch 2.13 takes gradients in forward. It has no weights of tokens, and no ranks that share the vocabulary.)
 """
 
 from __future__ import annotations
@@ -14,22 +17,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.engine.compile import one_graph
-from nxdt_core.engine.tensor.layers import local_part
-from nxdt_core.engine.tensor.vocabulary_layers import VocabularyHead
-from nxdt_core.engine.vocabulary_loss import over_ranks, rows_here
+from nxdt_core.engine.tensor.layers import VocabParallelHead, local_part, local_vocab_rows
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.models.autocast import compute_dtype
-from nxdt_core.models.loss.cross_entropy import TokenLosses, row_weights
-from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.loss import (
+    IN_CHUNKS,
+    RowKernels,
+    TokenLosses,
+    row_cross_entropies,
+    row_weights,
+    whole_vocabulary_cross_entropies,
+)
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.torch_versions import all_gather_single
 
-__all__ = ["chunk_loss", "compiled_rows", "linear_cross_entropies"]
+__all__ = ["chunk_loss", "compiled_rows", "linear_cross_entropies", "vocabulary_parallel_cross_entropies"]
 
 
 def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: RowKernels = IN_CHUNKS) -> None:
@@ -53,7 +62,7 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: R
     for path, head in module.named_modules():
         if not matches_any(heads, path) or isinstance(head, nn.Identity):
             continue
-        if type(head) not in (nn.Linear, VocabularyHead) or getattr(head, "update", None) is not None:
+        if type(head) not in (nn.Linear, VocabParallelHead) or getattr(head, "update", None) is not None:
             raise HeadNotLinear(path=path, kind=type(head).__qualname__)
         head.forward = _ChunkedForward(head, head.forward, tokens, kernels)
         head.computes_losses = True
@@ -75,7 +84,7 @@ class _ChunkedForward:
         head, dtype = self._head, compute_dtype(hidden)
         bias = None if head.bias is None else local_part(head.bias).to(dtype)  # type: ignore[arg-type]
         weight = local_part(head.weight).to(dtype)  # type: ignore[arg-type]
-        group = head.mesh.get_group() if isinstance(head, VocabularyHead) else None
+        group = head.mesh.get_group() if isinstance(head, VocabParallelHead) else None
         losses = linear_cross_entropies(
             hidden.to(dtype), weight, bias, labels, tokens=self._tokens, kernels=self._kernels, group=group
         )
@@ -126,7 +135,7 @@ class _CrossEntropies(torch.autograd.Function):
         kernels: RowKernels,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        columns, elsewhere = (targets, None) if group is None else rows_here(targets, len(weight), group)
+        columns, elsewhere = (targets, None) if group is None else local_vocab_rows(targets, len(weight), group)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         ctx.kernels = kernels
         log_sums, at_target = hidden.new_empty((2, len(hidden)), dtype=dtype).unbind()
@@ -134,7 +143,7 @@ class _CrossEntropies(torch.autograd.Function):
             sums = ctx.kernels.sums(functional.linear(hidden[chunk], weight, bias), columns[chunk], dtype)
             log_sums[chunk], at_target[chunk] = sums
         if group is not None and elsewhere is not None:
-            log_sums, at_target = over_ranks(log_sums, at_target, elsewhere, group)
+            log_sums, at_target = combine_vocab_shards(log_sums, at_target, elsewhere, group)
         ctx.save_for_backward(hidden, weight, bias, columns, elsewhere, log_sums)
         ctx.tokens = tokens
         return log_sums - at_target
@@ -218,3 +227,50 @@ def _gradients(
     hit = torch.arange(rows.shape[1], device=rows.device) == columns[:, None]
     out.copy_((probabilities + torch.where(hit, hits[:, None], 0)) * scale[:, None])
     return out
+
+
+def vocabulary_parallel_cross_entropies(
+    logits: torch.Tensor, labels: torch.Tensor | None, kernels: RowKernels = IN_CHUNKS
+) -> torch.Tensor:
+    """Return :func:`nxdt_core.models.loss.cross_entropies`, equal on all ranks; without ``labels``
+    :func:`nxdt_core.models.loss.log_partition`.
+
+    Args:
+        logits: [..., vocab], a DTensor with ``Shard(-1)`` on a one-dimensional mesh, cut evenly; whole logits (a plain
+            tensor) take the loss for those.
+        labels: int64 [...], whole; −100 takes no part.
+        kernels: the passes over rows of logits.
+    """
+    if not isinstance(logits, DTensor):
+        return whole_vocabulary_cross_entropies(logits, labels, kernels)
+    mesh, placements = logits.device_mesh, logits.placements
+    if len(placements) != 1 or not placements[0].is_shard(logits.ndim - 1):
+        raise ValueError(f"logits must be sharded by vocabulary on one mesh dimension, not {placements}")
+    local: torch.Tensor = logits.to_local()
+    rows = local.reshape(-1, local.shape[-1])
+    group = mesh.get_group()
+    if labels is None:  # the target of each row is on no rank
+        columns = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        elsewhere = torch.ones_like(columns, dtype=torch.bool)
+    else:
+        columns, elsewhere = local_vocab_rows(row_weights(rows, labels, None)[1], rows.shape[1], group)
+    hits = torch.where(elsewhere, 0.0, -1.0).to(torch.promote_types(rows.dtype, torch.float32))
+    whole_rows = functools.partial(combine_vocab_shards, elsewhere=elsewhere, group=group)
+    return row_cross_entropies(rows, columns, kernels, hits=hits, combine=whole_rows).view(logits.shape[:-1])
+
+
+def combine_vocab_shards(
+    sums: torch.Tensor, at: torch.Tensor, elsewhere: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp and target's logit of whole rows from those of each rank's part. Collective.
+
+    Args:
+        sums: log-sum-exp of this rank's part, [rows].
+        at: the element in the target's column, of which the value matters where ``elsewhere`` is false.
+        elsewhere: where the target is in another rank's part.
+        group: the ranks that share the vocabulary.
+    """
+    parts = torch.stack((sums, at.masked_fill(elsewhere, 0)))
+    of_ranks = parts.new_empty((group.size() * 2, len(sums)))
+    all_gather_single(of_ranks, parts, group=group)
+    return torch.logsumexp(of_ranks[0::2], dim=0), of_ranks[1::2].sum(dim=0)

@@ -1,8 +1,12 @@
-"""Undo an optimizer's step on the device, so that no host waits to learn whether the step was finite."""
+"""State of an optimizer: the form in which checkpoints have it, and how a step is undone on the device.
+
+The form is that of :class:`nxdt_core.protocols.optimizer.PackedState`. A step is undone where only the device knows
+whether its loss and gradient were finite, so that the host never waits for that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +14,45 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
+from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterGroup, ParameterShard
 
-__all__ = ["DeviceRejection"]
+__all__ = ["DeviceRejection", "packed_state", "stepped_once", "unpacked_state"]
+
+
+def unpacked_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """Return the state of ``parameter`` as checkpoints have it; empty before the first step."""
+    held: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    return optimizer.unpacked(parameter) if held and isinstance(optimizer, PackedState) else held
+
+
+def packed_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state``, as a checkpoint has it, in the form that ``optimizer`` keeps it in."""
+    return optimizer.packed(parameter, state) if isinstance(optimizer, PackedState) else dict(state)
+
+
+def stepped_once(
+    factory: OptimizerFactory,
+    config: object,
+    parameters: Sequence[torch.nn.Parameter],
+    shards: Sequence[ParameterShard] | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer over ``parameters`` after a step with gradients of zeros, to see what state it keeps.
+
+    Args:
+        factory: of the optimizer.
+        config: its section.
+        parameters: its only group.
+        shards: one per parameter; None: each is whole.
+    """
+    names = [f"probe.{number}" for number in range(len(parameters))]
+    group = ParameterGroup(params=[*parameters], names=names, lr=getattr(config, "lr", 0.0), weight_decay=0.0)
+    if shards is not None:
+        group["shards"] = [*shards]
+    optimizer = factory([group], config)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
 
 
 class DeviceRejection:

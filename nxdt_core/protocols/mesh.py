@@ -1,24 +1,78 @@
-"""Rules of pipeline schedules: the rank of each stage, and the number of micro-batches that a step needs. No torch.
+"""Sizes of a run's parallel dimensions, and the stages and micro-batches of pipeline schedules. No torch.
 
 ``1f1b``: one stage per rank, a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
-``interleaved``: several stages per rank, dealt out like cards (the same, section 2.2.2).
+``interleaved``: several stages per rank, assigned round-robin (the same, section 2.2.2).
 ``zbv``: two stages per rank in the shape of a V, backward split in two (Qi et al. 2024, arXiv:2401.10241, section 6).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 from nxdt_core.errors.layouts import MicroBatchesDoNotFit, ZeroBubbleCannot
-from nxdt_core.protocols.parallel.mesh import Schedule
 
 __all__ = [
+    "MeshSizes",
+    "Schedule",
     "check_micro_batches",
     "check_whole_backward",
     "micro_batches_fit",
     "rank_of_stage",
     "stages_of_rank",
 ]
+
+Schedule = Literal["1f1b", "interleaved", "zbv"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSizes:
+    """Number of ranks along each dimension; tensor parallel ranks are neighbours, pipeline stages are far apart."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    """Groups of data parallel ranks; each shards parameters and optimizer state within itself only."""
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    """Ranks that share the experts; taken from ``dp_shard`` x ``cp``, so not a factor of the world size."""
+    schedule: Schedule = "1f1b"
+    vpp: int = 1
+    """Pipeline stages on each rank; 2 under ``zbv``."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What data parallel ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which ZeRO shards: those of ``dp_shard`` and ``cp``, which hold the same parameters."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which ZeRO shards experts."""
+        return self.fsdp // self.ep
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the model."""
+        return self.pp * self.vpp
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes: the product of all dimensions."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the size by dimension name, as checkpoints record it."""
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        return {name: getattr(self, name) for name in names}
 
 
 def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
