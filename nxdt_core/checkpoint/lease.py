@@ -142,7 +142,7 @@ def take_lease(storage: CheckpointStore, me: Owner, *, say: Callable[[str], None
     since = 0.0
     while True:
         found = _current_lease(storage)
-        fate = "gone" if found is None or found.released else _fate(found, me)
+        fate = "gone" if found is None or found.released else _liveness(found, me)
         if found is not None and fate == "running":
             raise _in_use(storage, found, "it is running on this machine")
         if found is not None and fate == "unknown":
@@ -163,11 +163,11 @@ def take_lease(storage: CheckpointStore, me: Owner, *, say: Callable[[str], None
 def is_leased(storage: CheckpointStore, me: Owner) -> bool:
     """Return whether a process has the lease that may still run."""
     found = _current_lease(storage)
-    return found is not None and not found.released and _fate(found, me) != "gone"
+    return found is not None and not found.released and _liveness(found, me) != "gone"
 
 
-def _fate(found: _CurrentLease, me: Owner) -> str:
-    return "unknown" if found.owner is None else me.fate_of(found.owner)
+def _liveness(found: _CurrentLease, me: Owner) -> str:
+    return "unknown" if found.owner is None else me.liveness_of(found.owner)
 
 
 def _in_use(storage: CheckpointStore, found: _CurrentLease, reason: str) -> StoreInUse:
@@ -181,7 +181,7 @@ def _claim(storage: CheckpointStore, me: Owner, *, above: int, expiry_s: float) 
     even where checkpoints were copied from another store.
     """
     number = max(above, greatest_fencing(storage)) + 1
-    if not _put_mine(storage, number, me):
+    if not _put_claim(storage, number, me):
         return None
     try:
         keys = _keys(storage)
@@ -198,7 +198,7 @@ def _claim(storage: CheckpointStore, me: Owner, *, above: int, expiry_s: float) 
     return lease
 
 
-def _put_mine(storage: CheckpointStore, number: int, me: Owner) -> bool:
+def _put_claim(storage: CheckpointStore, number: int, me: Owner) -> bool:
     """Whether the object of ``number`` is ``me``'s now. (The answer to its making may be lost, or to a first try.)"""
     key, data = _json_key(number), me.encode()
     try:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-Fate = Literal["running", "gone", "unknown"]
+Liveness = Literal["running", "gone", "unknown"]
 
 _PROC = Path("/proc")
 _EXITING = 0x4
@@ -56,7 +56,7 @@ class Owner:
         """Return the JSON that is stored."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
-    def fate_of(self, other: Owner) -> Fate:
+    def liveness_of(self, other: Owner) -> Liveness:
         """Return the fate of another process, as far as this one, which must be alive, knows it without waiting."""
         if self.machine and self.machine == other.machine:
             return "running" if _runs(other.pid, other.started) else "gone"

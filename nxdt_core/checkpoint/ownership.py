@@ -65,7 +65,7 @@ def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None
     deadline, reported = time.monotonic() + expiry_s, False
     while (lock := storage.try_lock(_KEY, me.encode())) is None:
         holder = decode_owner(storage.lock_note(_KEY))
-        fate = "unknown" if holder is None else me.fate_of(holder)
+        fate = "unknown" if holder is None else me.liveness_of(holder)
         owner = "another run" if holder is None else str(holder)
         if fate == "running":
             raise StoreInUse(where=storage.uri, owner=owner, reason="it is running on this machine")
@@ -97,7 +97,7 @@ def is_locked(storage: LockableStorage, me: Owner) -> bool:
     if lock is not None:
         lock.release()
     holder = decode_owner(note)
-    return bool(note) and lock is None and (holder is None or me.fate_of(holder) != "gone")
+    return bool(note) and lock is None and (holder is None or me.liveness_of(holder) != "gone")
 
 
 EXPIRY_S = 60.0

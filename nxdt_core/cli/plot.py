@@ -13,7 +13,7 @@ import click
 from nxdt_core.cli.verb import Verb, say
 from nxdt_core.errors.training import NothingToPlot
 from nxdt_core.regular_files import replacing
-from nxdt_core.train.run.metric_files import Row, drawable, finite, lines_of, rows_by_step
+from nxdt_core.train.run.metric_files import Row, finite, fits_axes, lines_of, rows_by_step
 from nxdt_core.visible_text import visible
 
 
@@ -146,7 +146,7 @@ def _tokens_per_step(row: Row) -> float | None:
 def _points(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     """Steps and values; a value that axes cannot hold, such as one that was not finite, is a gap."""
     values = (finite(row.get(key)) for row in rows)
-    kept = [math.nan if value is None or not drawable(value) else value for value in values]
+    kept = [math.nan if value is None or not fits_axes(value) else value for value in values]
     return [row["step"] for row in rows], kept
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias, final
 
-from nxdt_core.train.run.metric_files import drawable
+from nxdt_core.train.run.metric_files import fits_axes
 from nxdt_core.visible_text import visible
 
 
@@ -155,7 +155,7 @@ def _curve(x: _Axis, y: _Axis, colour: int, name: str, points: Sequence[_Point])
 
 def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
     """Points that can be drawn, thinned to the smallest and largest of each stretch of steps."""
-    kept = [(step, value) for step, value in sorted(points.items()) if drawable(value) and (value > 0 or not log)]
+    kept = [(step, value) for step, value in sorted(points.items()) if fits_axes(value) and (value > 0 or not log)]
     found = [(step, math.log10(value) if log else value) for step, value in kept]
     if len(found) <= _MOST_POINTS:
         return found

@@ -259,18 +259,20 @@ def error_text(error: NxdtError) -> str:
 
 
 def _terminal_lines(error: NxdtError, problems: tuple[ConfigProblem, ...]) -> Iterator[str]:
-    yield from _hanging(error.code, "", error.what(), "")
+    yield from _indented_lines(error.code, "", error.what(), "")
     if not isinstance(error, ConfigError):
         for line in error.do().split("\n"):
-            yield from _hanging("", "", line.strip(), _INDENT)
+            yield from _indented_lines("", "", line.strip(), _INDENT)
         return
     for problem in problems:
         yield ""
         key = f"{problem.key}: " if problem.key else ""
-        yield from _hanging(problem.shown_code, problem.place, f"{key}{problem.what()} {problem.do()}".strip(), _INDENT)
+        yield from _indented_lines(
+            problem.shown_code, problem.place, f"{key}{problem.what()} {problem.do()}".strip(), _INDENT
+        )
 
 
-def _hanging(code: str, place: str, text: str, indent: str) -> Iterator[str]:
+def _indented_lines(code: str, place: str, text: str, indent: str) -> Iterator[str]:
     """Lines of one problem; those after the first are indented further."""
     from nxdt_core.config.secrets.messages import hide_secrets
 

@@ -12,7 +12,7 @@ from nxdt_core.data.sampler import Permutation
 from nxdt_core.data.tokens import TokenArray, TokenStream
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 
-__all__ = ["PackedDataset", "Packing", "drawn_bins", "first_fit_decreasing", "first_fit_in_rows"]
+__all__ = ["PackedDataset", "Packing", "first_fit_decreasing", "first_fit_in_rows", "shuffled_bins"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def _without(labels: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np
     return labels
 
 
-def drawn_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> list[NDArray[np.int64]]:
+def shuffled_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> list[NDArray[np.int64]]:
     """Return the bins of items by first-fit decreasing, where ``seed`` draws which of several equally long ones shares
     a bin with which others: neighbours in a file are often similar.
 

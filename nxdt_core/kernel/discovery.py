@@ -21,10 +21,8 @@ from nxdt_core.errors.plugins import LocalPluginMissing
 from nxdt_core.kernel.metadata import (
     MalformedMetadata,
     admits,
-    directory_above,
-    directory_name,
-    directory_stem,
     is_bounded,
+    locate_metadata,
     plugin_entries,
     read_core_metadata,
     read_metadata_file,
@@ -48,7 +46,7 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
     found: list[PluginInfo] = []
     winners: dict[str, str] = {}
     for directory, location, dist in _distributions(path):
-        stem = directory_stem(directory)
+        stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
         plugins = list(_plugins_of(dist, stem, location))
         key = normalise(plugins[0].dist) if plugins else stem
         here = f"{location}/{directory}"
@@ -69,8 +67,8 @@ def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distr
     real = cache(os.path.realpath)  # hundreds of distributions share a directory
     by_location: dict[str, dict[str, Distribution]] = {}
     for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
-        location = real(directory_above(dist))
-        by_location.setdefault(location, {}).setdefault(directory_name(dist) or f"?{number}", dist)
+        above, directory = locate_metadata(dist)
+        by_location.setdefault(real(above), {}).setdefault(directory or f"?{number}", dist)
     for location, dists in by_location.items():
         for directory in sorted(dists, reverse=True):
             yield directory, location, dists[directory]

@@ -94,16 +94,12 @@ def _digest_files(module: str) -> str:
 def _digest_file(path: str) -> str:
     """Digest of a file's content, which is read again only if it has changed."""
     version = version_of(os.stat(path))
-    return _known_digest(path, version) if version is not None else _read_digest(path)
+    return _read_digest(path, version) if version is not None else _read_digest.__wrapped__(path, version)
 
 
 @lru_cache(maxsize=65536)
-def _known_digest(path: str, version: tuple[int, ...]) -> str:
-    """The digest of a file in one of its versions."""
-    return _read_digest(path)
-
-
-def _read_digest(path: str) -> str:
+def _read_digest(path: str, version: tuple[int, ...] | None) -> str:
+    """Return the digest of a file in one of its versions."""
     with open(path, "rb", buffering=0) as file:
         return _hex(file.read())
 

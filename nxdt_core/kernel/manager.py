@@ -311,6 +311,17 @@ class _Candidate:
         finally:
             manager.unregister(self.hooks)
 
+    def add_kinds(self, adders: dict[str, PluginInfo]) -> None:
+        """Note in ``adders`` that this plugin adds its kinds; refuse one that another plugin adds."""
+        for kind in self.declaration.kinds:
+            first = adders.setdefault(kind.name, self.plugin)
+            if first is not self.plugin:
+                raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which {first.label} adds")
+
+    def fill_kinds(self, kinds: Mapping[str, Kind]) -> None:
+        """Take the components for ``kinds`` that plugins add."""
+        self.added = fill_added_kinds(self.declaration, kinds)
+
 
 def _usable(candidates: Iterable[_Candidate]) -> list[_Candidate]:
     return [each for each in candidates if each.plugin.state == "ok"]
@@ -326,24 +337,12 @@ def _fill_added_kinds(candidates: Sequence[_Candidate]) -> None:
     fill them are looked at again."""
     adders: dict[str, PluginInfo] = {}
     for each in _usable(candidates):
-        each.attempt(partial(_refuse_second_kinds, each, adders))
+        each.attempt(partial(each.add_kinds, adders))
     before: list[_Candidate] = []
     while before != (before := _usable(candidates)):
         kinds = {kind.name: kind for kind in KINDS} | _added_kinds(candidates)
         for each in before:
-            each.attempt(partial(_fill, each, kinds))
-
-
-def _refuse_second_kinds(candidate: _Candidate, adders: dict[str, PluginInfo]) -> None:
-    """Refuse the later of two plugins that add one kind: no plugin overrides another one."""
-    for kind in candidate.declaration.kinds:
-        first = adders.setdefault(kind.name, candidate.plugin)
-        if first is not candidate.plugin:
-            raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which {first.label} adds")
-
-
-def _fill(candidate: _Candidate, kinds: Mapping[str, Kind]) -> None:
-    candidate.added = fill_added_kinds(candidate.declaration, kinds)
+            each.attempt(partial(each.fill_kinds, kinds))
 
 
 def _builtin() -> PluginInfo:

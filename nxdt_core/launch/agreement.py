@@ -24,6 +24,7 @@ from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["check_agreement", "check_world_size"]
 
+
 _MAY_DIFFER = frozenset({"data.num_workers", "plugins.local"})
 """Keys that each host may set for itself: threads that read ahead, and the path of a plugin's file (the files are
 compared)."""
@@ -90,9 +91,9 @@ def _difference(name: str, by_rank: list[tuple[str, Mapping[str, str]]]) -> str:
         where.setdefault(facts.get(name, _ABSENT), []).append(f"rank {rank} ({host})")
     if len(where) == 1:
         return ""
-    values = [f"{value} on {_some(ranks)}" for value, ranks in where.items()]
+    values = [f"{value} on {_list_ranks(ranks)}" for value, ranks in where.items()]
     return f"{name} is {' and '.join(values)}"
 
 
-def _some(ranks: list[str]) -> str:
+def _list_ranks(ranks: list[str]) -> str:
     return ", ".join(ranks[:2]) + (f" and {len(ranks) - 2} more" if len(ranks) > 2 else "")

@@ -69,7 +69,7 @@ def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
     engine = TrainSession(config).engine
     start_engine(config, engine)
     directory = Path(tempfile.gettempdir(), engine.broadcast_object(f"nxdt-compile-{uuid.uuid4().hex}"))
-    session = TrainSession(_as_trial(config, directory), engine=engine)
+    session = TrainSession(_trial_config(config, directory), engine=engine)
     try:
         session.build_model()
         session.build_optimizer()
@@ -80,7 +80,7 @@ def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
     session.close()  # not after an error: other ranks may be stuck in a collective
 
 
-def _as_trial(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
+def _trial_config(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
     run = config.run
     return replace(
         config,

@@ -28,7 +28,7 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, capture_rng, versions_of
-from nxdt_core.train.weights.average import WeightAverage, take_average
+from nxdt_core.train.weights.average import WeightAverage, pop_average
 from nxdt_core.train.weights.base import base_digest, load_weights, without_base
 from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer
 
@@ -166,8 +166,8 @@ def load_saved(
             found = checkpoint.load_optimizer_like(
                 storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
             )
-            model.load_state_dict(take_masters(found), strict=False)
-            averaged = take_average(found)
+            model.load_state_dict(pop_master_weights(found), strict=False)
+            averaged = pop_average(found)
             if average is not None:
                 average.load_state_dict(averaged)
             if continues:
@@ -201,7 +201,7 @@ def round_to_bfloat16(weights: Tensors, parameters: Collection[str]) -> tuple[Te
     return rounded, masters
 
 
-def take_masters(state: Tensors) -> Tensors:
+def pop_master_weights(state: Tensors) -> Tensors:
     """Take the wider weights of :func:`round_to_bfloat16` out of optimizer state; by name of the parameter."""
     suffix = f"/{MASTER_WEIGHT}"
     return {key.removesuffix(suffix): state.pop(key) for key in list(state) if key.endswith(suffix)}

@@ -107,7 +107,7 @@ class TrainSession:
         self.average = WeightAverage(ema) if ema.enable else None
         """Exponential moving average of the weights; None where the configuration asks for none."""
         self.collections = GarbageCollection(config.run.trainer.gc_interval)
-        """Of garbage, between steps."""
+        """Garbage collection between steps."""
         self.resumed: Manifest | None = None
         """The checkpoint whose run this one resumes."""
         if engine is not None:
@@ -143,7 +143,7 @@ class TrainSession:
 
     @cached_property
     def engine(self) -> ParallelEngine:
-        """The configured one, not started.
+        """The engine of the configuration, not started.
 
         Raises:
             WorldSizeMismatch: the number of processes is not the configured one.
@@ -344,14 +344,14 @@ class TrainSession:
         if not self.average or not self.config.run.exp_manager.ema.evaluate_ema_weights_instead:
             yield
             return
-        weights = self.average.put_into(self.model)
+        weights = self.average.swap_in(self.model)
         try:
             yield
         finally:
-            self.average.put_back(self.model, weights)
+            self.average.swap_out(self.model, weights)
 
     def _with_base(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """With log-probabilities under the frozen base, where the objective compares with them at each step."""
+        """Return the micro-batches; where the objective needs them at each step, with log-probabilities of the base."""
         return with_base(micro_batches, self.model) if self._traits.reference == "step" else micro_batches
 
     # Checkpoints.
@@ -424,10 +424,9 @@ class TrainSession:
     ) -> dict[str, Any]:
         """Load a checkpoint and return the ``extra`` of its save.
 
-        Collective: every rank reads what it holds, independent of the layout in which the checkpoint was saved; it
-            succeeds on all or
-        fails on all. Random-number generators continue where they stopped if the layout is the same; a checkpoint of
-        another layout has none for these ranks, and they are left as they are.
+        Collective: it succeeds on all ranks or fails on all. Every rank reads what it holds in this run's layout, which
+        may differ from that of the save. If it is the same, random-number generators continue where they stopped. A
+        checkpoint of another layout has none for these ranks, and they are left as they are.
 
         Args:
             storage: where from.

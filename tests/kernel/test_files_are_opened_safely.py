@@ -37,8 +37,8 @@ ALLOWED = {
         f"{CORE}/checkpoint/foreign.py: _loaded(component).open(path)",
         f"{CORE}/checkpoint/foreign.py: chosen.open(path)",
         f"{CORE}/cli/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
-        f"{CORE}/train/weights/adapter.py: np.load(file, allow_pickle=False)",
-        f"{CORE}/train/weights/adapter.py: "
+        f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
+        f"{CORE}/train/weights/reference.py: "
         "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
         f"{MEGATRON}/preprocess/progress.py: np.fromfile(file, '<i4')",
         f"{MIGRATE}/legacy.py: document.move(path, OF_ENGINE[path])",
@@ -49,8 +49,8 @@ ALLOWED = {
         f"{MIGRATE}/nemo.py: document.move(path, target)",
         f"{MIGRATE}/nxdt.py: "
         "document.move(path, target, 'NxD Training finds it by searching the whole file for its name')",
-        f"{MIGRATE}/peft.py: document.move(f'{{_LORA}}.{{old}}', f'adapter.{{new}}')",
-        f"{MIGRATE}/peft.py: document.move(there, here)",
+        f"{MIGRATE}/nemo.py: document.move(f'{{_LORA}}.{{old}}', f'adapter.{{new}}')",
+        f"{MIGRATE}/nemo.py: document.move(there, here)",
         f"{NXD_CORE}/rank_files.py: torch.save(in_nxd_names(held, config), file)",
     },
     "installed files: packages, their metadata and data": {
@@ -63,7 +63,7 @@ ALLOWED = {
         f"{CORE}/cli/plugin_checks.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
         f"{CORE}/kernel/lock.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
-        f"{CORE}/train/programs.py: module.read_bytes()",
+        f"{CORE}/train/environment.py: module.read_bytes()",
     },
     "files of the operating system": {
         f"{CORE}/checkpoint/owner.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
@@ -76,20 +76,22 @@ ALLOWED = {
         f"{CORE}/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/train/programs.py: file.read_text()",
         f"{CORE}/distributed/device_operations.py: (system / file).read_text()",
+        f"{CORE}/train/environment.py: file.read_text()",
+        f"{CORE}/distributed/trainium.py: (system / file).read_text()",
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
-        f"{CORE}/config/sources/loader.py: path.read_text(encoding='utf-8-sig')",
+        f"{CORE}/config/sources/files.py: path.read_text(encoding='utf-8-sig')",
         f"{CORE}/kernel/lock.py: path.read_text(encoding='utf-8')",
         f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
     },
     "read only, in a directory that is named; links are followed, and the line before checks that it is a file": {
-        f"{CORE}/data/tokenizers/loader.py: path.read_bytes()",
+        f"{CORE}/data/tokenizers/files.py: path.read_bytes()",
         f"{CORE}/data/tokenizers/huggingface.py: path.read_text(encoding='utf-8')",
         f"{CORE}/data/tokenizers/huggingface.py: (loaded.directory / name).read_bytes()",
-        f"{CORE}/checkpoint/hf/indexed_files.py: safe_open(path, framework='pt', device=HOST.type)",
+        f"{CORE}/checkpoint/hf/reader.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
-        f"{CORE}/data/indices.py: path.open('rb')",
+        f"{CORE}/data/cache.py: path.open('rb')",
         f"{CORE}/data/files/compressed.py: path.open('rb')",
         "plugins/adapters/lora/src/nxdt_plugin_lora/peft_files.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{MEGATRON}/preprocess/progress.py: path.open('rb')",
@@ -98,13 +100,13 @@ ALLOWED = {
         f"{MEGATRON}/indexed_files.py: np.memmap(path, dtype=np.uint8, mode='r')",
     },
     "in a directory with a new name that only this process has": {
-        f"{CORE}/data/indices.py: (part / f'{{each.name}}.npy').open('wb')",
-        f"{CORE}/data/indices.py: np.save(file, getattr(made, each.name))",
-        f"{CORE}/data/indices.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
+        f"{CORE}/data/cache.py: (part / f'{{each.name}}.npy').open('wb')",
+        f"{CORE}/data/cache.py: np.save(file, getattr(made, each.name))",
+        f"{CORE}/data/cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
         f"{CORE}/engine/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
-        f"{CORE}/data/indices.py: np.load(path, mmap_mode='r')",
+        f"{CORE}/data/cache.py: np.load(path, mmap_mode='r')",
         f"{CORE}/train/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {

@@ -30,18 +30,19 @@ from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
     "Assignment",
+    "LocalPlan",
     "Planner",
     "SavePlan",
-    "Share",
     "Write",
     "agree_on_assignment",
     "assign",
     "encode_state",
     "merge",
     "plan_save",
-    "prepare_share",
-    "write_share",
+    "prepare_local_plan",
+    "write_local_plan",
 ]
+
 
 Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, TensorPart]]
 """Writes the tensors that were assigned to this rank; returns the location of each."""
@@ -49,7 +50,7 @@ Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, Ten
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The share of each rank."""
+    """Which rank writes which tensors."""
 
     listings: Sequence[Listing]
     """What each rank holds."""
@@ -59,7 +60,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """One save: equal on all ranks but for what is theirs."""
+    """One save. It is equal on all ranks, except for what each rank writes."""
 
     step: int
     """The number of optimizer steps done."""
@@ -67,7 +68,7 @@ class SavePlan:
     """Further entries of the manifest; those of rank 0 count."""
     assignment: Assignment
     write: Write
-    """Writes the share of this rank; the tensors need not be in memory all at once."""
+    """Writes the tensors of this rank, which need not be in memory all at once."""
 
 
 def plan_save(
@@ -102,11 +103,11 @@ def plan_save(
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
     """
     rank = rank_of(ranks)
-    shares: list[Share] = []
+    shares: list[LocalPlan] = []
 
     def prepare() -> Listing:
         encode_facts(facts)
-        shares.append(prepare_share(model, optimizer, state, rank=rank, ties=ties))
+        shares.append(prepare_local_plan(model, optimizer, state, rank=rank, ties=ties))
         return shares[0].listing
 
     assignment = agree_on_assignment(ranks, prepare, where=f"{storage.uri}/{step_name(step)}")
@@ -114,7 +115,7 @@ def plan_save(
         step=step,
         facts=facts,
         assignment=assignment,
-        write=lambda writer, mine: write_share(writer, shares[0], mine, rank=rank),
+        write=lambda writer, mine: write_local_plan(writer, shares[0], mine, rank=rank),
     )
 
 
@@ -152,8 +153,8 @@ class Planner:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank brings to a save."""
+class LocalPlan:
+    """The tensors and the state of this rank, as one save takes them."""
 
     pieces: Mapping[TensorKey, Piece]
     listing: Listing
@@ -161,14 +162,14 @@ class Share:
     """JSON of the rank's state; its tensors are among the pieces."""
 
 
-def prepare_share(
+def prepare_local_plan(
     model: Mapping[str, torch.Tensor | Piece],
     optimizer: Mapping[str, torch.Tensor | Piece],
     state: Mapping[str, Any],
     *,
     rank: int,
     ties: Mapping[str, str] | None = None,
-) -> Share:
+) -> LocalPlan:
     """Check everything of this rank, before anything is written anywhere. The pieces are the tensors' own memory.
 
     ``ties``: as of :func:`plan_save`.
@@ -176,19 +177,19 @@ def prepare_share(
     Raises:
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
     """
-    state_tensors: dict[str, torch.Tensor] = {}
-    encoded = encode_state(state, state_tensors, rank)
+    encoded, state_tensors = encode_state(state, rank)
     pieces: dict[TensorKey, Piece] = {}
     listing: dict[TensorKey, ShardInfo] = {}
     for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
         own, held = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
         pieces |= {(section, name): piece for name, piece in own.items()}
         listing |= {(section, name): each for name, each in held.items()}
-    return Share(pieces, listing, encoded)
+    return LocalPlan(pieces, listing, encoded)
 
 
-def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> bytes:
-    """Return the JSON of ``state``; its tensors are put into ``tensors`` under names that begin with the rank."""
+def encode_state(state: Mapping[str, Any], rank: int) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """Return the JSON of ``state``, and the tensors in it under names that begin with the rank."""
+    tensors: dict[str, torch.Tensor] = {}
 
     def put_tensor(at: str, value: object) -> str | None:
         if not isinstance(value, torch.Tensor):
@@ -197,11 +198,12 @@ def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], ran
         tensors[name] = value
         return name
 
-    return json.dumps(encode_tree(state, put_tensor=put_tensor), separators=(",", ":"), allow_nan=False).encode()
+    tree = encode_tree(state, put_tensor=put_tensor)
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode(), tensors
 
 
-def write_share(
-    writer: AttemptWriter, share: Share, mine: AbstractSet[TensorKey], *, rank: int
+def write_local_plan(
+    writer: AttemptWriter, share: LocalPlan, mine: AbstractSet[TensorKey], *, rank: int
 ) -> dict[TensorKey, TensorPart]:
     """Write this rank's state and the pieces that were assigned to it, and return the location of each piece."""
     parts: dict[TensorKey, TensorPart] = {}

@@ -17,7 +17,7 @@ from typing import NoReturn
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from nxdt_core.errors.ranks import RankDied, RankHung
-from nxdt_core.launch.supervision.heartbeat import Heartbeat, is_stopped, keep_record, wake
+from nxdt_core.launch.supervision.heartbeat import Heartbeat, continue_stopped, enable_flight_recorder, is_stopped
 from nxdt_core.launch.supervision.messages import (
     BeatReceived,
     Done,
@@ -128,7 +128,7 @@ class Client:
         Args:
             limit_s: seconds without progress after which it does.
         """
-        keep_record()
+        enable_flight_recorder()
         PROGRESS.supervised = True
         self._heartbeat = Heartbeat(
             self.place,
@@ -224,7 +224,7 @@ class Client:
                 raise ValueError(f"the supervisor sent {message}")
 
     def _dump(self, message: Dump) -> None:
-        wake(message.silent.get(self.place.host, ()))
+        continue_stopped(message.silent.get(self.place.host, ()))
         if self._heartbeat is not None:
             self._send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
 

@@ -43,7 +43,7 @@ class Collectives:
     process group, and shapes and types of its inputs."""
 
 
-def keep_record() -> None:
+def enable_flight_recorder() -> None:
     """Let the process groups that are made from now on keep their newest collectives."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
 
@@ -183,7 +183,7 @@ class Heartbeat:
         )
 
 
-def wake(processes: Iterable[int]) -> None:
+def continue_stopped(processes: Iterable[int]) -> None:
     """Continue those of this host's processes that are stopped, so that they can write their stacks and end."""
     for pid in processes:
         if is_stopped(pid):

@@ -267,7 +267,7 @@ class CheckpointSaver(Callback):
         """Let the save in flight of a run that breaks end; what broke it may concern this rank only, so no other is
         asked."""
         if self._manager is not None and isinstance(run.error, Exception):
-            self._manager.leave(_BREAKING_S)
+            self._manager.wait_locally(_BREAKING_S)
 
     @property
     def _manager_made(self) -> CheckpointManager:

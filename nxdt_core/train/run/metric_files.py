@@ -52,7 +52,7 @@ class MetricFiles:
         if self._run_dir is None:
             return
         try:
-            set_later_rows_aside(self._run_dir, step)
+            move_later_rows(self._run_dir, step)
             self._open(self._run_dir, name)
         except OSError as error:
             raise cannot_write(self._run_dir, error) from error
@@ -82,7 +82,7 @@ class MetricFiles:
         return self._files[name]
 
 
-def set_later_rows_aside(run_dir: Path, step: int) -> None:
+def move_later_rows(run_dir: Path, step: int) -> None:
     """Move rows of steps after ``step``, and a last row that a crash cut short, to ``<name>.replaced.jsonl``.
 
     Files whose rows have no ``step`` are left as they are.
@@ -114,7 +114,7 @@ def _split_into(kept_path: Path, path: Path, step: int) -> None:
     with (
         open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows,
         open(kept_path, "w", encoding="utf-8", newline="\n", opener=regular_opener) as kept,
-        _Aside(path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)) as aside,
+        _ReplacedRows(path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)) as aside,
     ):
         for row in rows:
             found = _step(row)
@@ -129,14 +129,14 @@ def _split_into(kept_path: Path, path: Path, step: int) -> None:
         kept_path.replace(path)
 
 
-class _Aside:
+class _ReplacedRows:
     """A file that is made with its first row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
 
-    def __enter__(self) -> _Aside:
+    def __enter__(self) -> _ReplacedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,7 +213,7 @@ def finite(value: object) -> float | None:
     return float(value) if is_number else None  # type: ignore[arg-type]
 
 
-def drawable(value: float) -> bool:
+def fits_axes(value: float) -> bool:
     """Return whether axes can hold the value, and the differences and powers that they compute from it."""
     return value == 0 or _SMALLEST <= abs(value) <= _LARGEST
 

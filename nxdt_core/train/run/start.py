@@ -161,14 +161,14 @@ def _check_fits(config: ResolvedConfig, path: Path) -> None:
     found.listing(build.model_builder(config), weights_only=True)
 
 
-def counts_passes(config: ResolvedConfig) -> bool:
+def counts_epochs(config: ResolvedConfig) -> bool:
     """Return whether a setting of the run is given in passes over the data."""
     trainer, saves = config.run.trainer, config.run.checkpoint.every_n_epochs
     passes = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch, saves)
     return any(count is not None and count > 0 for count in passes)
 
 
-def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
+def epochs_to_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
     """Return the configuration with ``max_epochs``, ``min_epochs``, ``check_val_every_n_epoch`` and ``every_n_epochs``
     as steps.
 
@@ -214,7 +214,7 @@ def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
     )
 
 
-def as_trial(config: ResolvedConfig) -> ResolvedConfig:
+def apply_fast_dev_run(config: ResolvedConfig) -> ResolvedConfig:
     """Return the configuration of the trial where it asks for one, else itself. Learning rates are those of the run."""
     run, steps = config.run, int(config.run.trainer.fast_dev_run)
     if not steps:

@@ -189,5 +189,5 @@ def _write(
     if rank == 0:
         state = {"train": train.to_dict(), "rng": {}, "extra": {}}
         with writer.file(state_name(0)) as stream:
-            stream.write(encode_state(state, {}, 0))
+            stream.write(encode_state(state, 0)[0])
     return parts

@@ -32,8 +32,8 @@ from nxdt_core.train import build
 from nxdt_core.train.run.files import run_dir_explained
 
 __all__ = [
+    "DatasetWithReference",
     "LogProbs",
-    "Referenced",
     "check_base_frozen",
     "compute_log_probs",
     "first_weights_digest",
@@ -67,7 +67,7 @@ class LogProbs:
         return self.values[end - self.counts[index] : end]
 
 
-class Referenced:
+class DatasetWithReference:
     """A dataset whose samples have ``reference_log_probs``.
 
     Args:
@@ -114,7 +114,7 @@ def with_reference(
     engine: ParallelEngine,
     model: ParallelModel,
     weights: str | None,
-) -> Referenced:
+) -> DatasetWithReference:
     """Return ``dataset`` with the log-probabilities of its labels under ``model``, from the run's directory if stored.
 
     Collective; call it before the first step.
@@ -139,7 +139,7 @@ def with_reference(
 
     kept = engine.ranks.on_rank_zero(read)
     if kept is not None and weights in (None, kept[0]):
-        return Referenced(dataset, kept[1], model=kept[0])
+        return DatasetWithReference(dataset, kept[1], model=kept[0])
     if weights is None:
         raise ReferenceLost(path=str(path))
     _log.info("computing reference log-probabilities of %d samples", len(dataset))
@@ -150,7 +150,7 @@ def with_reference(
             _write(path, weights, found)
 
     engine.ranks.on_rank_zero(write)
-    return Referenced(dataset, found, model=weights)
+    return DatasetWithReference(dataset, found, model=weights)
 
 
 def compute_log_probs(

@@ -491,16 +491,16 @@ def test_notes_that_are_none_are_told_as_such() -> None:
 
 def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
     mine = this_process("a")
-    assert mine.fate_of(mine) == "running"
-    assert mine.fate_of(replace(mine, started="1")) == "gone"
-    assert mine.fate_of(elsewhere()) == "unknown"
+    assert mine.liveness_of(mine) == "running"
+    assert mine.liveness_of(replace(mine, started="1")) == "gone"
+    assert mine.liveness_of(elsewhere()) == "unknown"
     with subprocess.Popen(["sleep", "600"]) as other:
         found = replace(mine, pid=other.pid)
         stat = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()
-        assert mine.fate_of(replace(found, started=stat[19])) == "running"
+        assert mine.liveness_of(replace(found, started=stat[19])) == "running"
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert mine.fate_of(replace(found, started=stat[19])) == "gone", "what is left of it is nobody"
+        assert mine.liveness_of(replace(found, started=stat[19])) == "gone", "what is left of it is nobody"
 
 
 @settings(max_examples=12, deadline=None)

@@ -172,7 +172,7 @@ def _write(
             updates=facts.updates,
         )
         with writer.file(state_name(0)) as stream:
-            stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, {}, 0))
+            stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
     return {("model", name): part for name, part in written.items()}
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.files.compressed import COMPRESSED
-from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, near
+from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, similar_files
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
@@ -99,7 +99,7 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
         DamagedDataset, DataFileUnreadable: its files cannot be read.
     """
     if not path.exists():
-        raise DataFileNotFound(key=key, path=str(path), candidates=near(path))
+        raise DataFileNotFound(key=key, path=str(path), candidates=similar_files(path))
     if not is_saved(path):
         raise _other(path, key)
     directory = _of_split(path, key, split)

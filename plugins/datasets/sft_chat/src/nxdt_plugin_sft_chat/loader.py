@@ -15,7 +15,7 @@ from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
-from nxdt_core.data.packing import drawn_bins
+from nxdt_core.data.packing import shuffled_bins
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
@@ -133,7 +133,7 @@ class ChatData:
         _log_counts(chats, name)
         return ChatDataset(
             chats,
-            drawn_bins(chats.lengths - 1, context.seq_length, seed=context.seed) if config.packing else None,
+            shuffled_bins(chats.lengths - 1, context.seq_length, seed=context.seed) if config.packing else None,
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
             source=source,

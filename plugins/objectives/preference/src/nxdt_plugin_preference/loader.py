@@ -11,7 +11,7 @@ import numpy as np
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
-from nxdt_core.data.packing import drawn_bins
+from nxdt_core.data.packing import shuffled_bins
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.data import DataNeedsTokenizer
@@ -130,7 +130,7 @@ class PreferenceData:
             _log.warning("%s data: unused: %s", name, describe_unused(unused.counts))
         packs = None
         if self._config.packing:
-            packs = drawn_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
+            packs = shuffled_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
         return PairDataset(
             pairs,
             packs,

@@ -15,7 +15,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from nxdt_core.data.cache import digest, file_digest
-from nxdt_core.data.files.encodings import check_wide
+from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import read_bytes
 from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
@@ -122,7 +122,7 @@ def _content(path: Path) -> str:
 def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -> None:
     separator = job.recipe.separator
     for path in job.files:
-        check_wide(path, read_bytes(path, _HEAD_BYTES))
+        check_utf8_start(path, read_bytes(path, _HEAD_BYTES))
     blocks = read_blocks(job.files, output.place, separator.encode() if separator else None)
     saved = time.monotonic()
     for block, encoded in _encoded(blocks, job):
