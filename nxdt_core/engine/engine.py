@@ -47,7 +47,15 @@ class TorchEngine:
             config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
         )
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
-        self.rank_info = self._rank_info()
+        position = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
+        self.rank_info = RankInfo(
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            local_rank=self.ranks.local_rank,
+            dp_rank=position.rank("dp"),
+            dp_size=self._sizes.dp,
+            mesh=self._sizes.as_dict(),
+        )
         use_cache(config.run, profile_of(self.device))
         use_device_settings(config.run.trainer, profile_of(self.device))
 
@@ -59,17 +67,6 @@ class TorchEngine:
     def _build_mesh(self) -> None:
         timeout_s = self.ranks.collective_timeout_s
         self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=timeout_s)
-
-    def _rank_info(self) -> RankInfo:
-        mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
-        return RankInfo(
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            local_rank=self.ranks.local_rank,
-            dp_rank=mesh.rank("dp"),
-            dp_size=self._sizes.dp,
-            mesh=self._sizes.as_dict(),
-        )
 
     def initialize_model(
         self,

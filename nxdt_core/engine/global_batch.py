@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -61,7 +61,7 @@ class ComputeContext:
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host in memory from which a copy to the device does not wait for its kernels."""
-        return tensor.pin_memory() if self.pins and tensor.device == HOST else tensor
+        return tensor.pin_memory() if tensor.device == HOST else tensor
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for forward and the loss; backward runs outside of it."""
@@ -98,12 +98,15 @@ class GlobalBatch:
         self._step, self._aux_loss_scale = step, 1 / self._tokens
         group = mesh.group("cp")
         self._sequences = SequenceShards() if group is None else _shards(group)
-        self.micro_batches = [
-            shard_sequence(batch, mesh).map(compute.pinned) for batch in _numbered(micro_batches, mesh.rank("dp"))
-        ]
+        self.micro_batches: list[Batch] = []
         """As the model sees them: this rank's part of every sequence."""
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
+        row = mesh.rank("dp") * sum(batch.input_ids.shape[0] for batch in micro_batches)  # ranks hold equally many rows
+        for batch in micro_batches:
+            own = shard_sequence(replace(batch, first_row=row), mesh)
+            self.micro_batches.append(own.map(compute.pinned) if compute.pins else own)
+            row += batch.input_ids.shape[0]
 
     def step_context(self, batch: Batch) -> StepContext:
         """Return what the passes of a micro-batch on the device depend on in addition to it."""
@@ -183,7 +186,8 @@ class GlobalBatch:
         ]
         compute, on_host = self._compute, torch.stack(of_batches).sum(0)
         # Without pinned memory, a device may still read the host's copy after it is freed.
-        weights = compute.pinned(on_host).to(compute.device, non_blocking=compute.pins)
+        weights = compute.pinned(on_host) if compute.pins else on_host
+        weights = weights.to(compute.device, non_blocking=compute.pins)
         if self._mesh.group("world") is None:
             return weights
         if any(self._mesh.rank(dim) for dim in ("pp", "cp", "tp")):
@@ -210,14 +214,6 @@ def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, s
             reason = f"its {name} is a DTensor"
             raise LogitsAreSharded(objective=type(objective).__name__, reason=reason)
     return output
-
-
-def _numbered(batches: Sequence[Batch], dp_rank: int) -> Iterator[Batch]:
-    """The micro-batches with the numbers of their rows: ranks hold equally many, one after the other."""
-    row = dp_rank * sum(batch.input_ids.shape[0] for batch in batches)
-    for batch in batches:
-        yield replace(batch, first_row=row)
-        row += batch.input_ids.shape[0]
 
 
 def _shards(group: dist.ProcessGroup) -> SequenceShards:

@@ -292,8 +292,10 @@ def _apply_model_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelM
             gathers_again=options.gathers_again,
             pad_heads=options.pad_heads,
         )
-    apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
-    apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
+    if mesh.sizes.ep * mesh.sizes.tp * mesh.sizes.cp > 1:
+        apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
+    if options.token_shuffle > 1:
+        apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
 
 
 def _finish_stage(

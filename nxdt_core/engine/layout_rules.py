@@ -47,6 +47,9 @@ _NEEDED = "torch>=2.10"
 
 def find_impossible_layouts(settings: Settings) -> Iterator[ConfigProblem]:
     """Yield what the engine on stock torch cannot lay out: the ``rules`` of its record."""
+    dimensions = settings.numbers(TP, PP, CP, EP, _SHUFFLE)
+    if dimensions is not None and max(dimensions) == 1:  # nothing is divided
+        return
     for rule in RULES:
         yield from rule(settings)
 

@@ -163,7 +163,7 @@ def parameter_groups(
     groups: dict[tuple[float, float], ParameterGroup] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
-            override = override_of(overrides, name)
+            override = override_of(overrides, name) if overrides else None
             rate, decay = lr, 0.0 if matches_any(exempt, name) else weight_decay
             if override is not None:
                 rate = rate if override.lr is None else override.lr

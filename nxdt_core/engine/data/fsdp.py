@@ -162,19 +162,18 @@ def apply_data_parallel(
     *,
     compiled: bool = False,
 ) -> list[WeightGather]:
-    """Shard each layer of a stage, its experts over the ranks that hold the same ones, and what is left.
+    """Shard each layer of a stage, its experts over the ranks that hold the same ones, and the remaining modules.
 
     Args:
         module: one pipeline stage on the meta device, tensor and expert parallelism applied.
         plan: names the layers.
-        mesh: of the run.
+        mesh: its ``fsdp``, ``efsdp`` and ``dp_replicate`` ranks.
         precision: dtypes of computing, accumulating and reducing.
-        experts: names of modules whose parameters are sharded over ``ep``. Where no other rank has the same experts,
-            they are left as they are.
-        compiled: gather experts with their layer, which is one graph, and not in its middle.
+        experts: paths of modules whose parameters are sharded over ``ep``, unless no other rank has the same experts.
+        compiled: gather experts together with their layer, which is one graph.
 
     Returns:
-        The gathers in which weights travel in other forms than FSDP2 gives them.
+        The gathers that send weights in another dtype than FSDP2 passes to them.
     """
     keep = mesh.sizes.zero_stage < 3
     policy = _policy(precision)

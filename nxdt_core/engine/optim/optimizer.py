@@ -35,6 +35,22 @@ class TorchOptimizer:
 
     The stock optimizer sees plain tensors that share the shards' memory: its fused and foreach kernels then run once
     over all of them, independent of the meshes that shard them.
+
+    Args:
+        build: returns the optimizer over groups of shards.
+        groups: of this rank's parameters, by learning rate and weight decay.
+        norm: completes the sums of the gradients over ranks, and returns their global 2-norm, a device scalar.
+        after_step: called once the weights have changed.
+        padded: parameters with heads of zeros, which no checkpoint contains, by name.
+        tables: names of embeddings and output heads, which are matrices of no hidden layer.
+        rounding: round updates stochastically into bfloat16 weights; the optimizer then sees float32. None: do not.
+        backend: runs the kernels of ``rounding``.
+        before_step: called with the number of each step in the run, before its forward.
+        lr: peak learning rate that a rank reports whose stage is frozen.
+        never_waits: undo a step that is not finite on the device, so that the host never waits for that.
+
+    Raises:
+        OptimizerNeedsWholeParameters: it is one of torch's that would take shards for whole parameters.
     """
 
     def __init__(
@@ -52,16 +68,6 @@ class TorchOptimizer:
         lr: float = 0.0,
         never_waits: bool = False,
     ) -> None:
-        """``build`` makes the optimizer over groups of shards; ``norm`` finishes the gradients and returns their norm;
-        ``after_step`` runs once the weights have changed; ``padded`` names the parameters with zeros that no checkpoint
-        sees, ``tables`` the embeddings and heads. With ``rounding`` the optimizer sees float32 and the weights are
-        rounded stochastically; ``backend`` says by what kernels. ``before_step`` receives the number of each step.
-        ``lr`` is the peak that a rank without anything to train reports. With ``never_waits`` the device alone decides
-        whether a step is rejected.
-
-        Raises:
-            OptimizerNeedsWholeParameters: it is one of torch's that would take shards for wholes.
-        """
         self._padded = padded or {}
         self._named = {
             name: parameter for group in groups for name, parameter in zip(group["names"], group["params"], strict=True)
@@ -80,8 +86,19 @@ class TorchOptimizer:
             None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, backend=backend)
         )
         self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
-        self.inner = build([self._of_shards(group) for group in groups]) if groups else _empty_optimizer(lr)
-        self._check_whole()
+        of_shards: list[ParameterGroup] = [
+            {
+                **group,
+                "params": [self._trained[name] for name in group["names"]],
+                "shards": [self._places[name] for name in group["names"]],
+            }
+            for group in groups
+        ]
+        # The factory would refuse an empty list, which a rank has whose stage is frozen.
+        self.inner = build(of_shards) if groups else torch.optim.SGD([{"params": []}], lr=lr)
+        cut = [name for name, parameter in self._named.items() if sharded_over(parameter)]
+        if cut and isinstance(self.inner, _OF_THE_WHOLE):
+            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
         if self._stochastic is not None:
             self._stochastic.attach(self.inner)
@@ -96,19 +113,6 @@ class TorchOptimizer:
         """Loaded state of another shape than its parameter's, until a step has taken it."""
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite; a device scalar after the first."""
-
-    def _of_shards(self, group: ParameterGroup) -> ParameterGroup:
-        names = group["names"]
-        return {
-            **group,
-            "params": [self._trained[name] for name in names],
-            "shards": [self._places[name] for name in names],
-        }
-
-    def _check_whole(self) -> None:
-        cut = [name for name, parameter in self._named.items() if sharded_over(parameter)]
-        if cut and isinstance(self.inner, _OF_THE_WHOLE):
-            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Return the 2-norm over all gradients, before clipping; a device scalar.
@@ -141,7 +145,11 @@ class TorchOptimizer:
         Raises:
             OptimizerStateOfShards: loaded state has another shape than the optimizer expects of these shards.
         """
-        self._set_shard_gradients()
+        for name, shard in self._shards.items():  # FSDP2 may have moved a shard that it had to pad
+            parameter = self._named[name]
+            if shard is not parameter:
+                shard.data = local_of(parameter)
+                shard.grad = None if parameter.grad is None else local_of(parameter.grad)
         rejected, self._rejected = self._rejected, None
         if rejected is None or self._on_device(rejected):
             self._update()
@@ -261,25 +269,12 @@ class TorchOptimizer:
         self._places[name].real(whole).copy_(value.tensor)
         return whole
 
-    def _set_shard_gradients(self) -> None:
-        """Give the shards their parameters' gradients. FSDP2 may have moved a shard that it had to pad."""
-        for name, shard in self._shards.items():
-            parameter = self._named[name]
-            if shard is not parameter:
-                shard.data = local_of(parameter)
-                shard.grad = None if parameter.grad is None else local_of(parameter.grad)
-
     def _on_device(self, rejected: torch.Tensor) -> bool:
         """Hand the decision to a fused kernel, by the attribute of torch's gradient scaler: no host waits then."""
         if profile_of(rejected.device).host or not self._fused:
             return False
         self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
         return True
-
-
-def _empty_optimizer(lr: float) -> torch.optim.Optimizer:
-    """Return the optimizer of a rank whose stage is frozen; the factory's would refuse an empty list."""
-    return torch.optim.SGD([{"params": []}], lr=lr)
 
 
 def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
