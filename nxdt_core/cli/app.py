@@ -176,7 +176,7 @@ def _color() -> bool | None:
 
 
 def _hide_secrets_in(error: Exception) -> None:
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
 
     hide_secrets.redact_error(error)
 

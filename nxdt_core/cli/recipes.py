@@ -35,7 +35,7 @@ def recipes() -> None:
 @as_json
 def list_(device_memory: int | None, json_output: bool) -> None:
     """List the recipes of the installed plugins."""
-    from nxdt_core.config.sources.recipes import list_recipes
+    from nxdt_core.config.sources import list_recipes
     from nxdt_core.kernel import Kernel
 
     found = list_recipes(Kernel.start())
@@ -60,7 +60,7 @@ def list_(device_memory: int | None, json_output: bool) -> None:
 @as_json
 def show(name: str, json_output: bool) -> None:
     """Print the YAML of a recipe."""
-    from nxdt_core.config.sources.recipes import find_recipe
+    from nxdt_core.config.sources import find_recipe
     from nxdt_core.kernel import Kernel
 
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.launch import CompileCacheNotAFolder, CompileCacheNotWritable, CompileIsOff
 from nxdt_core.protocols.engine import CompileAhead, GraphOrigins
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.schema import RunConfig
 from nxdt_core.distributed.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives

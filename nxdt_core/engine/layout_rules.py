@@ -10,19 +10,7 @@ import math
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from nxdt_core.config.validate.sizes import (
-    BATCH,
-    CP,
-    EP,
-    MICRO_BATCH,
-    PP,
-    REPLICAS,
-    TP,
-    VPP,
-    WORLD,
-    mesh_sizes,
-    micro_batches,
-)
+from nxdt_core.config.checks import BATCH, CP, EP, MICRO_BATCH, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit
 from nxdt_core.kernel.metadata import admits
 from nxdt_core.protocols.engine import Settings

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from nxdt_core.config.schema.model import ParamGroupConfig
+from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.placement import piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard

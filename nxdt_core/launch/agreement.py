@@ -15,8 +15,8 @@ import torch
 
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import is_hidden
-from nxdt_core.config.sources.node import to_plain, to_shown
+from nxdt_core.config.secrets import is_hidden
+from nxdt_core.config.tree import to_plain, to_shown
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
 from nxdt_core.kernel.lock import digest_plugin
 from nxdt_core.protocols.launcher import RankEnvironment

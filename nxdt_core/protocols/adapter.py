@@ -18,7 +18,7 @@ __all__ = ["Adapter"]
 
 @runtime_checkable
 class Adapter(Protocol):
-    """The target of the kind, called as ``Target(config)`` with the dataclass of ``adapter``."""
+    """The target of the kind, called as ``Target(config)`` with the section ``adapter``."""
 
     @property
     def saves_base(self) -> bool:

@@ -111,7 +111,7 @@ class Launcher(Protocol):
     """The target of the kind, called as ``Target()``; its module imports nothing heavy.
 
     The record declares in ``capabilities`` which of the two it does: ``join``, ``submit``. ``nxdt launch`` lists those
-    that declare ``submit``, under the record's ``name``. The record's ``config`` is the dataclass of its options: keys
+    that declare ``submit``, under the record's ``name``. The record's ``config`` is the section of its options: keys
     of a cluster file and options of the command at once.
     """
 

@@ -111,8 +111,8 @@ def capabilities_of(policy: PrecisionPolicy) -> frozenset[str]:
 
 
 class PrecisionFactory(Protocol):
-    """The target of the kind: a callable; ``config`` is the dataclass of ``precision``."""
+    """The target of the kind: a callable; ``config`` is the section ``precision``."""
 
     def __call__(self, config: Any) -> PrecisionPolicy:
-        """Return the dtypes of a run from the dataclass of the section ``precision``."""
+        """Return the dtypes of a run from the section ``precision``."""
         ...

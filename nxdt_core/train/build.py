@@ -12,7 +12,7 @@ from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.validate.capabilities import check_capabilities, check_objective, check_policy
+from nxdt_core.config.capabilities import check_capabilities, check_objective, check_policy
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.distributed.device_settings import register_profile_of

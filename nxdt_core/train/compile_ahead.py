@@ -84,10 +84,9 @@ def _trial_config(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
     run = config.run
     return replace(
         config,
-        run=replace(
-            run,
-            trainer=replace(run.trainer, max_steps=_STEPS),
-            checkpoint=replace(run.checkpoint, enabled=False, resume_if_exists=False, resume_from=None),
+        run=run.changed(
+            trainer=run.trainer.changed(max_steps=_STEPS),
+            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False, resume_from=None),
         ),
         loggers=(),
         run_dir=directory,

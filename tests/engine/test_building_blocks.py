@@ -13,7 +13,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from torch import nn
 
-from nxdt_core.config.schema.model import ParamGroupConfig
+from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.parameters import check_overrides, parameter_groups
 from nxdt_core.engine.tensor.heads import PaddedDim

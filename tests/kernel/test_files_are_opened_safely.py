@@ -56,6 +56,8 @@ ALLOWED = {
     "installed files: packages, their metadata and data": {
         f"{CORE}/cli/explain.py: path.read_text(encoding='utf-8')",
         f"{CORE}/config/sources/recipes.py: self.path.read_text(encoding='utf-8')",
+        f"{CORE}/cli/explain/catalogue.py: path.read_text(encoding='utf-8')",
+        f"{CORE}/config/sources.py: self.path.read_text(encoding='utf-8')",
         f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
         f"{CORE}/kernel/known.py: _FILE.read_text(encoding='utf-8')",
         f"{CORE}/kernel/metadata.py: PathDistribution(Path(folder)).read_text(name)",
@@ -81,7 +83,7 @@ ALLOWED = {
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
-        f"{CORE}/config/sources/files.py: path.read_text(encoding='utf-8-sig')",
+        f"{CORE}/config/sources.py: path.read_text(encoding='utf-8-sig')",
         f"{CORE}/kernel/lock.py: path.read_text(encoding='utf-8')",
         f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
     },

@@ -17,12 +17,11 @@ from functools import partial
 import pytest
 
 from nxdt_core.cli.app import COMMANDS
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.node import Place
-from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.sources import list_recipes
+from nxdt_core.config.tree import Place
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import HOOKS as SPECIFICATIONS
 from tests import processes

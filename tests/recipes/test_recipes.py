@@ -11,7 +11,7 @@ import torch
 
 from nxdt_core.cli import main
 from nxdt_core.config import ResolvedConfig, check, load
-from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.sources import list_recipes
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import HFExchange
 from nxdt_core.train import build

@@ -16,8 +16,7 @@ from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.checkpoint.hf.source import CONFIG, read_json
-from nxdt_core.config.huggingface.bounds import oversized, weights_in
-from nxdt_core.config.huggingface.values import architectures_of
+from nxdt_core.config.huggingface import architectures_of, oversized, weights_in
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 
 from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import HyperPodOptions
@@ -26,14 +25,13 @@ class HyperPodLauncher:
     def submission(self, job: Job, options: HyperPodOptions) -> Submission:
         """Return a batch script, or the manifests for EKS."""
         if options.orchestrator == "slurm":
-            script = batch_script(job, replace(options, exclusive=True), ["--auto-resume=1"])
+            script = batch_script(job, options.changed(exclusive=True), ["--auto-resume=1"])
             return Submission(files={SCRIPT: script}, command=("sbatch", SCRIPT))
         annotations = {
             "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
             "sagemaker.amazonaws.com/job-max-retry-count": str(options.max_restarts),
         }
-        placed = replace(
-            options,
+        placed = options.changed(
             workload="pytorchjob",
             namespace=options.namespace or "kubeflow",
             node_selector={**_HEALTHY, **options.node_selector},

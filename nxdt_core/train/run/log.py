@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from typing import Any, cast
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import Redaction, hide_secrets
+from nxdt_core.config.secrets import Redaction, hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.regular_files import make_directory, regular_opener

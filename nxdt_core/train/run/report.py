@@ -13,7 +13,7 @@ import torch
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.config.secrets import shown_words
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build

@@ -15,7 +15,7 @@ from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.resolved import Selected
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of

@@ -8,7 +8,7 @@ configuration that the user names decides in its place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,12 +16,11 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name, step_of
 from nxdt_core.config import Origin, ResolvedConfig, load
-from nxdt_core.config.huggingface.bounds import oversized
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.interpolation import interpolations
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.secrets.fields import dotted
-from nxdt_core.config.sources.node import Node, from_plain, merge, to_plain
+from nxdt_core.config.huggingface import oversized
+from nxdt_core.config.interpolation import interpolations
+from nxdt_core.config.read import read_part
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.tree import Node, dotted, from_plain, merge, to_plain
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
 from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError
@@ -67,7 +66,7 @@ _OF_BEFORE = (
 """Second names and keys without an effect, which checkpoints hold that were written while the schema had them."""
 _BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
 """Kept where the checkpoint leaves out the weights below an adapter: they say where its run read them."""
-_CHAT = tuple(sorted({each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}))
+_CHAT = tuple(sorted(keys_of(ChatKeys).keys() - keys_of(RecordFiles).keys()))
 _ONE_PROCESS: Mapping[str, Any] = {
     "name": "saved",
     "trainer": {"max_steps": 1},
@@ -162,7 +161,7 @@ def own_run(config: ResolvedConfig) -> SavedRun:
     keys = build.chat_keys(config)
     template = named_template(keys) if keys.chat_template_file is not None else None
     if template is not None:
-        keys = replace(keys, chat_template=template.text, chat_template_file=None)
+        keys = keys.changed(chat_template=template.text, chat_template_file=None)
     return SavedRun(config=config, chat_keys=keys)
 
 
@@ -229,7 +228,7 @@ def _checked_keys(manifest: Manifest, tree: Node, kept: Node, where: str) -> Cha
     if refused:
         raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
     keys: ChatKeys
-    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data", Locator(where))
+    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data")
     if problems:
         raise _unusable(problems, where)
     wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import shlex
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from nxdt_testing.launcher_contract import LauncherContract
 
+from nxdt_core.config.section import Section
 from nxdt_core.distributed.environment import read_variable, require
 from nxdt_core.errors.clusters import CannotSubmit
 from nxdt_core.protocols.launcher import RankEnvironment, Submission
@@ -25,8 +26,7 @@ def mutant(cls):
     return cls
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Section):
     queue: str = "default"
 
 

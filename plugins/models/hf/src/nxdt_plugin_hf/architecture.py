@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.huggingface.floats import read_floats
-from nxdt_core.config.huggingface.values import architectures_of
+from nxdt_core.config.huggingface import architectures_of, read_floats
 from nxdt_core.errors.base import NxdtError, one_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register

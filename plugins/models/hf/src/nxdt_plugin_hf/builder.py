@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from nxdt_core.config.huggingface.values import older_rope
+from nxdt_core.config.huggingface import older_rope
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import InitRule, ParallelPlan

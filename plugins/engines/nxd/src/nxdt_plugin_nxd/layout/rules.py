@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.config.validate.sizes import BATCH, EP, MICRO_BATCH, PP, TP, VPP, mesh_sizes, micro_batches
+from nxdt_core.config.checks import BATCH, EP, MICRO_BATCH, PP, TP, VPP, mesh_sizes, micro_batches
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination
 from nxdt_core.protocols.engine import Settings
 

@@ -14,7 +14,7 @@ from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import nn
 
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.schema import RunConfig
 from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
