@@ -55,8 +55,6 @@ ALLOWED = {
     },
     "installed files: packages, their metadata and data": {
         f"{CORE}/cli/explain.py: path.read_text(encoding='utf-8')",
-        f"{CORE}/config/sources/recipes.py: self.path.read_text(encoding='utf-8')",
-        f"{CORE}/cli/explain/catalogue.py: path.read_text(encoding='utf-8')",
         f"{CORE}/config/sources.py: self.path.read_text(encoding='utf-8')",
         f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
         f"{CORE}/kernel/known.py: _FILE.read_text(encoding='utf-8')",
@@ -76,10 +74,8 @@ ALLOWED = {
         f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",
         f"{CORE}/file_lock.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
         f"{CORE}/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
-        f"{CORE}/train/programs.py: file.read_text()",
         f"{CORE}/distributed/device_operations.py: (system / file).read_text()",
         f"{CORE}/train/environment.py: file.read_text()",
-        f"{CORE}/distributed/trainium.py: (system / file).read_text()",
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
