@@ -90,7 +90,7 @@ def _of_dimensions(checked: Checked) -> Iterator[str]:
 
 
 def _of_sharding(checked: Checked) -> Iterator[str]:
-    """Yield notes on ZeRO without ranks to shard over, and on tokens that are exchanged for experts that are never full."""
+    """Yield notes on ZeRO without ranks to shard over, and on tokens exchanged for experts that are never full."""
     sizes, zero = mesh_sizes(checked), f"{_STRATEGY}.zero1"
     written = [key for key in (zero, f"{_STRATEGY}.zero_stage") if checked.origin(key).kind != "default"]
     asked = [key for key in written if checked.values.get(key)]
