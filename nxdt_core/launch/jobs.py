@@ -20,7 +20,8 @@ from nxdt_core.config.sources.files import read_source
 from nxdt_core.config.sources.node import MASK, Node
 from nxdt_core.config.sources.overrides import COMMAND_LINE
 from nxdt_core.config.sources.recipes import RECIPE_SCHEME
-from nxdt_core.errors.clusters import (
+from nxdt_core.errors.configuration import ComponentFinding, ConfigError
+from nxdt_core.errors.launch import (
     CannotSubmit,
     ClusterHasOtherDevices,
     ClusterHasOtherNodes,
@@ -30,7 +31,6 @@ from nxdt_core.errors.clusters import (
     SubmitCommandMissing,
     SubmitFailed,
 )
-from nxdt_core.errors.configuration import ComponentFinding, ConfigError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.launcher import Job, Submission
 from nxdt_core.regular_files import make_directory, read_text, replace_text
