@@ -1,4 +1,12 @@
-"""The objectives DPO and ORPO, over pairs of a chosen and a rejected answer."""
+"""The objectives on pairs of a chosen and a rejected answer.
+
+DPO is direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7). ORPO is odds-ratio
+preference optimisation (Hong et al. 2024, arXiv:2403.07691, equations 6 and 7).
+
+Row 2i of a batch holds the chosen answer of a pair, row 2i + 1 the rejected one. Packed rows hold several; documents of
+the same number belong together. ``loss_weights`` are 1 on the answers and 0 on the prompts, whose labels are kept: a
+loss may want those too.
+"""
 
 from __future__ import annotations
 
