@@ -1,6 +1,7 @@
 """The core's own components, registered through the same hooks as any plugin's. No torch here.
 
-Each target is imported when a run asks for it."""
+Each target is imported when a run asks for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Committing a checkpoint by its manifest, and reading what is committed. Torch-free."""
+"""The commit of one step: which manifest counts, how it is read, and whose files may be deleted. Torch-free.
+
+A step that was committed before is replaced in one atomic, conditional write of its manifest, so that the older save
+counts until the newer one does, and a late writer replaces nothing. A step whose manifest is damaged loses it first.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from nxdt_core.checkpoint.format.digests import STRONG, Algorithm
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.config.sources import expand_home
-from nxdt_core.errors.checkpoints import CheckpointDamaged, StorageError
-from nxdt_core.errors.signing import (
+from nxdt_core.errors.checkpoints import (
+    CheckpointDamaged,
     CheckpointDigestsWeak,
     CheckpointNotSigned,
     CheckpointSignatureWrong,
@@ -32,6 +32,7 @@ from nxdt_core.errors.signing import (
     SigningKeyNotTrusted,
     SigningKeyUnusable,
     SigningLibraryMissing,
+    StorageError,
 )
 from nxdt_core.protocols.store import CheckpointStore
 

@@ -1,4 +1,4 @@
-"""Checks of a configuration that need its model or its tokenizer."""
+"""Checks of a configuration that build its model, without memory, or its tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``nxdt explain``: what an error code means, from the catalogue of the core and of installed plugins."""
+"""``nxdt explain``: the cause, the message, examples and a fix of every error code.
+
+All of it is read from the catalogue of errors and from the code that raises them. The documentation shows the same.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class LaunchGroup(SuggestingGroup):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
-            from nxdt_core.errors.clusters import CannotSubmit
+            from nxdt_core.errors.launch import CannotSubmit
             from nxdt_core.kernel import Kernel
 
             if args[0].startswith("-"):

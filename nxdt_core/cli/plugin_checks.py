@@ -1,4 +1,8 @@
-"""What is wrong with installed plugins (``nxdt plugins doctor``), and which have newer versions (``outdated``)."""
+"""What is wrong with installed plugins (``nxdt plugins doctor``), and which have newer versions (``outdated``).
+
+Among the first are editable installations whose metadata are older than their ``pyproject.toml``: pip writes
+metadata at installation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What commands write to a terminal: tables, wrapped notes, errors and progress bars."""
+"""What commands write to a terminal: tables, wrapped notes, errors and progress bars.
+
+A table adapts to the width of the terminal, and has one line per row for ``grep`` elsewhere. One
+that is too wide first loses columns that the caller named as optional, then wraps its widest columns between words. A
+word is split only where it is wider than its column, after ``/``, ``,``, ``=``, ``.``, ``_`` or ``-`` where it has one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Digests of data and settings, and arrays in files named by them, which all processes of a node map."""
+"""Digests of data and settings, and arrays in files named by them, which all processes of a node map.
+
+The first process makes the arrays, the others wait for it. They are in a directory that is made under another name and
+renamed when it is complete, so that a process that dies while making it leaves nothing that counts. The lock is the
+operating system's, which frees it with the process that held it. Where the file system has no locks that other
+machines see, each node makes its own arrays.
+"""
 
 from __future__ import annotations
 

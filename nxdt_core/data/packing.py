@@ -1,4 +1,9 @@
-"""Packing: documents end to end in samples of one length, and items of different lengths in bins of one capacity."""
+"""Packing: documents end to end in samples of one length, or whole items in bins of one capacity.
+
+Sample i of documents end to end is the window of ``seq_length + 1`` tokens from ``i * seq_length`` on: its inputs are
+all but the last, its labels all but the first. Each token but the first is a label exactly once. Tokens after the last
+whole window are not used.
+"""
 
 from __future__ import annotations
 

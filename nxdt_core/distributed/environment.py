@@ -2,7 +2,7 @@
 
 Three sets of variables are supported. torchrun, the elastic agent and most other launchers set ``RANK``,
 ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. ``mpirun`` sets those of Open MPI, MVAPICH or PMI
-(MPICH, Intel MPI), and ``srun`` sets ``SLURM_…`` for each task. :mod:`nxdt_core.launch.rank` calls those of plugins.
+(MPICH, Intel MPI), and ``srun`` sets ``SLURM_…`` for each task. :mod:`nxdt_core.launch.joining` calls those of plugins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nxdt_core.errors.clusters import LaunchersDisagree, NotStartedByLauncher
+from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
 from nxdt_core.protocols.launcher import RankEnvironment
 

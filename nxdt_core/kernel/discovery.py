@@ -1,4 +1,9 @@
-"""Finds plugins, decides which may be used, and imports their entry modules with any exception contained."""
+"""Finds plugins in the metadata of installed distributions, and files that ``plugins.local`` names.
+
+None of their code runs until an entry module is imported, with any exception contained. Each distribution is read on
+its own, guarded: the standard library's ``entry_points()`` raises for everybody where the metadata of one unrelated
+distribution is malformed.
+"""
 
 from __future__ import annotations
 

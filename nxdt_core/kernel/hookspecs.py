@@ -4,6 +4,9 @@ Those that register are called once for each plugin when the kernel starts, on e
 one of them is ``broken``, and none of its components is registered. Those of the configuration stop the command with
 the name of the plugin that fails.
 
+Arguments are one frozen object per hook, so that fields can grow without breaking a plugin, which annotates with them
+under ``if TYPE_CHECKING:``. All values are plain data: no tensor, no model.
+
 Nothing heavy is imported here. An implementation has the name of its hook, is marked with
 :data:`nxdt_core.api.hookimpl`, takes the argument ``context`` or none, and gives it no default. Its module imports
 ``nxdt_core.api`` and the standard library alone: a record names its target as text.

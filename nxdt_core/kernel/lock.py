@@ -1,4 +1,9 @@
-"""What exactly is installed: a digest of each plugin's files, one of the whole set, and the file that pins it."""
+"""What exactly is installed: a digest of each plugin's files, one of the whole set, and the file that pins it.
+
+A wheel's digest comes from the hashes in its ``RECORD``, so that no file is read; an editable installation, a
+local file and a distribution without ``RECORD`` are read. Equal installations give equal digests on any machine. A lock
+file is compared before any plugin is imported, so that one that slipped in does not run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Calls one plugin's registration hooks and checks what they yield, all or nothing."""
+"""Starts the kernel: finds plugins, imports their light modules, asks what they offer, and registers it.
+
+What a plugin's registration hooks yield is checked, and taken as a whole or not at all. Digests are imported where they
+are asked for: every command starts a kernel, few compare files.
+"""
 
 from __future__ import annotations
 

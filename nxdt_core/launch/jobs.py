@@ -17,7 +17,8 @@ from nxdt_core.config.read import read_part
 from nxdt_core.config.secrets import drop_replaced, shown_words
 from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
 from nxdt_core.config.tree import MASK, Node
-from nxdt_core.errors.clusters import (
+from nxdt_core.errors.configuration import ComponentFinding, ConfigError
+from nxdt_core.errors.launch import (
     CannotSubmit,
     ClusterHasOtherDevices,
     ClusterHasOtherNodes,
@@ -27,7 +28,6 @@ from nxdt_core.errors.clusters import (
     SubmitCommandMissing,
     SubmitFailed,
 )
-from nxdt_core.errors.configuration import ComponentFinding, ConfigError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.launcher import Job, Submission
 from nxdt_core.regular_files import make_directory, read_text, replace_text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, place_from_environment
-from nxdt_core.errors.clusters import NotStartedByLauncher
+from nxdt_core.errors.launch import NotStartedByLauncher
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.plugin import BUILTIN
 from nxdt_core.protocols.launcher import RankEnvironment

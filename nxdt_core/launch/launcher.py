@@ -30,7 +30,7 @@ from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.environment import read_port, read_variable
 from nxdt_core.distributed.process_group import check_devices, cores_of_process
 from nxdt_core.distributed.store import connect_store, join_timeout_s
-from nxdt_core.errors.clusters import NodeAlreadyJoined
+from nxdt_core.errors.launch import NodeAlreadyJoined
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing
 from nxdt_core.launch.restarts import interpreter_arguments, is_restarted
 from nxdt_core.launch.supervision.client import Client, SupervisorAddress, find_supervisor, publish_address

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors.clusters import RestartsNeedResume
+from nxdt_core.errors.launch import RestartsNeedResume
 from nxdt_core.parent import PARENT_VARIABLE
 
 

@@ -1,6 +1,6 @@
 """Kind ``launcher``: what a scheduler says about a process's place in a run, and how a run is submitted to it.
 
-No torch here. A launcher that only joins raises :class:`nxdt_core.errors.clusters.CannotSubmit` in ``submission``.
+No torch here. A launcher that only joins raises :class:`nxdt_core.errors.launch.CannotSubmit` in ``submission``.
 
 Example::
 

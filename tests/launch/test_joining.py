@@ -10,7 +10,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.distributed.environment import place_from_environment
-from nxdt_core.errors.clusters import LaunchersDisagree, NotStartedByLauncher
+from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.launcher import Launcher

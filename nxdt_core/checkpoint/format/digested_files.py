@@ -1,4 +1,9 @@
-"""Files with digests next to them: written in one stream, read by ranges whose blocks are verified. Torch-free."""
+"""Files with digests next to them: written in one stream, read by ranges whose blocks are verified. Torch-free.
+
+Headers of shards are compared with the manifest here. A manifest finds a tensor's bytes without opening a shard, and
+the shard's own header says the same for every reader of safetensors. Where the two differ one of them was changed, and
+the bytes would be taken for another tensor.
+"""
 
 from __future__ import annotations
 

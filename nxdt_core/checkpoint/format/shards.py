@@ -1,4 +1,9 @@
-"""Shards: safetensors files that are written tensor by tensor, without a copy of the whole file in memory."""
+"""Tensors into shards: files in the safetensors format, which the safetensors library reads as well.
+
+A file consists of 8 bytes with the length of the header, a JSON header, and the elements of each tensor, row-major and
+little-endian. It is written as a stream: the location of each tensor is known before any tensor is available. In
+addition to the tensors that the caller holds, at most one is in memory (none, if it is contiguous and on the host).
+"""
 
 from __future__ import annotations
 

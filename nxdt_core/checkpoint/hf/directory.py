@@ -1,7 +1,9 @@
-"""Hugging Face directories, read and written whole. Writing holds no more than one file of weights a worker in memory.
+"""Hugging Face directories: ``config.json`` with safetensors weights, read and written whole.
 
-What is complete shows by ``config.json``, which comes last. An export that was interrupted leaves a note of what it
-was; the same export resumes where it stopped.
+What the names of tensors mean is the business of a builder's key map
+(:class:`~nxdt_core.protocols.model.HFExchange`). Writing holds no more than one file of weights per worker in memory.
+``config.json`` comes last and shows that the directory is complete. An export that was interrupted leaves a note of
+what it was; the same export resumes where it stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which files an export to a Hugging Face directory has, from shapes alone, and what its JSON files say."""
+"""Which files an export to a Hugging Face directory has, from shapes alone, and what its JSON files say.
+
+``generation_config.json`` and the token ids of ``config.json`` come from the run's tokenizer and chat template, and
+from the directory that the weights came from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A save that runs while training goes forward: copies of the tensors on the host, and a thread with a deadline."""
+"""A save that runs while training changes the tensors: copies on the host, and a thread with a deadline.
+
+The memory of the copies is kept from save to save. (torch's ``StateDictStager`` copies the whole storage behind a
+tensor, so a rank would copy what others write. It finds its buffers by the identity of storages, which optimizer state
+does not keep.)
+"""
 
 from __future__ import annotations
 

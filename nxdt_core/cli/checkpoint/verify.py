@@ -81,8 +81,13 @@ def _verdict(
 ) -> _Verdict:
     from nxdt_core.checkpoint.commit import verify_signature
     from nxdt_core.checkpoint.read.status import find_problems
-    from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
-    from nxdt_core.errors.signing import CheckpointNotTrusted, CheckpointSignatureWrong
+    from nxdt_core.errors.checkpoints import (
+        CheckpointDamaged,
+        CheckpointNotFound,
+        CheckpointNotTrusted,
+        CheckpointSignatureWrong,
+        CheckpointTooNew,
+    )
 
     with byte_bar(status.size_bytes if depth == "bytes" else 0, f"step {status.step}") as progress:
         problems = find_problems(storage, status.step, depth, threads=threads, progress=progress)

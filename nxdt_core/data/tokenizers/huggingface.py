@@ -1,4 +1,8 @@
-"""Where a Hugging Face tokenizer may come from: a file, a directory, a pair of BPE files, a hub name."""
+"""Tokenizers of Hugging Face, from files, directories or the Hub, run by the ``tokenizers`` library.
+
+``transformers``, whose import takes seconds, is asked only where it alone knows: to convert directories without
+a ``tokenizer.json``.
+"""
 
 from __future__ import annotations
 

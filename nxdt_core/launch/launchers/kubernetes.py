@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from nxdt_core.errors.clusters import LauncherNeedsOption
+from nxdt_core.errors.launch import LauncherNeedsOption
 from nxdt_core.launch.launchers.config import KubernetesOptions, header, program
 from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 

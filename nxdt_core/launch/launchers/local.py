@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nxdt_core.distributed.environment import join_mpi, join_usual
-from nxdt_core.errors.clusters import CannotSubmit
+from nxdt_core.errors.launch import CannotSubmit
 from nxdt_core.launch.launchers.config import LocalOptions, exports, header, program
 from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 

@@ -35,7 +35,7 @@ import pytest
 import yaml
 
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.clusters import CannotSubmit
+from nxdt_core.errors.launch import CannotSubmit
 from nxdt_core.protocols.launcher import Job, Launcher, RankEnvironment, Submission
 from nxdt_testing.contract import ComponentContract, no_error
 from nxdt_testing.processes.side_effects import assert_light, side_effects

@@ -15,7 +15,7 @@ from nxdt_testing.launcher_contract import LauncherContract
 
 from nxdt_core.config.section import Section
 from nxdt_core.distributed.environment import read_variable, require
-from nxdt_core.errors.clusters import CannotSubmit
+from nxdt_core.errors.launch import CannotSubmit
 from nxdt_core.protocols.launcher import RankEnvironment, Submission
 
 MUTANTS = []

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
-from nxdt_plugin_preference.dpo import Dpo
 from nxdt_plugin_preference.loader import Fitting, PreferenceData
-from nxdt_plugin_preference.orpo import Orpo
+from nxdt_plugin_preference.objectives import Dpo, Orpo
 from nxdt_plugin_preference.rendering import Pair
 from nxdt_testing.errors import raises
 

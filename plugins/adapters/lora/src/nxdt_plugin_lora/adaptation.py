@@ -1,4 +1,8 @@
-"""Low-rank updates of linear layers, embeddings and experts, and the models that get them."""
+"""Low-rank updates of linear layers, embeddings and experts, and how a model gets them and is frozen.
+
+Runs train such a model (:mod:`nxdt_plugin_lora.adapter`); a reader of their checkpoints builds it again
+(:mod:`nxdt_plugin_lora.saved_run`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Calls of ``lfs``, the command of the Lustre client. Its arguments and answers are those of lfs(1), nothing more."""
+"""A directory of FSx for Lustre: the local store, whose shards are striped and, if asked for, exported.
+
+Where the directory is not on Lustre, or ``lfs`` is missing, it is the local store and says so once. A failure of
+``lfs`` is reported and costs no checkpoint: striping is about speed, and the export about a second copy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The client of S3: its checksums, its retries, and calls whose failures are explained."""
+"""The client of S3: its checksums, and retries with jitter and with one deadline for all requests of a save.
+
+Why not the SDK's own retries: they know neither a deadline nor each other, so that a store that fails for every object
+delays a save by (objects × attempts); and they draw from Python's global random generator, whose state a training run
+saves and restores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Multipart uploads that no process will complete: a killed writer leaves parts that do not show and are paid for."""
+"""The store of checkpoints in S3: one object per key, below the prefix of the address.
+
+An object is visible once its upload is completed, whole, and then for every reader (S3 has been strongly consistent
+since 2020). ``put_if_absent`` and ``put_if_match`` are conditional PUTs (AWS has the latter since November 2024). Any
+store with these properties will do.
+"""
 
 from __future__ import annotations
 

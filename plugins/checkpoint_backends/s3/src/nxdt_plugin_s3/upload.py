@@ -1,6 +1,7 @@
-"""A part's buffer as the SDK can send it without copying it.
+"""Writing one object: a single request where it fits into a part, else a multipart upload with parts in parallel.
 
-The SDK takes ``bytes``, which only a copy could give, or a file; the request signer of awscrt copies a ``bytearray``.
+Bytes are copied once, into the buffer of the part that is being filled; a full buffer is sent as it is and comes back
+for a later part. The object appears when the upload is completed, whole, or not at all.
 """
 
 from __future__ import annotations

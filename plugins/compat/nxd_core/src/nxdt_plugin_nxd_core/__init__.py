@@ -49,13 +49,13 @@ _HOME = {
     "NxDConfig": "config",
     "NxDModel": "model",
     "NxDOptimizer": "optimizer",
-    "finalize_checkpoint": "files.tags",
-    "has_checkpoint": "files.tags",
+    "finalize_checkpoint": "tags",
+    "has_checkpoint": "tags",
     "initialize_parallel_model": "model",
     "initialize_parallel_optimizer": "optimizer",
-    "load_checkpoint": "files.tags",
+    "load_checkpoint": "tags",
     "neuronx_distributed_config": "config",
-    "save_checkpoint": "files.tags",
+    "save_checkpoint": "tags",
 }
 
 

@@ -1,4 +1,9 @@
-"""The builder of a user's own module: its pipeline stages, and the record that the engine builds it from."""
+"""The builder of a user's own module, and its forward on one pipeline stage.
+
+The whole forward of the module runs on every stage, with three changes. What the stage before sent replaces what comes
+before the stage's first layer. Layers of other stages pass their input on. Behind the stage's last layer the forward
+ends. So the code around the layers, such as that of positions and masks, needs no change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Megatron's indexed datasets: ``.idx`` and ``.bin`` files, read and written."""
+"""Megatron-Core's ``.idx`` and ``.bin`` files (``megatron/core/datasets/indexed_dataset.py``), read and written.
+
+All numbers are little-endian. ``.idx`` is a header and three arrays, with a fourth in multimodal files::
+
+    magic 9 bytes · version uint64 = 1 · dtype uint8 · sequences uint64 · document borders uint64
+    lengths int32 [sequences] · pointers int64 [sequences] · borders int64 [document borders] · (modes int8 [sequences])
+
+``.bin`` is nothing but tokens. A pointer is the byte in it at which a sequence begins. Sequence ``borders[i]`` is the
+first of document i; the last border is the number of sequences. A text that was not split into sentences is one
+sequence, and Megatron's GPT data sets know sequences only: what they call a document is one.
+
+Both files are checked whole when they are opened. The index is mapped. Tokens are read: a mapped file that is truncated
+kills the process, and a read raises an error.
+"""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ def nxdt_objectives() -> list[Component]:
     return [
         Component(
             name="dpo",
-            target="nxdt_plugin_preference.dpo:Dpo",
+            target="nxdt_plugin_preference.objectives:Dpo",
             config="nxdt_plugin_preference.config:DpoConfig",
             requires=frozenset({"reference"}),
             summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)",
         ),
         Component(
             name="orpo",
-            target="nxdt_plugin_preference.orpo:Orpo",
+            target="nxdt_plugin_preference.objectives:Orpo",
             config="nxdt_plugin_preference.config:OrpoConfig",
             summary="odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691)",
         ),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.cache import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport, TokenCount
-from nxdt_plugin_preference.pairs import PAIR
+from nxdt_plugin_preference.objectives import PAIR
 from nxdt_plugin_preference.rendering import Pair
 
 _PADDING = -1

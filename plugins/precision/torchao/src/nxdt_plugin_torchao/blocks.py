@@ -1,4 +1,14 @@
-"""Blocks of rows that share a scaling factor, for optimizer state in 8 bits; imports torchao without its warnings."""
+"""Tensors in 8 bits per element and a float32 scaling factor per block (Dettmers et al. 2022, arXiv:2110.02861).
+
+The map from codes to numbers is torchao's. Two things are chosen so that what was restored is quantised to the same
+codes and scaling factors again, bitwise, which lets checkpoints have float32:
+
+- The scaling factor is the block's element of the largest magnitude with its sign. Divided by it, this element is 1,
+  which the map has. It does not have -1.
+- Blocks are parts of rows of the whole tensor. They are the same on each layout that cuts rows at their borders.
+
+Squares that are not 0 are never rounded to 0, since AdamW divides by their root.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,8 @@
-"""Converts the order in which NxD distributes attention heads over tensor-parallel ranks back to the model's order.
+"""Shards of all ranks into whole tensors under their Hugging Face names.
 
-If there are more ranks than key and value heads, NxD stores each of these heads ``copies`` times
-(``distributed_strategy.kv_replicator``). The copies occupy slots in the order of the ranks. On trn1, the sequence of
-heads repeats (0 1 0 1); on trn2, copies are adjacent (0 0 1 1). Query heads are assigned to the slots of the head that
-they attend to, so their order depends on the order of the slots. The files do not name the hardware, so the order is
-determined by comparing the copies.
-
-Reading the query heads of a key head slot by slot reverses what NxD's converter does on trn1. It is correct for any
-assignment, because heads that share a key head may be swapped together with their columns of the output projection.
-NxD 0.18's converter writes an order for trn2 that NxD's own layer does not use: keys in trn1's order and queries in
-natural order. Such files cannot be recognised, and are read as the layer would run them.
+The models of ``model_source: hf`` keep Hugging Face's names, with global layer numbers on every pipeline stage, but for
+the fused projections. How each is cut, attention heads among them, is known from the layers that NxD builds; nothing in
+the files says it.
 """
 
 from __future__ import annotations

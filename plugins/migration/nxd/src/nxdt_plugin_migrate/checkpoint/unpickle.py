@@ -1,4 +1,13 @@
-"""Files of ``torch.save`` and of torch-xla, read without running code: tensors that are read when they are needed."""
+"""Files of ``torch.save`` and of torch-xla, read without executing anything; tensors are read when they are needed.
+
+torch's own restricted loader (``weights_only=True``) builds tensors and plain containers and refuses the rest. With
+files written by NxD Core 0.18 and torch-xla 2.9 (models, ``.info.pt`` and ZeRO-1 states), it refuses only
+``TensorReference``, which represents a tensor in a separate file. That class, and containers of hyperparameters that
+callers of NxD put into ``user_content.pt``, are read as :class:`Record`: attributes without behaviour.
+
+With ``save_xser``, a reference with a number ``n`` replaces each tensor, which is in ``<file>.tensors/tensor_<n>.pt``.
+Since NxD 0.7, ``<file>.info.pt`` contains dtypes and shapes, so that they are known without opening the tensor's file.
+"""
 
 from __future__ import annotations
 
