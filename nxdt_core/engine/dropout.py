@@ -33,7 +33,7 @@ def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh,
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.
         plan: names the tensor blocks.
-        mesh: of the run; in one process there are no salts.
+        mesh: says which ranks hold the same values; in one process there are no salts.
         sequence_parallel: activations outside the tensor blocks are cut along the sequence.
     """
     runs, cp = _runs(mesh), mesh.size("cp")

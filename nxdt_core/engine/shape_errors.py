@@ -31,7 +31,7 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
 
     Args:
         stages: of this rank, in their layout; not compiled, since that would take the hooks in.
-        plan: of the model.
+        plan: of the whole model; the error names the entry that matches the module.
         sizes: of the mesh; where it does not shard the model, an error of the model stays as it is.
 
     Raises:

@@ -58,8 +58,8 @@ def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Seque
     """Check that each rule is for a parameter, and that norms start constant.
 
     Args:
-        rules: of a builder or an adapter.
-        names: of the parameters of the whole model.
+        rules: initialisation rules of a builder or an adapter.
+        names: global names of all parameters of the model.
         norms: patterns of the scales of norms; none where they are not the subject of ``rules``.
         of: class that gives the rules, for the message.
 
@@ -90,8 +90,8 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
 
     Args:
         module: on the meta device; a pipeline stage of a model is one.
-        device: of the run.
-        tied: of the plan.
+        device: on which the parameters and buffers get memory.
+        tied: pairs (owner, user) of parameters that are one.
 
     Raises:
         BuffersNotReset: what a buffer holds is left to chance.
@@ -126,8 +126,8 @@ def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int)
     Args:
         piece: this rank's elements and their place in the whole parameter.
         name: the global one; of a tied parameter that of its owner.
-        rules: of the builder, those of adapters before them.
-        seed: of the run.
+        rules: initialisation rules, those of adapters first.
+        seed: the run's, from which all initial weights follow.
 
     Raises:
         NoInitRule: no rule is for the parameter.

@@ -86,7 +86,7 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
 
     Args:
         module: a model or a pipeline stage of one, changed in place.
-        plan: of the model.
+        plan: its ``attention_cores`` are replaced.
         mesh: nothing is done where its ``cp`` is 1.
         method: ``ring``, or ``gather`` where one collective is quicker than hops; a device's profile says which.
 
@@ -203,7 +203,7 @@ def context_parallel_attention(
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
         document_ids: int64 [batch, seq / ranks]; None where each row of the batch is one document.
-        scale: of the scores.
+        scale: factor of query · key.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
         group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.document_cache` knows it.

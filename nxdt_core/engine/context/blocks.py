@@ -159,8 +159,8 @@ def ring_blocks(
     """Return the blocks of ``rank``'s queries with the keys of ``source``, both in the order in which ranks hold them.
 
     Args:
-        rank: of the queries.
-        source: of the keys.
+        rank: context parallel rank that has the queries.
+        source: context parallel rank that has the keys.
         ranks: size of the group.
         chunk: tokens per chunk.
         documents: None where each row of the batch is one document.

@@ -107,8 +107,8 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
     """Let what FSDP2 gathers for ``sharded`` travel in the forms of ``forms``; None where nothing changes.
 
     Args:
-        sharded: by ``fully_shard``.
-        forms: of the weights of the stage.
+        sharded: a module after ``fully_shard``.
+        forms: dtypes in which the weights of the stage are sent.
         names: of the stage's parameters by ``id``, as they are after sharding.
     """
     groups = fsdp_parameter_groups(sharded._get_fsdp_state()) if forms.narrow or forms.scaled else ()
@@ -310,7 +310,7 @@ class ReduceScatterByExchange:
     def __init__(self, sums: PendingReduceScatters, parameters: Sequence[Any], *, overlapped: bool) -> None:
         """
         Args:
-            sums: of the model.
+            sums: all that are running, shared by the groups of a model.
             parameters: FSDP2's, of the group.
             overlapped: whether backward may continue before a sum is there, if nothing reads it before.
         """

@@ -29,8 +29,8 @@ class GradientReducer:
     """The sums that make every gradient that of the whole global batch: which parameters over which ranks.
 
     Args:
-        parameters: of this rank.
-        mesh: of the run.
+        parameters: this rank's, by global name.
+        mesh: its groups hold the other summands.
         tensor_partial: names whose gradient is a partial sum on each tensor parallel rank.
         replica_partial: names of heads that several tensor parallel ranks hold; each has seen its own queries.
         data_reduced: FSDP2 sums over data and context parallel ranks.
@@ -88,7 +88,7 @@ def global_norm(
     Args:
         tensors: of those parameters whose elements this rank speaks for (:func:`nxdt_core.engine.parameters.owns`).
         world: all ranks; None for one that is alone.
-        device: of the result.
+        device: on which the result is.
         dtype: of the result and of its summation, the same on all ranks.
 
     Returns:
@@ -112,7 +112,7 @@ class OverlappedAllReduce:
     def __init__(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, hooked: bool) -> None:
         """
         Args:
-            group: over which to sum.
+            group: ranks over which to sum.
             parameters: of this rank, in the order of the model, the same on all ranks.
             hooked: whether sums start in backward after :meth:`begin`; otherwise all of them start in :meth:`finish`.
         """

@@ -39,9 +39,9 @@ def stepped_once(
     """Return the optimizer over ``parameters`` after a step with gradients of zeros, to see what state it keeps.
 
     Args:
-        factory: of the optimizer.
-        config: its section.
-        parameters: its only group.
+        factory: builds the optimizer over parameter groups.
+        config: section of the optimizer; its ``lr`` is used.
+        parameters: in one group; they get gradients of zeros.
         shards: one per parameter; None: each is whole.
     """
     names = [f"probe.{number}" for number in range(len(parameters))]

@@ -68,7 +68,7 @@ class PipelineRunner:
             micro_batches: of a training step; a step may have another number that the schedule allows.
             hidden_spec: shape of the hidden states of a host micro-batch between stages, on this rank, and their dtype
                 within stages.
-            device: of the stages.
+            device: on which the stages run.
             forward_context: entered around each stage's forward and around the loss (autocast).
             sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_spec``.
 
@@ -112,7 +112,7 @@ class PipelineRunner:
         Args:
             batches: on the host; each moves to the device when the rank's first stage takes it.
             forward_kwargs: keyword arguments of every stage's forward, from a micro-batch on the device.
-            contexts: the argument ``step`` of every stage's forward.
+            contexts: return the argument ``step`` of every stage's forward, from a micro-batch on the device.
             loss: on the last stage, of logits, the micro-batch on the device and its context: its share of the global
                 loss, divided by the global weight already.
 
@@ -152,7 +152,7 @@ class PipelineRunner:
         Args:
             batches: on the host.
             forward_kwargs: as for :meth:`train`.
-            contexts: as there.
+            contexts: as for :meth:`train`.
             consume: called on the last stage with logits, the micro-batch on the device and its context; what it does
                 not keep is freed.
 

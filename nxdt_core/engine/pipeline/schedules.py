@@ -38,9 +38,9 @@ def make_schedule(
     ``scale_grads=True`` divides twice where stages share a parameter.
 
     Args:
-        schedule: its name.
-        stages: of this rank, ascending.
-        micro_batches: of every step.
+        schedule: name in the configuration.
+        stages: this rank's, in ascending order.
+        micro_batches: number per step.
         loss: of the last stage's output and the micro-batch's index.
         gather_at_start: False leaves gathering FSDP2's parameters to its hooks, layer by layer (ZeRO-3).
     """
@@ -121,7 +121,7 @@ def step_length(orders: Sequence[Sequence[Operation]], costs: Sequence[int]) -> 
 
     Args:
         orders: of :func:`schedule_operations`.
-        costs: of each stage.
+        costs: forward time of each stage, in any unit.
     """
     last = len(costs) - 1
     done: dict[Operation, int] = {}

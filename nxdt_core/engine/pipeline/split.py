@@ -62,9 +62,9 @@ def cut_stage(
 
     Args:
         module: the whole model, on the meta device (the copy then costs no memory); it is not changed.
-        plan: of the model.
-        stage: from 0.
-        stages: in all.
+        plan: its ``pipeline`` names the layers and the modules around them.
+        stage: number of the stage, from 0.
+        stages: number of stages of the pipeline.
         cuts: as for :func:`stage_layers`.
 
     Raises:

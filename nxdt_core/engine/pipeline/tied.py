@@ -36,7 +36,7 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
     Args:
         stages: this rank's modules by stage number, of :func:`~nxdt_core.engine.pipeline.split.cut_stage`, which
             refuses pairs across stages of any modules but those before and after the layers.
-        plan: of the model.
+        plan: its ``tied`` pairs, and the modules before and after the layers.
         stage_count: stages in all.
     """
     if stage_count == 1 or plan.pipeline is None:

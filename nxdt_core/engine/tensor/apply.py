@@ -74,7 +74,7 @@ def apply_tensor_parallel(
     Args:
         module: one pipeline stage, mostly on the meta device; values of a real one are kept.
         plan: patterns that match nothing here belong to other stages.
-        mesh: of the run.
+        mesh: its ``tp`` ranks share the modules.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
         gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
             layers keep them once :func:`nxdt_core.engine.recompute.discard_in_layers` was called.

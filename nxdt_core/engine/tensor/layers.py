@@ -235,7 +235,7 @@ class FeatureShard(nn.Module):
     ) -> None:
         """
         Args:
-            module: the whole one; it has no children.
+            module: the module with all heads or channels; it has no children.
             parameters: by name, DTensors with ``Shard(0)`` in the place of the module's own.
             spread: how the leading dimension is cut.
             part_of: this rank's part of a whole tensor.
