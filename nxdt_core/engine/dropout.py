@@ -28,7 +28,7 @@ _SALT_BITS = 62
 
 
 def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
-    """Fill the slots ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
+    """Set ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
 
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.

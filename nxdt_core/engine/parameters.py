@@ -35,7 +35,7 @@ __all__ = [
 
 
 class StageParameters:
-    """Names of the parameters of a rank's stages.
+    """The parameters of a rank's stages by global name.
 
     A pair that is tied is one parameter where both are on one stage. In a pipeline each end has a copy: the rank of
     the last stage keeps its copy under the owner's name, as every other rank keeps the owner. A rank with both ends

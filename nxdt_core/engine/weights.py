@@ -24,7 +24,7 @@ _BIASES = ParallelPlan().no_weight_decay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """What a builder and the adapters of a run make."""
+    """A model built by a builder and changed by adapters, with its plan and rules."""
 
     module: nn.Module
     """On the meta device."""
@@ -84,7 +84,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[str, str]] = ()) -> None:
-    """Give ``module`` memory on ``device``, with the buffers that follow from its configuration.
+    """Give ``module`` memory on ``device``, and compute the buffers that follow from its configuration.
 
     Its parameters have undefined values afterwards: draw or load them.
 
@@ -119,7 +119,7 @@ def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
 
 
 def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:
-    """Fill a rank's part of a parameter with its first values, bitwise equal to those elements of the whole.
+    """Fill a rank's part of a parameter with its initial values, bitwise equal to those elements of the whole.
 
     They are drawn by name and position, so that no rank draws what another one holds.
 

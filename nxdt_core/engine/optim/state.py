@@ -101,7 +101,7 @@ class DeviceRejection:
         self._unsettled = counted if self._unsettled is None else self._unsettled + counted
 
     def settle(self) -> None:
-        """Take rejected steps off the counters on the host; waits for the device."""
+        """Subtract rejected steps from the counters on the host; waits for the device."""
         count = 0 if self._unsettled is None else int(self._unsettled)
         self._unsettled = None
         if not count:
@@ -111,7 +111,7 @@ class DeviceRejection:
             held[leaf] = held[leaf] - growth * count
 
     def forget(self) -> None:
-        """Drop what is not settled: the state was loaded."""
+        """Forget rejected steps: the state was loaded."""
         self._unsettled = None
 
     def _state(self) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -22,7 +22,7 @@ __all__ = ["TiedCopies", "sum_tied_gradients", "tied_copies", "tied_group"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedCopies:
-    """A pair of ``ParallelPlan.tied`` that the cut has separated."""
+    """A pair of ``ParallelPlan.tied`` whose parameters are on different stages."""
 
     owner: str
     user: str
@@ -96,7 +96,7 @@ def _end_of(parameter: str, ends: tuple[tuple[str, ...], tuple[str, ...]]) -> in
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part of the gradient, for changes in place."""
+    """Return this rank's part of the gradient, to be changed in place."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     grad = parameter.grad
