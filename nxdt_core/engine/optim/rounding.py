@@ -185,7 +185,7 @@ def _probe(values: torch.Tensor) -> None:
 
 
 def _plain(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that is not a view, since compiled code would depend on the shape of its base."""
+    """Return the same memory as a tensor that is not a view: compiled code would depend on its base."""
     return view.data
 
 
