@@ -339,7 +339,7 @@ def reduce_scatter_into(part: torch.Tensor, whole: torch.Tensor, group: dist.Pro
     Args:
         part: [n, ...], which is written.
         whole: [ranks * n, ...], contiguous.
-        group: of the ranks.
+        group: ranks whose tensors are summed.
     """
     if profile_of(whole.device).sums_by_exchange and not torch.compiler.is_compiling():
         begin_reduce_scatter(part, whole, group)()

@@ -67,8 +67,8 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], *, reason: str
     """Check that all of ``names`` are set and not empty.
 
     Args:
-        variables: the environment.
-        names: of variables.
+        variables: environment variables by name.
+        names: variables that are needed.
         reason: which variables of the launcher are set, for the message: ``RANK and WORLD_SIZE are``.
 
     Raises:

@@ -40,7 +40,7 @@ def connect_store(place: RankEnvironment, *, who: str | None = None) -> TCPStore
     """Join the run's store; rank 0 serves it, unless an agent does. (It stays until the process of rank 0 ends.)
 
     Args:
-        place: of this process.
+        place: rank, and the address of the store.
         who: waits for it, for messages; this rank where None.
 
     Raises:

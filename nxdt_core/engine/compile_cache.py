@@ -44,7 +44,7 @@ def folder_of(address: str) -> Path | None:
 
 
 def check_folder_writable(folder: Path, *, setting: str) -> None:
-    """Make the folder, and write a file into it that is gone again at once.
+    """Create the folder, and check that a file can be written into it.
 
     Args:
         folder: for compiled graphs.

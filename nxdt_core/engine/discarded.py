@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Recipe:
-    """The recipe of one tensor, shared by all that keep it. It is made once for all of them."""
+    """Computes one discarded tensor again, once for all operations that need it in backward."""
 
     def __init__(self) -> None:
         self._uses = 0
@@ -54,7 +54,7 @@ class Recipe:
         return self._uses > 0
 
     def use(self) -> None:
-        """Note that something keeps the recipe, and will take the tensor once."""
+        """Count one more operation that will ask for the tensor."""
         self._uses += 1
 
     def take(self) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Recipe:
         raise NotImplementedError
 
     def remember_autocast(self, tensor: torch.Tensor) -> None:
-        """Let :meth:`make` run in the autocast state that holds now, which backward does not have."""
+        """Let :meth:`make` run in the current autocast state, which backward does not have."""
         if tensor.is_meta:
             return
         kind = tensor.device.type
@@ -81,7 +81,7 @@ class Recipe:
 
 
 class DiscardedTensors:
-    """Those of a layer while it runs, by storage: views of a dropped tensor are dropped with it."""
+    """The discarded tensors of a layer while it runs, by storage: views of one are discarded with it."""
 
     def __init__(self) -> None:
         self.runs = False
@@ -92,7 +92,7 @@ class DiscardedTensors:
         self._found = weakref.WeakKeyDictionary()
 
     def add(self, tensor: torch.Tensor, recipe: Recipe) -> None:
-        """Drop ``tensor``, a new one, after forward."""
+        """Discard ``tensor``, a new one, after forward."""
         recipe.remember_autocast(tensor)
         self._found[tensor.untyped_storage()] = (recipe, tensor.dtype, tensor._version)
 
@@ -105,7 +105,7 @@ class DiscardedTensors:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Let autograd keep recipes of dropped tensors within the block, the forward of the layer."""
+        """Let autograd save recipes instead of discarded tensors within the block, the layer's forward."""
         self.runs = True
         try:
             with saved_tensors_hooks(self._pack, _unpacked):
@@ -125,7 +125,7 @@ class DiscardedTensors:
 
 
 class _SavedRecipe:
-    """What autograd keeps of a dropped tensor, or of a view of one."""
+    """What autograd saves instead of a discarded tensor, or of a view of one."""
 
     __slots__ = ("_offset", "_recipe", "_size", "_stride")
 
@@ -143,7 +143,7 @@ def _unpacked(kept: torch.Tensor | _SavedRecipe) -> torch.Tensor:
 
 
 def discard_in(layer: nn.Module) -> None:
-    """Let ``layer`` drop what its parts ask for; each part gets its :class:`DiscardedTensors` as an attribute."""
+    """Let ``layer`` discard what its parts ask for; each part gets its :class:`DiscardedTensors` as an attribute."""
     kind: Any = type(layer)
     layer.__class__ = _discarding(kind)
     dropped: Any = DiscardedTensors()
@@ -162,7 +162,7 @@ def discarded_in(part: nn.Module) -> DiscardedTensors | None:
 
 @functools.cache
 def _discarding(kind: Any) -> Any:
-    """``kind`` with a forward that drops; a class, for the reason that
+    """Return ``kind`` with a forward that discards; a class, for the reason that
     :func:`nxdt_core.engine.recompute.apply_recompute` has."""
 
     class Discarding(kind):  # type: ignore[misc]
@@ -208,7 +208,7 @@ def cast_discarded(part: nn.Module, tensor: torch.Tensor, dtype: torch.dtype) ->
 
 
 class _Recomputed(Recipe):
-    """The result of a function of tensors that are kept, or dropped themselves."""
+    """The result of a function of tensors that are kept, or are discarded themselves."""
 
     def __init__(self, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], dropped: DiscardedTensors) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def gather_discarded(
 
 
 def prefetch_block_input(part: nn.Module, partial: torch.Tensor) -> None:
-    """Let the input of the block that ``part`` ends be gathered when the gradient of ``partial``, the block's last
+    """Start to gather the input of the block that ``part`` ends when the gradient of ``partial``, the block's last
     product, is known."""
     dropped = discarded_in(part)
     if dropped is not None and dropped.block is not None and partial.requires_grad:
@@ -343,7 +343,7 @@ class _GatheredAgain(Recipe):
         self._pending: PendingGather | None = None
 
     def begin(self) -> None:
-        """Start the gather, if something will ask for the tensor."""
+        """Start the gather, if an operation will ask for the tensor."""
         if self._pending is None and self.wanted:
             with torch.no_grad():
                 part = self._source.take() if isinstance(self._source, Recipe) else self._source

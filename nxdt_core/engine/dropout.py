@@ -28,12 +28,12 @@ _SALT_BITS = 62
 
 
 def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
-    """Fill the slots ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
+    """Set ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
 
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.
         plan: names the tensor blocks.
-        mesh: of the run; in one process there are no salts.
+        mesh: says which ranks hold the same values; in one process there are no salts.
         sequence_parallel: activations outside the tensor blocks are cut along the sequence.
     """
     runs, cp = _runs(mesh), mesh.size("cp")

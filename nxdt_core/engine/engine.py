@@ -77,8 +77,8 @@ class TorchEngine:
         adapters: Sequence[Adapter] = (),
         materialise: bool = True,
     ) -> TorchModel:
-        """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load, but for
-        those that adapters added.
+        """Build this rank's part of the model on the device. ``materialise=False`` leaves its values undefined for a
+        load, except those that adapters added.
 
         Raises:
             NxdtError: the model's plan does not allow the layout.
@@ -134,7 +134,8 @@ class TorchEngine:
         )
 
     def _rounding_backend(self) -> Backend:
-        """What runs this rank's updates. Off hosts it changes bits, so that all ranks have the same there."""
+        """Return what runs this rank's updates: the same on all ranks where it changes bits, which it does except on
+        hosts."""
         backend = backend_on(self.device)
         if profile_of(self.device).host:
             return backend
@@ -165,7 +166,7 @@ class TorchEngine:
 
     @staticmethod
     def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
-        """Elements of each parameter that rank 0 of ``sizes`` holds, measured on the meta device.
+        """Return the number of elements of each parameter on rank 0 of ``sizes``, measured on the meta device.
 
         Raises:
             NxdtError: the model's plan does not allow the layout.
@@ -177,7 +178,7 @@ class TorchEngine:
             return {name: local_of(parameter).numel() for name, parameter in module.named_parameters()}
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         return self.ranks.broadcast_object(value)
 
     def shutdown(self) -> None:

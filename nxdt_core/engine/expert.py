@@ -61,7 +61,7 @@ def apply_expert_parallel(
     Args:
         module: one pipeline stage, mostly on the meta device; values of a real one are kept.
         plan: patterns that match nothing here belong to other stages.
-        mesh: of the run.
+        mesh: its ``ep``, ``tp`` and ``cp`` ranks share experts and tokens.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
         sliced: what each tensor parallel rank sends a slice of the features of over ``ep``.
 
@@ -227,9 +227,9 @@ class RouterMetrics:
 
     Args:
         routers: of the whole model, as :func:`routers_of` gives them.
-        stages: the modules of this process.
-        device: of these modules and of the sums.
-        dtype: of the sums.
+        stages: the pipeline stages of this process.
+        device: on which the stages run and the sums are kept.
+        dtype: float32, or float64 where gradients have it.
     """
 
     def __init__(

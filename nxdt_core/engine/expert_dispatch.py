@@ -232,7 +232,7 @@ def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMes
     Args:
         module: one pipeline stage, changed in place.
         plan: the mixtures are the tensor blocks around its expert dispatchers.
-        mesh: of the run; ``ranks`` divides its ``dp_shard``.
+        mesh: ``ranks`` divides its ``dp_shard``.
         ranks: 1 changes nothing.
     """
     if ranks == 1:

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class StageParameters:
-    """Names of the parameters of a rank's stages.
+    """The parameters of a rank's stages by global name.
 
     A pair that is tied is one parameter where both are on one stage. In a pipeline each end has a copy: the rank of
     the last stage keeps its copy under the owner's name, as every other rank keeps the owner. A rank with both ends
@@ -82,7 +82,7 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
 
     Args:
         parameter: DTensor where it is cut.
-        padded: where its zeros are, which no optimizer counts.
+        padded: the dimension that has zeros, which no optimizer counts; None where it has none.
         matrix: whether it is one of a hidden layer.
     """
     piece = piece_of(parameter) if padded is None else unpadded_shard(parameter, padded)
@@ -114,7 +114,7 @@ def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | N
     """Return the ranks that hold what this one holds; None where it is the only one.
 
     Args:
-        mesh: of the run.
+        mesh: its data parallel groups are the candidates.
         sharded: whether FSDP2 cuts the parameters over ``fsdp``.
     """
     if sharded:
@@ -154,7 +154,7 @@ def parameter_groups(
         parameters: (global name, parameter) pairs.
         plan: its ``no_weight_decay`` patterns are never decayed, its ``norms`` only with ``decay_norms``.
         lr: peak learning rate.
-        weight_decay: of parameters that decay.
+        weight_decay: factor for parameters that decay.
         decay_norms: ``model.do_layer_norm_weight_decay``.
         overrides: ``model.optim.param_groups``; see :func:`override_of`. What they say of decay counts for all
             parameters that they choose.
@@ -185,7 +185,7 @@ def check_overrides(overrides: Sequence[ParamGroupConfig], names: Iterable[str],
     Args:
         overrides: ``model.optim.param_groups``.
         names: global names of the parameters that this rank trains.
-        ranks: of the run.
+        ranks: all processes, whose names are gathered.
 
     Raises:
         ParameterGroupEmpty: the pattern of one matches none.

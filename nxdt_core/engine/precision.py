@@ -36,7 +36,7 @@ _NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
 
 
 def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct) -> None:
-    """Let ``product`` multiply in the linear layers of a stage that ``plan.tensor`` names, in place.
+    """Let ``product`` compute the linear layers of a stage that ``plan.tensor`` names, in place.
 
     The vocabulary head, layers with tied weights and experts keep torch's product. With LoRA, the product of the frozen
     weight changes and the update's own products do not.
@@ -74,7 +74,7 @@ def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str,
 
 
 class CopiedMasters:
-    """Copies of the trained parameters of modules, which take their place while the modules run.
+    """Copies of trained parameters in the compute dtype, which replace them while the modules run.
 
     Outside of that the modules have their masters, and the copies no memory.
     """
@@ -101,7 +101,7 @@ class CopiedMasters:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the modules have their copies, of what the masters are now, within the block."""
+        """Let the modules have copies of the current masters within the block."""
         self._put_in()
         try:
             yield
@@ -139,7 +139,7 @@ class _AddToMaster:
 
 @torch.no_grad()
 def _without_memory(master: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor like ``master`` that has no memory yet."""
+    """Return a tensor like ``master`` without memory."""
     local = torch.empty_like(local_of(master), dtype=dtype, memory_format=torch.contiguous_format)
     local.untyped_storage().resize_(0)
     return placed_like(local, master)
@@ -172,7 +172,7 @@ def rounded_weights(
 def _round(
     parameters: list[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding, step: int
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Round shards in place, and return what they were."""
+    """Round shards in place, and return their values before."""
     shards = [local_of(parameter).detach() for parameter, _, _ in parameters]
     if not shards:
         return []

@@ -29,7 +29,7 @@ def apply_recompute(
     granularity: Literal["full", "selective"] | None,
     names: Sequence[str] = (),
 ) -> None:
-    """Let parts of ``module`` keep only their inputs for backward.
+    """Let parts of ``module`` save only their inputs for backward.
 
     Of cheap ones in a layer, such as norms and activation functions, the result is dropped, too: what reads it gets it
     from a second computation.
@@ -65,7 +65,7 @@ def apply_recompute(
 
 
 def discard_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
-    """Let the layers of ``module`` drop what their parts make again, unless the layers are recomputed."""
+    """Let the layers of ``module`` discard what their parts compute again, unless the layers are recomputed."""
     for layer in _matching(module, (plan.recompute_layer,)):
         if not (_is_recomputed(layer) or hasattr(type(layer), "drops")):
             discard_in(layer)
@@ -79,7 +79,7 @@ def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _discard_outputs(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]) -> None:
-    """Mark the cheap modules among those that are recomputed, but for those inside another one."""
+    """Mark the cheap modules among those that are recomputed, except those inside another one."""
     made_cheaply = set(_matching(module, plan.cheap))
     cheap = [part for part in _matching(module, patterns) if part in made_cheaply]
     inside = {part for outer in module.modules() if _is_recomputed(outer) for part in outer.modules() if part != outer}
@@ -92,8 +92,8 @@ def _discard_outputs(module: nn.Module, plan: ParallelPlan, patterns: Sequence[s
 
 
 def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
-    """Let the matrices of a tensor block share one copy of a dropped result in autocast's dtype. Autocast itself makes
-    one for each, which nothing could drop. Routers of experts read the result uncast."""
+    """Let the matrices of a tensor block share one copy of a discarded output in autocast's dtype. Autocast itself
+    makes one for each, which could not be discarded. Routers of experts read the output uncast."""
     for path, block in module.named_modules():
         if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, block, plan):
             block.register_forward_pre_hook(_cast)
@@ -118,7 +118,7 @@ def _is_recomputed(module: nn.Module) -> bool:
 
 @functools.cache
 def _recomputed(kind: Any) -> Any:
-    """``kind`` with a forward that is recomputed.
+    """Return ``kind`` with a forward that is recomputed.
 
     A class, and not another ``forward`` of each module: ``torch.compile`` would tell layers apart by the identity of
     those, and compile each for itself.
@@ -157,7 +157,7 @@ def defined_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the first computation and of the second, which may run while another micro-batch does."""
+    """Return the contexts of the first computation and of the second, which may run during another micro-batch."""
     values = HostValues()
     return values.recorded(), _Both(at_border(step_of(None)), values.repeated())
 
@@ -179,7 +179,7 @@ class _Both(AbstractContextManager[None]):
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Each module that a pattern names, once; placeholders of other stages are left out."""
+    """Yield each module that a pattern names, once, without the placeholders of other stages."""
     for path, part in module.named_modules():
         if matches_any(patterns, path) and not isinstance(part, nn.Identity):
             yield part

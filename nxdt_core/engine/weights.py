@@ -24,7 +24,7 @@ _BIASES = ParallelPlan().no_weight_decay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """What a builder and the adapters of a run make."""
+    """A model built by a builder and changed by adapters, with its plan and rules."""
 
     module: nn.Module
     """On the meta device."""
@@ -58,8 +58,8 @@ def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Seque
     """Check that each rule is for a parameter, and that norms start constant.
 
     Args:
-        rules: of a builder or an adapter.
-        names: of the parameters of the whole model.
+        rules: initialisation rules of a builder or an adapter.
+        names: global names of all parameters of the model.
         norms: patterns of the scales of norms; none where they are not the subject of ``rules``.
         of: class that gives the rules, for the message.
 
@@ -84,14 +84,14 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[str, str]] = ()) -> None:
-    """Give ``module`` memory on ``device``, with the buffers that follow from its configuration.
+    """Give ``module`` memory on ``device``, and compute the buffers that follow from its configuration.
 
     Its parameters have undefined values afterwards: draw or load them.
 
     Args:
         module: on the meta device; a pipeline stage of a model is one.
-        device: of the run.
-        tied: of the plan.
+        device: on which the parameters and buffers get memory.
+        tied: pairs (owner, user) of parameters that are one.
 
     Raises:
         BuffersNotReset: what a buffer holds is left to chance.
@@ -119,15 +119,15 @@ def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
 
 
 def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:
-    """Fill a rank's part of a parameter with its first values, bitwise equal to those elements of the whole.
+    """Fill a rank's part of a parameter with its initial values, bitwise equal to those elements of the whole.
 
     They are drawn by name and position, so that no rank draws what another one holds.
 
     Args:
         piece: this rank's elements and their place in the whole parameter.
         name: the global one; of a tied parameter that of its owner.
-        rules: of the builder, those of adapters before them.
-        seed: of the run.
+        rules: initialisation rules, those of adapters first.
+        seed: the run's, from which all initial weights follow.
 
     Raises:
         NoInitRule: no rule is for the parameter.

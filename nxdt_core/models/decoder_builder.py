@@ -55,7 +55,7 @@ def rotary_decoder_plan(
     two layers. A model with further parts changes the result with :func:`dataclasses.replace`.
 
     Args:
-        config: the model's sizes.
+        config: sizes of attention, layers and the vocabulary.
         feed_forward: pattern of feed-forward blocks → the style of each projection in them, such as
             ``{MLP: SWIGLU_STYLES}``. Blocks that do not exist must not be named: a pattern that matches nothing is an
             error.
@@ -256,7 +256,7 @@ def decoder_flops_per_token(
     is looked up, not multiplied.
 
     Args:
-        sizes: of attention.
+        sizes: number and widths of the layers and their heads.
         sequence_length: positions per sequence.
         feed_forward: weights of the feed-forward blocks of all layers that a token is multiplied with; of experts,
             those of the experts that it is sent to.

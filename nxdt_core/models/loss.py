@@ -77,7 +77,7 @@ def row_cross_entropies(
 
     Args:
         rows: logits [rows, columns]; other ranks may hold the rest of each row.
-        columns: of the targets, [rows].
+        columns: int64 [rows], the target's index in each row.
         kernels: the passes over the rows.
         hits: as for :class:`RowKernels`; None for −1 everywhere.
         combine: makes log-sum-exps and targets' logits of whole rows from those of these parts.
@@ -213,7 +213,7 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContex
         logits: [..., vocab], any floating dtype, or what the engine's loss in ``step`` takes; or the losses of a head
             that computes these itself (:class:`~nxdt_core.models.loss.TokenLosses`).
         labels: int64 [...]; −100 takes no part.
-        step: as the objective got it.
+        step: context of the micro-batch, as the objective received it.
 
     Returns:
         [...], in the dtype of accumulation.
@@ -254,10 +254,10 @@ def cross_entropy_sum(
     """Weighted sum of the :func:`cross_entropies`, and the sum of the weights: their quotient is the mean loss.
 
     Args:
-        logits: as there.
-        labels: as there.
+        logits: [..., vocab], as for :func:`cross_entropies`.
+        labels: int64 [...]; −100 takes no part.
         weights: float [...], or None for 1 everywhere.
-        step: as there.
+        step: context of the micro-batch.
 
     Returns:
         ``(loss_sum, weight)``, scalars in the dtype of accumulation.

@@ -129,7 +129,7 @@ class Launcher(Protocol):
         """Return the files of a job and the command that submits it; nothing is written or started here.
 
         Args:
-            job: the run.
+            job: name, nodes, devices and commands of the run.
             options: an instance of the record's ``config``; None where it has none.
 
         Raises:

@@ -52,7 +52,7 @@ _METHODS = {"ring": (ring_forward, ring_backward), "gather": (gathered_forward, 
 
 
 def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
-    """This rank's tokens of ``batch``: every field [micro_batch, seq / cp], with ``position_ids`` filled in.
+    """Return this rank's tokens of ``batch``: every field [micro_batch, seq / cp], with ``position_ids`` filled in.
 
     Raises:
         ContextSequenceDoesNotDivide: the sequence is not a multiple of twice the context parallel ranks.
@@ -82,11 +82,11 @@ def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> 
 
 
 def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, method: ContextMethod) -> None:
-    """Put a :class:`ContextParallelAttention` in the place of each of the plan's attention cores.
+    """Replace each of the plan's attention cores by a :class:`ContextParallelAttention`.
 
     Args:
         module: a model or a pipeline stage of one, changed in place.
-        plan: of the model.
+        plan: its ``attention_cores`` are replaced.
         mesh: nothing is done where its ``cp`` is 1.
         method: ``ring``, or ``gather`` where one collective is quicker than hops; a device's profile says which.
 
@@ -113,7 +113,8 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
 
 
 class ContextParallelAttention(nn.Module):
-    """An attention core over a sequence that the ranks of a group share; its call is that of the core it replaces."""
+    """An attention core over a sequence that is sharded over the ranks of a group, called as the core that it
+    replaces."""
 
     def __init__(self, group: dist.ProcessGroup, *, method: ContextMethod, semantics: AttentionSemantics) -> None:
         """``semantics``: causal, of the core that it replaces."""
@@ -161,14 +162,14 @@ class ContextParallelAttention(nn.Module):
 
 
 def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
-    """False for a pipeline stage that holds no layer, and so has no attention."""
+    """Return False for a pipeline stage without layers, which has no attention."""
     if plan.pipeline is None:
         return True
     return any(True for _ in module.get_submodule(plan.pipeline.layers).children())
 
 
 def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
-    """What ``core`` computes, as its class says. A subclass that computes something else must say so itself."""
+    """Return what ``core`` computes, as its class says. A subclass that computes something else must override it."""
 
     def refusal(reason: str) -> NxdtError:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
@@ -196,14 +197,14 @@ def context_parallel_attention(
     method: ContextMethod,
     group_name: str,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
+    """Return the causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
 
     Args:
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
         document_ids: int64 [batch, seq / ranks]; None where each row of the batch is one document.
-        scale: of the scores.
+        scale: factor of query · key.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
         group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.document_cache` knows it.

@@ -66,7 +66,7 @@ def zigzag_unshard(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DocumentChunks:
-    """The documents of one micro-batch, cut into the chunks that ranks hold."""
+    """The documents of one micro-batch, by the chunks of its sequences."""
 
     ids: torch.Tensor
     """int64 [batch, seq], of the whole sequence in its own order."""
@@ -141,7 +141,7 @@ def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSequence:
-    """What is computed over the ranks that share a sequence."""
+    """Settings of attention over a sequence that is sharded over ranks."""
 
     scale: float
     """Of the scores."""
@@ -159,8 +159,8 @@ def ring_blocks(
     """Return the blocks of ``rank``'s queries with the keys of ``source``, both in the order in which ranks hold them.
 
     Args:
-        rank: of the queries.
-        source: of the keys.
+        rank: context parallel rank that has the queries.
+        source: context parallel rank that has the keys.
         ranks: size of the group.
         chunk: tokens per chunk.
         documents: None where each row of the batch is one document.
@@ -241,7 +241,7 @@ def _windowed(window: int | None, chunk: int, row: int, first: int) -> Window | 
 def _masked(
     documents: DocumentChunks | None, row: int, first: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Ids of chunk ``row`` and of the chunks ``first`` … ``stop - 1``, unless all are one document."""
+    """Return the ids of chunk ``row`` and of the chunks ``first`` … ``stop - 1``; None where all are one document."""
     if documents is None or all(documents.relations[row][key] == "one" for key in range(first, stop)):
         return None
     return documents.of(row, row + 1), documents.of(first, stop)

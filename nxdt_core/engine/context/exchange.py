@@ -39,7 +39,7 @@ _SEQUENCE = 2
 def ring_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of this rank's queries to the keys of all ranks. Collective.
+    """Return the causal attention of this rank's queries to the keys of all ranks. Collective.
 
     Args:
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
@@ -94,7 +94,8 @@ def _blocks(sequence: ContextSequence, source: int, key: torch.Tensor) -> list[B
 def _ring_shards(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(rank, its keys, its values) for every rank of the group, this one first; each while the next is on its way."""
+    """Yield (rank, its keys, its values) for every rank of the group, this one first, while the next shard is being
+    received."""
     rank, ranks = group.rank(), group.size()
     packed = torch.cat((key, value), -1)  # one message a hop
     for step in range(ranks):
@@ -105,7 +106,7 @@ def _ring_shards(
 
 
 class _Hop:
-    """``tensor`` on its way to the next rank, and that of the rank before on its way here.
+    """A send of ``tensor`` to the next rank, and a receive of the previous rank's, both running.
 
     Several may be on their way at once: all ranks start them in one order, by which backends match them.
     """
@@ -122,14 +123,14 @@ class _Hop:
         )
 
     def arrived(self) -> torch.Tensor:
-        """Wait for both, and take what came."""
+        """Wait for both, and return what was received."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _unpacked(packed: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, or their gradients, out of one tensor [batch, kv_heads, seq, head_dim + value_dim]."""
+    """Return keys and values, or their gradients, from one tensor [batch, kv_heads, seq, head_dim + value_dim]."""
     return packed[..., : key.shape[-1]], packed[..., key.shape[-1] :]
 
 
@@ -189,7 +190,7 @@ def _layout(sequence: ContextSequence, key: torch.Tensor) -> tuple[int, int, int
 
 
 class _PendingKeyValues:
-    """Keys and values of all ranks on their way here."""
+    """A running all-gather of keys and values."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._key_width = key.shape[-1]

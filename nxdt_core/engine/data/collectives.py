@@ -50,7 +50,7 @@ _SCATTERED_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherDtypes:
-    """How the weights of a stage travel; those that are not named travel in the dtype that FSDP2 gives them."""
+    """Dtypes in which the weights of a stage are sent; weights that are not named keep the dtype that FSDP2 passes."""
 
     dtype: torch.dtype
     """What products compute in, of two bytes."""
@@ -100,17 +100,17 @@ def scaled_weights(module: nn.Module, plan: ParallelPlan) -> dict[str, ScaledCas
 
 
 def _only_multiplied(layer: Any) -> bool:
-    """Whether nothing but the product of a linear layer reads its weight."""
+    """Return whether only the product of a linear layer reads its weight."""
     update = getattr(layer, "update", None)
     return update is None or not getattr(update, "reads_weight", True)
 
 
 def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int, str]) -> WeightGather | None:
-    """Let what FSDP2 gathers for ``sharded`` travel in the forms of ``forms``; None where nothing changes.
+    """Let FSDP2 gather the parameters of ``sharded`` in the dtypes of ``forms``; return None where nothing changes.
 
     Args:
-        sharded: by ``fully_shard``.
-        forms: of the weights of the stage.
+        sharded: a module after ``fully_shard``.
+        forms: dtypes in which the weights of the stage are sent.
         names: of the stage's parameters by ``id``, as they are after sharding.
     """
     groups = fsdp_parameter_groups(sharded._get_fsdp_state()) if forms.narrow or forms.scaled else ()
@@ -148,7 +148,7 @@ class _Segment:
 
 
 class WeightGather:
-    """FSDP2's all-gather of the parameters of a group, one after the other in a flat buffer."""
+    """FSDP2's all-gather of a group's parameters, which follow each other in a flat buffer, in mixed dtypes."""
 
     def __init__(self, segments: list[_Segment], forms: GatherDtypes) -> None:
         self._segments = segments
@@ -161,7 +161,7 @@ class WeightGather:
         return tuple(segment.name for segment in self._segments if segment.form == "scaled")
 
     def set_scales(self, scales: dict[str, torch.Tensor]) -> None:
-        """Set the scaling factors of the weights as they are now; without one, a weight travels in its own dtype."""
+        """Set the scaling factors of the current weights; a weight without one is sent in its own dtype."""
         self._scales = scales
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -206,7 +206,7 @@ class WeightGather:
     def _packed(
         self, part: torch.Tensor, segment: _Segment, form: _Form, scales: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Bytes of what travels of a shard."""
+        """Return the bytes that are sent of a shard."""
         if form == "whole":
             return part.view(torch.uint8)
         rounded = part.to(self.forms.dtype)
@@ -218,7 +218,7 @@ class WeightGather:
     def _unpacked(
         self, part: torch.Tensor, segment: _Segment, form: _Form, dtype: torch.dtype, scales: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Values of :meth:`_packed`, a row for each rank."""
+        """Return the values of :meth:`_packed`, a row for each rank."""
         aligned = part.clone(memory_format=torch.contiguous_format)
         if form != "scaled":
             return aligned.view(dtype if form == "whole" else self.forms.dtype)
@@ -227,7 +227,7 @@ class WeightGather:
 
 
 class _Unpacking(dist.Work):
-    """What a rank waits for: the gather, then its unpacking."""
+    """The gather and then its unpacking, as one piece of work to wait for."""
 
     def __init__(self, work: dist.Work, unpack: Callable[[], None]) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class _Unpacking(dist.Work):
 
 
 class ScaledWeights:
-    """The weights of a rank's stages that travel in one byte per element while a pass runs."""
+    """The weights of a rank's stages that are sent in one byte per element while a pass runs."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class ScaledWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the scales of the weights as they are now within the block. Collective."""
+        """Send the weights under their current scales within the block. Collective."""
         self.update()
         try:
             yield
@@ -271,7 +271,7 @@ class ScaledWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Find the scales of the weights as they are now. Collective."""
+        """Compute the scales of the weights as they are now. Collective."""
         if self._forms is None or self._forms.cast is None:
             return
         shards = [local_of(weight).detach() for weight in self._weights.values()]
@@ -284,19 +284,20 @@ class ScaledWeights:
             gather.set_scales({name: scales[name] for name in gather.scaled})
 
     def forget(self) -> None:
-        """Let all weights travel in two bytes again: they may change."""
+        """Send all weights in two bytes again, since they may change."""
         for gather in self._gathers:
             gather.set_scales({})
 
 
 class PendingReduceScatters:
-    """Sums that FSDP2's groups have begun in the running backward. All are there when it ends."""
+    """Reduce-scatters that FSDP2's groups have started in the running backward; all are finished when it ends."""
 
     def __init__(self) -> None:
         self._running: deque[Callable[[], None]] = deque()
 
     def begin(self, part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Set ``part`` to this rank's part of the sum of the ranks' ``whole`` before backward ends."""
+        """Start to write this rank's part of the sum of the ranks' ``whole`` to ``part``, which is done when backward
+        ends."""
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         while len(self._running) >= _SCATTERED_IN_FLIGHT:
             self._running.popleft()()
@@ -309,12 +310,12 @@ class PendingReduceScatters:
 
 
 class ReduceScatterByExchange:
-    """FSDP2's reduce-scatter of one group's gradients."""
+    """FSDP2's reduce-scatter of one group's gradients, by an all-to-all and a local sum."""
 
     def __init__(self, sums: PendingReduceScatters, parameters: Sequence[Any], *, overlapped: bool) -> None:
         """
         Args:
-            sums: of the model.
+            sums: all that are running, shared by the groups of a model.
             parameters: FSDP2's, of the group.
             overlapped: whether backward may continue before a sum is there, if nothing reads it before.
         """
@@ -338,8 +339,8 @@ class ReduceScatterByExchange:
 
 
 def _reads(parameter: Any, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 reads the sum of a parameter's gradient at once: to add it to an existing gradient, to change
-    its dtype, or for a hook."""
+    """Return whether FSDP2 reads the sum of a parameter's gradient at once: to add it to an existing gradient, to
+    change its dtype, or for a hook."""
     sharded = parameter.sharded_param
     hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
     return sharded.grad is not None or parameter.orig_dtype != dtype or bool(hooks)

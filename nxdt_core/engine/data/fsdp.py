@@ -84,7 +84,7 @@ def leaves_experts_whole(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterModules:
-    """What FSDP2 gathers for itself around the layers of a stage: paths of modules, empty where they are part of the
+    """Modules around the layers of a stage that FSDP2 gathers separately: their paths, empty where they are part of the
     root."""
 
     first: str = ""
@@ -129,7 +129,7 @@ def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[
 
 
 def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
-    """Whether no module but those of ``paths`` has one of their parameters."""
+    """Return whether no other module has a parameter of the modules at ``paths``."""
     owners: dict[int, set[bool]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(any(name.startswith(f"{path}.") for path in paths))
@@ -137,7 +137,7 @@ def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
 
 
 def check_gradient_dtype(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
-    """Refuse sums of gradients over micro-batches that FSDP2 would round to the dtype of the shards.
+    """Check that FSDP2 does not round the sums of gradients over micro-batches to the dtype of the shards.
 
     Raises:
         GradientSumsRounded: it would.
@@ -216,7 +216,7 @@ def apply_data_parallel(
 
 
 def _set_reduction(sharded: FSDPModule, sums: PendingReduceScatters | None, *, overlapped: bool) -> None:
-    """Let FSDP2 sum gradients, without a mean; by ``sums`` where the device's process groups have no reduce-scatter."""
+    """Let FSDP2 sum gradients, not average them; through ``sums`` on devices that sum by exchange."""
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
     if sums is None:
@@ -227,7 +227,7 @@ def _set_reduction(sharded: FSDPModule, sums: PendingReduceScatters | None, *, o
 
 
 def _prefetch(module: nn.Module, outer: OuterModules, layers: Sequence[str], experts: Collection[str]) -> None:
-    """Let the gather for each part begin before the part that precedes it runs, forward and backward.
+    """Start the gather of each part before the preceding part runs, in forward and backward.
 
     By itself FSDP2 does so in backward alone, and there, with several micro-batches, the first part gathers the last
     one of the micro-batch before.
@@ -263,7 +263,7 @@ def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last:
 
 
 def _move_hooks(inner: FSDPModule, layer: nn.Module) -> None:
-    """Let FSDP2 do around ``layer`` what it does around ``inner``. It has no public call for that."""
+    """Run FSDP2's hooks of ``inner`` around ``layer`` instead. FSDP2 has no public call for that."""
     state = inner._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()

@@ -26,11 +26,11 @@ _IN_FLIGHT = 4
 
 
 class GradientReducer:
-    """The sums that make every gradient that of the whole global batch: which parameters over which ranks.
+    """Sums the gradients of a step over ranks: which parameters over which group.
 
     Args:
-        parameters: of this rank.
-        mesh: of the run.
+        parameters: this rank's, by global name.
+        mesh: its groups hold the other summands.
         tensor_partial: names whose gradient is a partial sum on each tensor parallel rank.
         replica_partial: names of heads that several tensor parallel ranks hold; each has seen its own queries.
         data_reduced: FSDP2 sums over data and context parallel ranks.
@@ -63,7 +63,7 @@ class GradientReducer:
         self._sums = [(mesh.group(dimension), summed) for dimension, summed in chosen.items() if summed]
 
     def begin_last_backward(self) -> None:
-        """Let sums over data parallel ranks start in the backward that comes: no other adds to its gradients."""
+        """Let sums over data parallel ranks start in the next backward, the last that adds to the gradients."""
         for sums in self._data:
             sums.begin()
 
@@ -88,7 +88,7 @@ def global_norm(
     Args:
         tensors: of those parameters whose elements this rank speaks for (:func:`nxdt_core.engine.parameters.owns`).
         world: all ranks; None for one that is alone.
-        device: of the result.
+        device: on which the result is.
         dtype: of the result and of its summation, the same on all ranks.
 
     Returns:
@@ -103,7 +103,7 @@ def global_norm(
 
 
 class OverlappedAllReduce:
-    """Sums over the ranks of a group, in buckets of gradients in the order in which backward computes them.
+    """Sums over the ranks of a group in buckets, in the order in which backward computes the gradients.
 
     All ranks start the same sums in the same order, whichever gradients a rank has first: a bucket waits for the one
     before it. What was not started when :meth:`finish` is called is summed then.
@@ -112,7 +112,7 @@ class OverlappedAllReduce:
     def __init__(self, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], *, hooked: bool) -> None:
         """
         Args:
-            group: over which to sum.
+            group: ranks over which to sum.
             parameters: of this rank, in the order of the model, the same on all ranks.
             hooked: whether sums start in backward after :meth:`begin`; otherwise all of them start in :meth:`finish`.
         """
@@ -128,11 +128,11 @@ class OverlappedAllReduce:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Let the sums start in the backward that comes, which is the last before :meth:`finish`."""
+        """Let the sums start in the next backward, which is the last before :meth:`finish`."""
         self._missing, self._started = [sum(p.requires_grad for p in bucket) for bucket in self._buckets], 0
 
     def finish(self) -> None:
-        """Start what has not started, and wait until all gradients are sums."""
+        """Start the remaining sums, and wait for all."""
         while self._started < len(self._buckets):
             self._start()
         while self._running:
@@ -165,7 +165,7 @@ class OverlappedAllReduce:
 
 
 def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients: Sequence[torch.Tensor] = ()) -> None:
-    """Wait for a sum, and copy it from ``flat`` to where it belongs."""
+    """Wait for a sum, and copy it from ``flat`` into the gradients."""
     assert work is not None
     work.wait()
     if flat is not None:
@@ -173,7 +173,7 @@ def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype, to a size."""
+    """Yield neighbours of one dtype, up to the size of a bucket."""
     bucket: list[nn.Parameter] = []
     filled = 0
     for parameter in parameters:

@@ -65,8 +65,8 @@ class AcceleratorKernels(TorchFunctionMode):
         return _REPLACED.get(func, func)(*args, **kwargs)
 
     def end_forward(self) -> None:
-        """Forget the copies of weights that autocast keeps until its block, which is that of forward, ends; what is
-        recomputed keeps none beyond its own."""
+        """Forget the copies of weights that autocast keeps until the end of forward's block; a recomputed part keeps
+        only its own."""
         self._casts = None
 
     def _cast(self, value: Any) -> Any:
@@ -153,7 +153,7 @@ _CAST = {
 
 
 def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bool) -> None:
-    """Let the layers of ``module`` keep about what they keep when they are compiled.
+    """Let the layers of ``module`` save for backward about what they save when they are compiled.
 
     Activation functions keep their inputs and their result, and so do norms that are not one operation. The
     matrices of a tensor block share one copy of their input in autocast's dtype. If inputs are gathered again, they

@@ -19,7 +19,7 @@ _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageLayout:
-    """Distribution of parameters, gradients and state over the ranks, and the dtypes of each."""
+    """How parameters, gradients and state are sharded over the ranks, and the dtype of each."""
 
     policy: PrecisionPolicy
     zero_stage: int
@@ -64,7 +64,7 @@ class StorageLayout:
 
     @property
     def gradient_use(self) -> GradientUse:
-        """What becomes of a micro-batch's gradients."""
+        """Return what happens to a micro-batch's gradients."""
         if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
             return "sharded"
         if not self.accumulates:
@@ -102,7 +102,7 @@ def peak_memory(
 
 
 def _computing(counts: ParameterCounts, storage: StorageLayout) -> dict[str, int]:
-    """Bytes in memory while micro-batches run."""
+    """Return the bytes in memory while micro-batches run."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
     largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
     gradients, communication = counts.trained * storage.gradient_bytes, 0
@@ -133,8 +133,8 @@ def _computed_with(elements: int, counts: ParameterCounts, storage: StorageLayou
 
 
 def _between_steps(counts: ParameterCounts, storage: StorageLayout, *, computing: bool = False) -> tuple[int, int]:
-    """Stored weights, and optimizer state with masters; masters that are rounded in place have a copy
-    while the rank is ``computing``."""
+    """Return the bytes of stored weights, and of optimizer state with masters. Masters that are rounded in place have a
+    copy while the rank is ``computing``."""
     frozen = counts.frozen_bytes
     trained = counts.trained_stored * storage.stored_bytes
     state = round(counts.state)
@@ -145,8 +145,8 @@ def _between_steps(counts: ParameterCounts, storage: StorageLayout, *, computing
 
 
 def _reducing_first(counts: ParameterCounts, storage: StorageLayout, computing: Memory) -> Memory:
-    """FSDP2 reduces what is behind the layers first, when the logits are gone and all activations are there: out of a
-    flat copy, into this rank's shard."""
+    """Return the memory when FSDP2 reduces the modules behind the layers first: the logits are freed, all activations
+    are kept, and gradients are reduced from a flat copy into this rank's shard."""
     if not storage.sharded:
         return computing
     shard = storage.gradient_bytes * counts.trained_stored / max(counts.trained, 1)
@@ -156,8 +156,8 @@ def _reducing_first(counts: ParameterCounts, storage: StorageLayout, computing: 
 
 
 def _reducing(counts: ParameterCounts, storage: StorageLayout) -> Memory:
-    """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the embedding and the
-    root as the last, without it all of them, a bucket at a time."""
+    """Return the memory when the last gradients are reduced from flat copies, after the activations are freed: by FSDP2
+    those of the embedding and the root, without it all of them, a bucket at a time."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
     if not storage.sharded:
         gradients = counts.trained * storage.gradient_bytes
@@ -175,7 +175,8 @@ def _reducing(counts: ParameterCounts, storage: StorageLayout) -> Memory:
 
 
 def _updating(counts: ParameterCounts, storage: StorageLayout) -> Memory:
-    """With stand-ins a bucket of weights and gradients in float32, and of the state where that is kept in less."""
+    """Return the memory of the update; stand-ins add a bucket of weights and gradients in float32, and of narrower
+    state."""
     weights, optimizer = _between_steps(counts, storage)
     gradients = (counts.trained_stored if storage.sharded else counts.trained) * storage.gradient_bytes
     widened = 0.0
@@ -187,7 +188,7 @@ def _updating(counts: ParameterCounts, storage: StorageLayout) -> Memory:
 
 
 def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace], received: int) -> dict[str, int]:
-    """Activations, logits and workspace at the worst moment, by going through the schedule.
+    """Return activations, logits and workspace at the fullest moment of the schedule.
 
     A backward in two passes keeps its activations until the second.
     """

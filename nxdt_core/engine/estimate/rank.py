@@ -44,7 +44,7 @@ _FAKE = "fake"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRank:
-    """What was counted on one rank."""
+    """Measurements of one rank."""
 
     counts: ParameterCounts
     """Of all its stages."""
@@ -133,7 +133,8 @@ _IN_KERNELS = RowKernels(
 
 @contextmanager
 def _refuse_values() -> Iterator[None]:
-    """Where an operator needs values, torch speaks of the meta tensor, or has not implemented it for the device."""
+    """Raise :class:`ModelReadsValues` where an operator needs values, for which torch names the meta tensor or the
+    device."""
     try:
         yield
     except RuntimeError as error:
@@ -144,8 +145,8 @@ def _refuse_values() -> Iterator[None]:
 
 
 def _use_local_tensors(module: nn.Module) -> list[nn.Parameter]:
-    """Put plain parameters in the place of DTensors, and return them. What a module computes with is the local part
-    anyway; DTensor's own propagation of shapes, which works on whole tensors, would be counted otherwise."""
+    """Replace DTensors by plain local parameters, and return these. Modules compute with local parts; DTensor's
+    propagation of shapes, which works on whole tensors, would be counted otherwise."""
     replaced = []
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
@@ -167,7 +168,7 @@ def dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
 
 @contextmanager
 def fake_mesh(sizes: MeshSizes, *, rank: int = 0) -> Iterator[ParallelMesh]:
-    """Provide the mesh of a run of ``sizes`` as its process ``rank`` sees it, for tensors of the meta device.
+    """Provide the mesh of a run of ``sizes`` as its rank ``rank`` sees it, for tensors of the meta device.
 
     Raises:
         RuntimeError: this process is in a process group already.

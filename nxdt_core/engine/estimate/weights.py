@@ -131,7 +131,7 @@ def count_parameters(
     Args:
         stage: on the meta device.
         plan: names layers and experts.
-        sizes: of the mesh.
+        sizes: ranks over which FSDP2 will shard.
         sharded: whether FSDP2 will hold the parameters.
         partial: names whose gradients are partial sums over ``tp``.
         forms: how FSDP2 gathers the weights; None as it does by itself.
@@ -209,9 +209,9 @@ def optimizer_state(
     state is taken to grow with the number of elements.
 
     Args:
-        factory: of the optimizer.
-        config: its section.
-        dtype: of the parameter that it sees.
+        factory: builds the optimizer over parameter groups.
+        config: section of the optimizer.
+        dtype: dtype of the parameters that the optimizer gets.
         narrow: whether float32 state of the parameter's shape is kept in two bytes.
         more: further bytes for each element.
     """

@@ -56,7 +56,7 @@ class StochasticUpdates:
         """What the optimizer is to be built over; they have memory while it works on them."""
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer that was built over the stand-ins."""
+        """Use the optimizer that was built over the stand-ins."""
         self._optimizer = optimizer
         if AdamUpdates.handles(optimizer):
             self._adam = AdamUpdates(
@@ -100,7 +100,7 @@ class StochasticUpdates:
             stand_in.data, stand_in.grad = _without_memory(self._weights[name]), None
 
     def _narrow(self, name: str, dtype: torch.dtype) -> list[str]:
-        """Names of the state that is kept in bfloat16, as far as it has ``dtype`` now."""
+        """Return the names of the state that is kept in bfloat16 and has ``dtype`` now."""
         if self._rounding.state == "float32":
             return []
         stand_in = self.stand_ins[name]
@@ -134,7 +134,7 @@ def round_into(target: torch.Tensor, values: torch.Tensor, numbers: Numbers, key
 
 
 def _without_memory(weight: torch.Tensor) -> torch.Tensor:
-    """A float32 tensor of the weight's shape with the memory of one number."""
+    """Return a float32 tensor of the weight's shape with the memory of one number."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
 
@@ -222,7 +222,7 @@ class AdamUpdates:
         return state
 
     def _factors(self, names: Sequence[str], steps: torch.Tensor) -> torch.Tensor:
-        """What the update of each parameter is made with, float32 [names, 9]; computed in float64 [names, …]."""
+        """Return the factors of each parameter's update, float32 [names, 9], computed in float64."""
         groups = [self._groups[name] for name in names]
         given = torch.tensor([_hyperparameters(group) for group in groups], dtype=torch.float64)
         lr, decay, beta1, beta2, eps, scale = given.to(steps.device, non_blocking=True).unbind(1)

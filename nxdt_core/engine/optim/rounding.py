@@ -77,7 +77,7 @@ def masters_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of consecutive elements of a block in the whole parameter, as arguments of a kernel.
+    """Indices of consecutive elements of a block in the whole parameter, as arguments of a kernel.
 
     See :func:`nxdt_core.models.random.positions.element_numbers`.
     """
@@ -176,7 +176,7 @@ def can_compile(device: torch.device) -> bool:
 
 @functools.cache
 def _compiled(function: Function, backend: str) -> Function:
-    """Sizes are arguments of the kernel: one serves the parameters of any size."""
+    """Return the compiled function. Sizes are arguments of it: one serves parameters of any size."""
     return one_graph(function, dynamic=True, backend=backend)
 
 
@@ -185,7 +185,7 @@ def _probe(values: torch.Tensor) -> None:
 
 
 def _plain(view: torch.Tensor) -> torch.Tensor:
-    """The same memory without the record of what it is a view of, on whose shape compiled code would depend."""
+    """Return the same memory as a tensor that is not a view: compiled code would depend on its base."""
     return view.data
 
 
@@ -196,7 +196,8 @@ def _rows(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 @functools.lru_cache(maxsize=4096)
 def _numbers(rows: Rows, device: torch.device) -> Numbers:
-    """Kept from step to step; layers share theirs. Each number has separate memory, as in :func:`separate_rows`."""
+    """Return the indices of ``rows``, kept from step to step and shared by layers; each has separate memory, as in
+    :func:`separate_rows`."""
     values = (rows.first, rows.columns, rows.gap) if rows.count > 1 else (rows.first,)
     int32s = ((value + 2**31) % 2**32 - 2**31 for value in values)  # equal modulo 2³²
     return Numbers(*(torch.tensor(value, dtype=torch.int32, device=device) for value in int32s))

@@ -39,9 +39,9 @@ def stepped_once(
     """Return the optimizer over ``parameters`` after a step with gradients of zeros, to see what state it keeps.
 
     Args:
-        factory: of the optimizer.
-        config: its section.
-        parameters: its only group.
+        factory: builds the optimizer over parameter groups.
+        config: section of the optimizer; its ``lr`` is used.
+        parameters: in one group; they get gradients of zeros.
         shards: one per parameter; None: each is whole.
     """
     names = [f"probe.{number}" for number in range(len(parameters))]
@@ -101,7 +101,7 @@ class DeviceRejection:
         self._unsettled = counted if self._unsettled is None else self._unsettled + counted
 
     def settle(self) -> None:
-        """Take rejected steps off the counters on the host; waits for the device."""
+        """Subtract rejected steps from the counters on the host; waits for the device."""
         count = 0 if self._unsettled is None else int(self._unsettled)
         self._unsettled = None
         if not count:
@@ -111,7 +111,7 @@ class DeviceRejection:
             held[leaf] = held[leaf] - growth * count
 
     def forget(self) -> None:
-        """Drop what is not settled: the state was loaded."""
+        """Forget rejected steps: the state was loaded."""
         self._unsettled = None
 
     def _state(self) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -57,7 +57,7 @@ def counted_costs(
 
     Args:
         whole: with adapters, not sharded.
-        plan: of it; it has a pipeline.
+        plan: its ``pipeline`` must be set.
         attention: operations of all attention cores per token, divided among them by the tokens that each attends to.
         seq_length: tokens of a sequence.
         recomputes_layers: whether backward repeats the forward of each layer.
@@ -145,9 +145,9 @@ def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tu
     fast, those are chosen that keep the fewest activations on the fullest rank.
 
     Args:
-        costs: of the model.
-        sizes: of the mesh, with more than one stage.
-        micro_batches: of a step, per rank.
+        costs: operations of each layer and of what is around the layers.
+        sizes: the mesh, with more than one stage.
+        micro_batches: number per step and rank.
 
     Raises:
         FewerLayersThanStages: a stage would have no layer.

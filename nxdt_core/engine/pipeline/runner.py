@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @final
 class PipelineRunner:
-    """Runs micro-batches through the stages of this rank, together with the runners of the other pipeline ranks.
+    """Runs micro-batches through the stages of this rank; the other pipeline ranks do the same.
 
     All ranks of the ``pp`` group call the same methods with the same micro-batches: each reads ids, positions and
     documents itself, and only hidden states travel.
@@ -68,7 +68,7 @@ class PipelineRunner:
             micro_batches: of a training step; a step may have another number that the schedule allows.
             hidden_spec: shape of the hidden states of a host micro-batch between stages, on this rank, and their dtype
                 within stages.
-            device: of the stages.
+            device: on which the stages run.
             forward_context: entered around each stage's forward and around the loss (autocast).
             sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_spec``.
 
@@ -107,12 +107,13 @@ class PipelineRunner:
         contexts: StepContexts,
         loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Forward and backward of one step; gradients add up in the parameters as if one process had all stages.
+        """Run forward and backward of one step; gradients accumulate in the parameters as if one process had all
+        stages.
 
         Args:
             batches: on the host; each moves to the device when the rank's first stage takes it.
             forward_kwargs: keyword arguments of every stage's forward, from a micro-batch on the device.
-            contexts: the argument ``step`` of every stage's forward.
+            contexts: return the argument ``step`` of every stage's forward, from a micro-batch on the device.
             loss: on the last stage, of logits, the micro-batch on the device and its context: its share of the global
                 loss, divided by the global weight already.
 
@@ -147,12 +148,12 @@ class PipelineRunner:
         contexts: StepContexts,
         consume: Callable[[torch.Tensor, Batch, StepContext], T],
     ) -> list[T]:
-        """Forward without gradients through all stages: any number of micro-batches, each with its own shape.
+        """Run forward without gradients through all stages: any number of micro-batches, each with its own shape.
 
         Args:
             batches: on the host.
             forward_kwargs: as for :meth:`train`.
-            contexts: as there.
+            contexts: as for :meth:`train`.
             consume: called on the last stage with logits, the micro-batch on the device and its context; what it does
                 not keep is freed.
 
@@ -176,7 +177,8 @@ class PipelineRunner:
         return broadcast_from(value, source, self._group, self._settings.device)
 
     def _stock_schedule(self, micro_batches: int) -> tuple[list[StreamedStage], StockSchedule]:
-        """Built again where the number or shape of micro-batches changes, which costs milliseconds."""
+        """Return the stages and torch's schedule, rebuilt where the number or shape of micro-batches changes
+        (milliseconds)."""
         key = micro_batches, self._stream.hidden_spec(0)
         if self._prepared is None or self._prepared[0] != key:
             top = max(self.stages)
@@ -200,7 +202,7 @@ class PipelineRunner:
 
 @contextmanager
 def _without_stock_log() -> Iterator[None]:
-    """Where an operation fails, stock logs all operations of all ranks, on every rank, before it raises."""
+    """Suppress the log of all operations of all ranks that torch writes on every rank where one fails."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
 
     def keeps(record: logging.LogRecord) -> bool:
@@ -224,7 +226,8 @@ class StageMessages:
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, stage: int, index: int, make_buffer: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Start to receive the input of ``stage`` for micro-batch ``index``; what is returned waits for it."""
+        """Start to receive the input of ``stage`` for micro-batch ``index``, and return a function that waits for
+        it."""
         peer = self._rank_of_stage(stage - 1)
         if peer == self._own_rank:
             return lambda: self._local.pop((stage, index))
@@ -239,7 +242,7 @@ class StageMessages:
         return wait
 
     def send(self, hidden: torch.Tensor, stage: int, index: int) -> None:
-        """Pass the output of ``stage`` on."""
+        """Send the output of ``stage`` to the next one."""
         peer = self._rank_of_stage(stage + 1)
         if peer == self._own_rank:
             self._local[stage + 1, index] = hidden
@@ -250,7 +253,7 @@ class StageMessages:
         self._sends.append((work, hidden))
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait for all sends."""
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()

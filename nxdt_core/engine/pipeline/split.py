@@ -23,7 +23,7 @@ __all__ = ["cut_stage", "stage_layers", "stages_of_rank", "ties_ends"]
 
 
 def stage_layers(layers: Sequence[str], stages: int, cuts: Sequence[str] | None = None) -> list[tuple[str, ...]]:
-    """Share out layers over stages, in order.
+    """Divide layers over stages, in order.
 
     Args:
         layers: dotted names of all layers, such as ``layers.0``.
@@ -62,9 +62,9 @@ def cut_stage(
 
     Args:
         module: the whole model, on the meta device (the copy then costs no memory); it is not changed.
-        plan: of the model.
-        stage: from 0.
-        stages: in all.
+        plan: its ``pipeline`` names the layers and the modules around them.
+        stage: number of the stage, from 0.
+        stages: number of stages of the pipeline.
         cuts: as for :func:`stage_layers`.
 
     Raises:
@@ -92,7 +92,7 @@ def cut_stage(
 
 @contextmanager
 def _only(layers: nn.ModuleDict, kept: Sequence[str]) -> Iterator[None]:
-    """Leave the layers ``kept`` alone within the block, so that a copy takes no time for the others."""
+    """Keep only the layers ``kept`` within the block, so that a copy takes no time for the others."""
     everything = dict(layers.items())
     try:
         for name in everything.keys() - set(kept):
@@ -111,7 +111,7 @@ def _layers(module: nn.Module, pipeline: PipelinePlan) -> nn.ModuleDict:
 
 
 def _check_tied(plan: ParallelPlan, pipeline: PipelinePlan, layers: Sequence[Sequence[str]]) -> None:
-    """Layers may be tied within a stage; the modules before and after the layers also across the whole pipeline."""
+    """Check that tied parameters are on one stage, or are in the modules before and after the layers."""
     final = len(layers) - 1
 
     def stage_of(parameter: str) -> int:

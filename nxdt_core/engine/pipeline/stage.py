@@ -67,14 +67,14 @@ class StockStage(PipelineStage):
         return ops
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients at the end of a step. 2.9 does so in the last backward, and has no such call."""
+        """Reduce gradients at the end of a step. Torch 2.9 does so in the last backward, and has no such call."""
         if _REDUCES_LAST:
             super().perform_reduce_grad(grad_scale_factor)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of one micro-batch, after the last of which all that a step needs is done."""
+        """Run backward of one micro-batch; after the last one, finish the step."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if last_backward and full_backward and not _REDUCES_LAST:
             self.perform_reduce_grad(1)
@@ -115,7 +115,7 @@ def run_schedule(schedule: Any, targets: torch.Tensor, losses: list[torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """What all stages of a rank share."""
+    """Settings that all stages of a rank share."""
 
     stages: int
     group: dist.ProcessGroup
@@ -221,7 +221,7 @@ class StreamedStage(StockStage):
         return self._sent(super().get_bwd_send_ops(bwd_chunk_id))
 
     def finish_sends(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait for all sends."""
         while self._sends:
             self._sends.popleft().wait()
 
@@ -274,7 +274,7 @@ class StreamedStage(StockStage):
         return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what is not reduced yet and free gathered parameters: the optimizer will change their shards."""
+        """Reduce the remaining gradients and free gathered parameters: the optimizer will change their shards."""
         if not self._reduces_each:
             super().perform_reduce_grad(grad_scale_factor)
             return
@@ -291,9 +291,9 @@ class StreamedStage(StockStage):
         module.set_requires_all_reduce(last_backward)
 
     def _unshard(self) -> None:
-        """Gather the parameters, before a split backward looks for them in the module: it would not find those that
-        ZeRO-3 has freed, and leave out their gradients silently. Backward of the embedding reads no weights: the first
-        stage's is always one pass, which finds them without their values."""
+        """Gather the parameters before a split backward, which would miss those that ZeRO-3 has freed and leave out
+        their gradients silently. Backward of the embedding reads no weights: the first stage's is always one pass,
+        which needs no values."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule) and _read_in_backward(module):
                 module.unshard()
@@ -318,8 +318,8 @@ def _read_in_backward(module: FSDPModule) -> bool:
 
 
 def _run_post_backward(module: FSDPModule) -> None:
-    """Run what FSDP2 runs after backward, with the settings of the moment. It has no public call for that; stock
-    ``perform_reduce_grad`` goes the same way."""
+    """Run what FSDP2 runs after backward, with its current settings. FSDP2 has no public call for that; torch's
+    ``perform_reduce_grad`` does the same."""
     root = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in fsdp_parameter_groups(state):
@@ -340,8 +340,8 @@ have within stages."""
 
 @final
 class MicroBatchStream:
-    """Micro-batches that move to the device when a stage first asks for them, and go when the rank's last stage is
-    done with their forward: what backward needs of them, the graph holds until that backward."""
+    """Micro-batches that are moved to the device when a stage first asks for them, and released when the rank's last
+    stage has run their forward."""
 
     def __init__(
         self, device: torch.device, hidden_spec: Callable[[Batch], HiddenSpec], sent: torch.dtype | None = None

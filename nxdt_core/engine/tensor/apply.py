@@ -67,14 +67,14 @@ def apply_tensor_parallel(
     gathers_again: bool = False,
     pad_heads: bool = False,
 ) -> None:
-    """Replace, in place, the modules that ``plan.tensor`` names by sharded ones under the same names.
+    """Replace the modules that ``plan.tensor`` names by sharded ones under the same names, in place.
 
     Collective: every rank of every pipeline stage calls it. With one tensor-parallel rank nothing changes.
 
     Args:
         module: one pipeline stage, mostly on the meta device; values of a real one are kept.
         plan: patterns that match nothing here belong to other stages.
-        mesh: of the run.
+        mesh: its ``tp`` ranks share the modules.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
         gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
             layers keep them once :func:`nxdt_core.engine.recompute.discard_in_layers` was called.
@@ -120,7 +120,7 @@ def apply_tensor_parallel(
 
 
 def keep_gathered(parts: Iterable[nn.Module]) -> None:
-    """Let tensor blocks among ``parts`` keep what they gathered: they are recomputed, and gather again anyway."""
+    """Let tensor blocks among ``parts`` save what they gathered: they are recomputed, and so gather again anyway."""
     for part in parts:
         entry = getattr(part, "entry", None)
         if isinstance(entry, BlockEntry):
@@ -164,7 +164,7 @@ def replicated_partials(module: nn.Module) -> frozenset[str]:
 
 
 def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list[str]) -> None:
-    """The sequence is cut at the embeddings and made whole again at the head."""
+    """Check that the sequence is sharded at the embeddings and gathered at the head."""
     styled = dict(_styled(module, plan))
     gathering = any(styled.get(block) in ("column", "column_whole") for block in blocks)
     if "vocab_head" not in plan.tensor.values() and not gathering:
@@ -178,7 +178,7 @@ def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list
 
 
 def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, TensorStyle]]:
-    """Paths that a pattern of ``plan.tensor`` matches, but for the placeholders of other stages."""
+    """Yield the paths that a pattern of ``plan.tensor`` matches, without the placeholders of other stages."""
     for path, part in module.named_modules(remove_duplicate=False):
         style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
         if style is not None and not isinstance(part, nn.Identity):
@@ -186,7 +186,7 @@ def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Tensor
 
 
 def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
-    """Paths of the tensor blocks, none inside another."""
+    """Return the paths of the tensor blocks, none inside another."""
     blocks = [
         path
         for path, part in module.named_modules()
@@ -212,7 +212,7 @@ _ROWS: Mapping[TensorStyle, type[RowParallelLinear]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardedDim:
-    """One dimension of a parameter over the ranks."""
+    """How one dimension of a parameter is sharded over the ranks."""
 
     spread: PaddedDim
     mesh: DeviceMesh
@@ -227,7 +227,7 @@ class _ShardedDim:
         return (shard, Replicate()) if self.copied else (shard,)
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's part: real elements, then zeros."""
+        """Return this rank's part: real elements, then zeros."""
         spread, source = self.spread, parameter.detach()
         shape = [*source.shape]
         shape[spread.dim] = spread.block
@@ -330,7 +330,7 @@ class TensorSharder:
         )
 
     def _update(self, layer: nn.Module, cut: _ShardedDim | None) -> Update | None:
-        """The update of ``layer``, cut with it; ``cut`` None leaves it whole."""
+        """Return the update of ``layer``, sharded with it; ``cut`` None leaves it whole."""
         update: Update | None = getattr(layer, "update", None)
         if update is None or cut is None:
             return update
@@ -347,7 +347,7 @@ class TensorSharder:
         return update
 
     def _even(self, path: str, dim: int, size: int, features: str) -> _ShardedDim:
-        """Equal parts without padding."""
+        """Return the sharding into equal parts without padding."""
         tp = self._group.size()
         if size % tp:
             raise ShardDoesNotDivide(module=path, size=size, features=features, tp=tp)
@@ -356,7 +356,7 @@ class TensorSharder:
         return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
 
     def _of_heads(self, path: str, dim: int, size: int) -> _ShardedDim | None:
-        """Whole heads, where the plan says that ``size`` features are some."""
+        """Return the sharding by whole heads, where the plan says that the ``size`` features are heads."""
         heads, layout = self._plan.heads, self._heads
         if heads is None or layout is None:
             return None

@@ -28,7 +28,7 @@ __all__ = ["HeadSharding", "PaddedDim", "padded_parameters", "unpadded_shard"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSharding:
-    """Heads of one attention block over ``tp`` ranks; ``padded_*`` count the heads of zeros too."""
+    """The heads of one attention block over ``tp`` ranks; ``padded_*`` include heads of zeros."""
 
     query_heads: int
     kv_heads: int
@@ -39,7 +39,7 @@ class HeadSharding:
 
     @classmethod
     def of(cls, heads: AttentionHeads, tp: int, *, pad: bool = False) -> HeadSharding:
-        """Share out ``heads``; without ``pad`` nothing is filled up.
+        """Divide ``heads`` over the ranks; ``pad`` adds heads of zeros where the numbers do not divide.
 
         Raises:
             HeadsDoNotDivide: the ranks would not all have the same number of whole heads of each kind, or a rank's
@@ -88,7 +88,7 @@ class HeadSharding:
         return PaddedDim.of(dim, block=block, starts=starts, counts=counts, unit=head_dim)
 
     def _reason_against(self, heads: AttentionHeads, *, pad: bool) -> str | None:
-        """Why not, as the end of a sentence."""
+        """Return why the heads cannot be divided, as the end of a sentence; None where they can."""
         query, kv, tp = self.query_heads, self.kv_heads, self.tp
         if query % kv:
             return f": {kv} does not divide {query}"
@@ -120,7 +120,7 @@ class PaddedDim:
 
     @classmethod
     def of(cls, dim: int, *, block: int, starts: Sequence[int], counts: Sequence[int], unit: int) -> PaddedDim:
-        """From numbers of heads of ``unit`` elements each."""
+        """Return the division of heads of ``unit`` elements each, from numbers of heads."""
         return cls(
             dim=dim,
             block=block * unit,

@@ -54,7 +54,7 @@ SEQUENCE_DIM = 1
 
 
 class BlockEntry:
-    """Forward pre-hook of a tensor block: makes its first argument whole and its gradient a sum over the ranks."""
+    """Forward pre-hook of a tensor block: makes its first argument whole, and its gradient a sum over the ranks."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, sequence_parallel: bool, routes: bool = False, again: bool = False
@@ -86,7 +86,7 @@ class BlockEntry:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Each rank computes its own output features; what it is fed is whole (:class:`BlockEntry`)."""
+    """A linear layer of which each rank computes its own output features, from whole inputs (:class:`BlockEntry`)."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class GatheredColumnLinear(nn.Module):
-    """As :class:`ColumnParallelLinear`, with the features of all ranks as output, whose gradients are partial sums."""
+    """A column-parallel layer that returns the features of all ranks; their gradients are partial sums."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class GatheredColumnLinear(nn.Module):
 
 
 class WholeColumnLinear(GatheredColumnLinear):
-    """As its base, for what is computed equally on all ranks: the end of a tensor block."""
+    """A column-parallel layer that ends a tensor block: what follows is computed equally on all ranks."""
 
     def gathered(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features of all ranks; each rank's gradient is its own part."""
@@ -162,7 +162,8 @@ class WholeColumnLinear(GatheredColumnLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """Each rank multiplies its own input features; the products are summed over the ranks, then comes the bias."""
+    """A linear layer of which each rank multiplies its own input features; products are summed over the ranks, then the
+    bias is added."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class RowParallelLinear(nn.Module):
 
 
 class PartialRowLinear(RowParallelLinear):
-    """As its base, without the sum: what comes behind adds the ranks' products up with others. It has no bias."""
+    """A row-parallel layer without the sum, which a later module makes. It has no bias."""
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
         """Return this rank's product, without the sum over ranks."""
@@ -214,8 +215,8 @@ class PartialRowLinear(RowParallelLinear):
 
 
 class SplitRowLinear(RowParallelLinear):
-    """As its base, of inputs with the features of all ranks. Gradients of the others' features are zero, so that those
-    of what comes before are partial sums, as everywhere in a tensor block."""
+    """A row-parallel layer of inputs with the features of all ranks. Gradients of the other ranks' features are zero,
+    so that gradients before it are partial sums, as everywhere in a tensor block."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
@@ -224,7 +225,7 @@ class SplitRowLinear(RowParallelLinear):
 
 
 class FeatureShard(nn.Module):
-    """A module whose parameters and buffers have a leading dimension of heads or channels, with those of this rank."""
+    """A module with this rank's heads or channels of parameters and buffers that have a leading dimension of those."""
 
     def __init__(
         self,
@@ -235,7 +236,7 @@ class FeatureShard(nn.Module):
     ) -> None:
         """
         Args:
-            module: the whole one; it has no children.
+            module: the module with all heads or channels; it has no children.
             parameters: by name, DTensors with ``Shard(0)`` in the place of the module's own.
             spread: how the leading dimension is cut.
             part_of: this rank's part of a whole tensor.
@@ -256,7 +257,7 @@ class FeatureShard(nn.Module):
         return functional_call(self._inner[0], own | dict(self.named_buffers()), args, kwargs)
 
     def reset_buffers(self) -> None:
-        """Let the module compute its buffers whole, and keep this rank's part of each."""
+        """Let the module compute its whole buffers, and keep this rank's part of each."""
         (inner,), own = self._inner, dict(self.named_buffers())
         reset = getattr(inner, "reset_buffers", None)
         if not own or reset is None:
@@ -274,15 +275,15 @@ class FeatureShard(nn.Module):
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, sequence_parallel: bool) -> torch.Tensor:
-    """End a tensor block: the sum of the ranks' ``partial`` [batch, seq, hidden], whole or, under sequence
-    parallelism, this rank's part of it along the sequence."""
+    """End a tensor block: return the sum of the ranks' ``partial`` [batch, seq, hidden], or this rank's part of it
+    along the sequence under sequence parallelism."""
     if sequence_parallel:
         return reduce_scatter_along(partial, SEQUENCE_DIM, group)
     return reduce_from_group(partial, group)
 
 
 def _padded(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
-    """The parameters of ``layer`` that are cut as ``spread`` says, where that has zeros."""
+    """Return the parameters of ``layer`` that are sharded as ``spread`` says, where that has zeros."""
     if not spread.padded:
         return {}
     named = dict(layer.named_parameters())
@@ -290,12 +291,13 @@ def _padded(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, inside autograd; the gradient returns with the parameter's own placements."""
+    """Return this rank's part of a DTensor, inside autograd; the gradient gets the parameter's own placements."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank looks up the ids in its part of the table, zero for all others; the sum over ranks is the embedding."""
+    """An embedding sharded by vocabulary row: each rank looks up its own ids and zero for others, and the ranks are
+    summed."""
 
     def __init__(
         self,
@@ -362,7 +364,7 @@ class SequenceParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """Each rank computes the logits of its part of the vocabulary, from whole hidden states."""
+    """The output projection sharded by vocabulary: each rank computes its logits from whole hidden states."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: DeviceMesh, *, update: nn.Module | None = None
@@ -384,7 +386,7 @@ class VocabParallelHead(nn.Module):
 
 
 def check_sequence(length: int, group: dist.ProcessGroup) -> int:
-    """Positions of a sequence on each rank under sequence parallelism."""
+    """Return the positions of a sequence on each rank under sequence parallelism."""
     if length % group.size():
         raise SequenceDoesNotDivide(length=length, ranks=group.size())
     return length // group.size()

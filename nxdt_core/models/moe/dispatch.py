@@ -119,7 +119,7 @@ class LocalDispatcher(nn.Module):
 
         Args:
             hidden: [batch, seq, hidden].
-            routing: of these tokens.
+            routing: the experts, weights and slots of these tokens.
             experts: called with rows as :class:`nxdt_core.models.moe.experts.SwiGLUExperts` is.
 
         Returns:

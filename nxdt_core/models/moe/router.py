@@ -106,7 +106,7 @@ def slots_within(capacity: int, segments: torch.Tensor, before: torch.Tensor) ->
     expert, and their numbers have no gaps.
 
     Args:
-        capacity: of each expert, for the micro-batch.
+        capacity: assignments of the micro-batch that each expert takes.
         segments: int64 [batch, segments, tokens, experts], 1 where a token chose the expert.
         before: int64 [batch, segments, experts], assignments in earlier segments of the whole micro-batch.
 
@@ -209,8 +209,8 @@ class TopKRouter(nn.Module):
         """Create the router's weight [experts, hidden].
 
         Args:
-            hidden_size: of the tokens.
-            experts: to choose from.
+            hidden_size: width of the tokens.
+            experts: number of experts.
             top_k: experts per token.
             order: see :data:`RouterOrder`.
             normalize: let each token's weights add up to 1 (they do anyway with ``topk_softmax``).

@@ -55,9 +55,9 @@ def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -
     One item, and in it one row where the block has no gaps, but for a block that is cut along three dimensions or more.
 
     Args:
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         starts: where the block starts, one number per dimension.
-        sizes: of the block.
+        sizes: shape of the block.
     """
     shape, starts, sizes = _merged(tuple(shape), tuple(starts), tuple(sizes))
     if len(shape) == 1:
