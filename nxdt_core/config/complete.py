@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.interpolation import has_interpolation, interpolate
 from nxdt_core.config.schema import SLOTS, Composition, RunConfig
-from nxdt_core.config.section import REQUIRED, Key, is_model, keys_of, section_paths
+from nxdt_core.config.section import REQUIRED, Key, keys_of, section_paths
 from nxdt_core.config.tree import Node, Origin, from_plain, join, merge, to_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem, MissingKey
@@ -22,12 +21,10 @@ __all__ = [
     "Completion",
     "complete",
     "find_ungiven",
-    "mandatory_keys",
     "merge_plugin_defaults",
     "section_keys",
     "tidy_given",
     "with_moved_keys",
-    "with_name",
 ]
 
 _DEFAULT = Origin(kind="default", where="")
@@ -73,7 +70,7 @@ def _fillings(core: type | None, extra: type | None) -> Mapping[str, _Filling]:
 
 def _default(key: Key, extra: type | None) -> Node:
     origin = Origin(kind="default", where=extra.__name__) if key.owner is extra and extra else _DEFAULT
-    return from_plain(_plain(key.default), origin)
+    return from_plain(key.default, origin)
 
 
 class Completion:
@@ -134,20 +131,6 @@ def complete(given: Node, composition: Composition, root: type = RunConfig, path
     return Completion(given, composition, root, path)
 
 
-def _plain(value: Any) -> Any:
-    if is_model(type(value)):
-        return dict(_pairs(value))
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _pairs(instance: Any) -> Iterator[tuple[str, Any]]:
-    cls: Any = type(instance)
-    for name in keys_of(cls):
-        yield name, _plain(getattr(instance, keys_of(cls)[name].attribute))
-
-
 _MANDATORY = "???"
 """OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
 
@@ -176,29 +159,23 @@ def with_moved_keys(given: Node) -> tuple[Node, list[str]]:
     return given, notes
 
 
-def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem]]:
-    """Return the tree without ``???``, with whole sections that are interpolations replaced, and with ``section: name``
-    spelled out as ``section: {name: …}``."""
-    given = _without_mandatory(given)
-    taken = [path for path in section_paths(RunConfig) if _is_interpolation(given.find(path))]
+def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem], dict[str, Origin]]:
+    """Return the tree with whole sections that are interpolations replaced, with ``section: name`` spelled out as
+    ``section: {name: …}``, and without ``???``; the problems; and where the keys are that said ``???``."""
+    mandatory = {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
+    for path in mandatory:
+        given = given.without(path)
+    taken = [
+        path
+        for path in section_paths(RunConfig)
+        if (node := given.find(path)) is not None and has_interpolation(node.value)
+    ]
     given, problems = interpolate(given, wanted=taken) if taken else (given, [])
     for slot in SLOTS:
         node = given.find(slot.section)
         if node is not None and isinstance(node.value, str):
             given = given.set(slot.section, Node({slot.selector: node}, node.origin))
-    return given, problems
-
-
-def with_name(given: Node, stem: str) -> Node:
-    """Return the tree with ``stem``, the name of its file, as the run's name where none is given."""
-    if not stem or given.find("name") is not None:
-        return given
-    return given.set("name", Node(stem, Origin(kind="default", where="of the file's name")))
-
-
-def mandatory_keys(given: Node) -> dict[str, Origin]:
-    """Return the keys that say ``???``, and where."""
-    return {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
+    return given, problems, mandatory
 
 
 def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[ConfigProblem]:
@@ -207,17 +184,6 @@ def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[Config
         found = tree.find(path)
         if found is not None and found.origin.kind == "default":
             yield MissingKey(**origin.at(path), allowed=f"a value in place of {_MANDATORY}")
-
-
-def _is_interpolation(node: Node | None) -> bool:
-    return node is not None and has_interpolation(node.value)
-
-
-def _without_mandatory(node: Node) -> Node:
-    if not isinstance(node.value, dict):
-        return node
-    kept = {key: _without_mandatory(child) for key, child in node.value.items() if child.value != _MANDATORY}
-    return Node(kept, node.origin)
 
 
 def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node, list[ConfigProblem]]:

@@ -16,11 +16,9 @@ from nxdt_core.config.checks import (
 from nxdt_core.config.complete import (
     complete,
     find_ungiven,
-    mandatory_keys,
     merge_plugin_defaults,
     tidy_given,
     with_moved_keys,
-    with_name,
 )
 from nxdt_core.config.components import Replaced, drop_replaced, find_replaced, select, selecting_keys
 from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
@@ -28,7 +26,6 @@ from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.migration import converted, explained
 from nxdt_core.config.notes import find_notes
 from nxdt_core.config.plugins import (
-    Extensions,
     component_findings,
     engine_findings,
     option_sections,
@@ -40,7 +37,7 @@ from nxdt_core.config.plugins import (
 )
 from nxdt_core.config.read import Reading, read_tree
 from nxdt_core.config.resolved import ResolvedConfig, Selected
-from nxdt_core.config.schema import SLOTS, Composition, RunConfig
+from nxdt_core.config.schema import SLOTS, Composition
 from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
 from nxdt_core.config.sources import COMMAND_LINE, Source, apply_overrides, read_based
 from nxdt_core.config.tree import Node, Origin, merge
@@ -100,14 +97,6 @@ def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel
     return _Load(source, tuple(overrides), None, None).kernel()
 
 
-def _without_end(given: Node) -> Node:
-    """Return the tree with the largest ``trainer.max_steps`` where passes over the data alone end the run."""
-    passes = given.plain("trainer.max_epochs")
-    if given.plain("trainer.max_steps") is not None or not isinstance(passes, int) or passes < 1:
-        return given
-    return given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
-
-
 class _Load:
     """One load: what is known so far, and the problems so far."""
 
@@ -126,8 +115,6 @@ class _Load:
         """The kernel in use; before it is known, one that was started to find the recipe."""
         self.problems: list[ConfigProblem] = []
         self.mandatory: Mapping[str, Origin] = {}
-        self.filled: Node | None = None
-        """The completed tree with resolved interpolations."""
         self.reading: Reading | None = None
         self.notes: list[str] = []
         self.replaced: list[Replaced] = []
@@ -142,9 +129,12 @@ class _Load:
         self.notes += dropped
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
         given, composition = self._compose(given, kernel, source.label)
-        completion = complete(_without_end(given), composition)
+        passes = given.plain("trainer.max_epochs")
+        if given.plain("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
+            given = given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
+        completion = complete(given, composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
-        filled = self.filled = self._hide(filled, composition, kernel)
+        filled = self._hide(filled, composition, kernel)
         reading = self.reading = read_tree(filled, composition, completion.known)
         self.problems += explained(reading.problems, completion.known, kernel)
         self.problems += find_ungiven(self.mandatory, reading.tree)
@@ -162,8 +152,26 @@ class _Load:
             *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
         )
-        notes = tuple(map(hide_secrets, notes))
-        return _assemble(source.label, self.overrides, reading.run, reading, composition, extensions, kernel, notes)
+        run, chosen, run_dir = reading.run, composition.components, reading.run.exp_manager.run_dir
+        return ResolvedConfig(
+            run=run,
+            kernel=kernel,
+            components={
+                slot.kind: None
+                if (component := chosen[slot.kind]) is None
+                else Selected(component=component, config=reading.instances.get(slot.section))
+                for slot in SLOTS
+            },
+            loggers=tuple(extensions.loggers),
+            callbacks=tuple(extensions.callbacks),
+            origins={path: node.origin for path, node in reading.tree.leaf_nodes()},
+            source=source.label,
+            overrides=self.overrides,
+            run_dir=run_dir,
+            checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
+            notes=tuple(map(hide_secrets, notes)),
+            tree=reading.tree,
+        )
 
     def kernel(self) -> Kernel:
         source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced)
@@ -210,9 +218,10 @@ class _Load:
             self.problems.append(NotSupported(**place, found=describe_node(base), reason=reason, allowed="null"))
         given, moved = with_moved_keys(given)
         self.notes += moved
-        self.mandatory = mandatory_keys(given)
-        given = self._keep(tidy_given(given))
-        given = with_name(given, source.stem)
+        given, problems, self.mandatory = tidy_given(given)
+        self.problems += problems
+        if source.stem and given.find("name") is None:
+            given = given.set("name", Node(source.stem, Origin(kind="default", where="of the file's name")))
         if not source.readable:
             raise self._error(source.label)
         return given
@@ -267,47 +276,6 @@ class _Load:
         for problem in self.problems:
             hide_secrets.redact_error(problem)
         return error_report(label, self.problems, followers)
-
-
-def _assemble(
-    label: str,
-    overrides: tuple[str, ...],
-    run: RunConfig,
-    reading: Reading,
-    composition: Composition,
-    extensions: Extensions,
-    kernel: Kernel,
-    notes: tuple[str, ...],
-) -> ResolvedConfig:
-    """The result."""
-    components: dict[str, Selected | None] = {}
-    for slot in SLOTS:
-        component = composition.components[slot.kind]
-        config = reading.instances.get(slot.section)
-        components[slot.kind] = Selected(component=component, config=config) if component is not None else None
-    run_dir = _run_directory(run)
-    return ResolvedConfig(
-        run=run,
-        kernel=kernel,
-        components=components,
-        loggers=tuple(extensions.loggers),
-        callbacks=tuple(extensions.callbacks),
-        origins={path: node.origin for path, node in reading.tree.leaf_nodes()},
-        source=label,
-        overrides=overrides,
-        run_dir=run_dir,
-        checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
-        notes=notes,
-        tree=reading.tree,
-    )
-
-
-def _run_directory(run: RunConfig) -> Path:
-    manager = run.exp_manager
-    if manager.explicit_log_dir:
-        return Path(manager.explicit_log_dir)
-    named = Path(manager.exp_dir) / manager.name
-    return named if manager.version is None else named / str(manager.version)
 
 
 def error_report(label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str]) -> ConfigError:

@@ -210,7 +210,7 @@ class Key:
     name: str
     annotation: Any
     default: Any
-    """Plain value, or :data:`REQUIRED`."""
+    """Plain value, or :data:`REQUIRED`; None of a section that may be left out."""
     marks: tuple[Any, ...]
     """What :data:`typing.Annotated` carries in addition to bounds."""
     section: type | None
@@ -273,13 +273,16 @@ def _key(cls: type, attribute: str, info: Any) -> Key:
     for mark in info.metadata:
         annotation = Annotated[annotation, mark]
     found = members(annotation)
-    nested = [member for member in found if is_model(member)]
+    one = [member for member in found if member is not type(None)]
+    section = one[0] if len(one) == 1 and is_model(one[0]) else None
+    # A section's default is not made here: pydantic would build a validator for each, and its keys have their own.
+    default = None if section is not None else info.get_default(call_default_factory=True)
     return Key(
         name=info.alias or attribute,
         annotation=annotation,
-        default=REQUIRED if info.is_required() else info.get_default(call_default_factory=True),
+        default=REQUIRED if info.is_required() else default,
         marks=tuple(mark for mark in info.metadata if not isinstance(mark, Range)),
-        section=nested[0] if nested and len([m for m in found if m is not type(None)]) == 1 else None,
+        section=section,
         optional=type(None) in found or annotation is Any,
         holds_path=any(part is Path or isinstance(part, StartsAtFile) for part in _parts(annotation)),
         owner=cls,

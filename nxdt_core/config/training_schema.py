@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -280,6 +281,14 @@ class ExpManagerConfig(Section):
     """Stop, saved, when a metric no longer improves; a later start with ``resume_if_exists`` stops again at once."""
     early_stopping_callback_params: EarlyStoppingParams = Field(default_factory=EarlyStoppingParams)
     """Its options."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        if self.explicit_log_dir:
+            return Path(self.explicit_log_dir)
+        named = Path(self.exp_dir) / self.name
+        return named if self.version is None else named / str(self.version)
 
 
 class StorageSection(Section):

@@ -196,7 +196,9 @@ def merge(low: Node, high: Node) -> Node:
 
 
 def from_plain(value: Any, origin: Origin) -> Node:
-    """Return a tree of nodes that all have one origin."""
+    """Return a tree of nodes that all have one origin; sections are mappings of their keys."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(by_alias=True)
     if isinstance(value, Mapping):
         return Node({str(key): from_plain(child, origin) for key, child in value.items()}, origin)
     if isinstance(value, (list, tuple)):
