@@ -58,6 +58,14 @@ def test_the_guide_for_authors_names_every_hook():
     assert [hook for hook in HOOKS if f"`{hook}`" not in guide] == []
 
 
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_of_the_source_names_exist(page):
+    """By their path from the root or from ``nxdt_core``; a pattern names at least one."""
+    named = set(re.findall(r"`((?:[\w*-]+/)+[\w*-]+\.(?:py|csv|txt|toml))`", (ROOT / page).read_text()))
+    assert len(named) > 5
+    assert [name for name in named if not any([*ROOT.glob(name), *(ROOT / "nxdt_core").glob(name)])] == []
+
+
 def test_the_guide_for_authors_shows_every_file_of_the_example(site):
     pages = "".join((site / f"plugins/{name}/index.html").read_text() for name in ("complete", "models"))
     text = html.unescape(re.sub(r"<[^>]+>", "", pages + (site / "plugins/index.html").read_text()))
