@@ -26,12 +26,12 @@ from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.migration import converted, explained
 from nxdt_core.config.notes import find_notes
 from nxdt_core.config.plugins import (
+    Extensions,
     component_findings,
     engine_findings,
     option_sections,
     plugin_findings,
     read_policy,
-    select_extensions,
     start_kernel,
     unusable_files,
 )
@@ -138,7 +138,7 @@ class _Load:
         reading = self.reading = read_tree(filled, composition, completion.known)
         self.problems += explained(reading.problems, completion.known, kernel)
         self.problems += find_ungiven(self.mandatory, reading.tree)
-        extensions = select_extensions(reading.tree, kernel)
+        extensions = Extensions(reading.tree, kernel)
         self.problems += extensions.problems
         checked = Checked(reading.values, reading.tree)
         self._validate(checked, reading, composition, kernel)
