@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.protocols.adapter import SavedAdapter
 from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.parallel.model import ParallelModel
 from nxdt_core.protocols.parallel.ranks import RankAgreement
@@ -17,6 +19,8 @@ from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.dora_magnitudes import init_magnitudes
 from nxdt_plugin_lora.loading import check_options, load_adapter
+from nxdt_plugin_lora.peft.files import is_peft, read_config
+from nxdt_plugin_lora.peft.section import section_for
 from nxdt_plugin_lora.reference import changes_base, check_reference
 from nxdt_plugin_lora.run_files import merge_last, write_options
 
@@ -26,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoraAdapter:
-    """An :class:`~nxdt_core.protocols.adapter.Adapter`."""
+    """An :class:`~nxdt_core.protocols.adapter.Adapter`, which opens directories of peft."""
 
     def __init__(self, config: LoraConfig) -> None:
         self.config = config
@@ -48,6 +52,16 @@ class LoraAdapter:
             targets = adapted.targets
             _log.warning("LoRA of rank %d on %d layers: %s", self.config.lora_rank, len(targets), ", ".join(targets))
         return adapted.plan
+
+    @staticmethod
+    def saved_at(path: Path) -> SavedAdapter | None:
+        """Return the adapter that peft wrote into ``path``."""
+        if not is_peft(path):
+            return None
+        return SavedAdapter(
+            section=lambda builder: section_for(path, builder),
+            base=read_config(path).get("base_model_name_or_path"),
+        )
 
     @property
     def saves_base(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nxdt_plugin_lora.config import LoraConfig
 
-__all__ = ["MERGE", "differences", "peft_config", "unread"]
+__all__ = ["MERGE", "differences", "peft_config", "section_of", "unread"]
 
 _SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Theirs → ours: what decides on the values of the update."""
@@ -81,6 +81,16 @@ def peft_config(
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "fan_in_fan_out": transposed,
         "inference_mode": True,
+    }
+
+
+def section_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file says of the section ``adapter``; its targets are named as in transformers and left out."""
+    return {
+        "name": "lora",
+        **{ours: theirs.get(name, _THEIR_DEFAULTS[name]) for name, ours in _SAME.items()},
+        "lora_dropout": theirs.get("lora_dropout", 0.0),
+        "lora_bias": theirs.get("bias", "none"),
     }
 
 

@@ -15,7 +15,7 @@ from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_plugin_lora.errors import NoPeftForm
 
-__all__ = ["Leaf", "PeftTensor", "base_of", "peft_tensors"]
+__all__ = ["Leaf", "PeftTensor", "base_of", "module_of", "peft_tensors"]
 
 _PREFIX = "base_model.model."
 _HEAD = "lm_head.weight"
@@ -74,6 +74,15 @@ def base_of(name: str) -> Leaf | None:
     if last == "update":
         return Leaf(base=f"{layer}.weight", kind=kind)
     return Leaf(base=f"{layer.removesuffix('.updates')}.{last}", kind=kind)
+
+
+def module_of(name: str) -> tuple[str, bool]:
+    """Return the module of transformers that a tensor of the file belongs to, and whether it is of an update."""
+    inner = name.removeprefix(_PREFIX)
+    for suffix in {*_IN_PEFT.values(), *_EMBEDDING_IN_PEFT.values()}:
+        if inner.endswith(f".{suffix}"):
+            return inner.removesuffix(f".{suffix}"), True
+    return inner.rpartition(".")[0].removesuffix(".base_layer"), False
 
 
 def peft_tensors(
