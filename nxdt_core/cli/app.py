@@ -40,7 +40,8 @@ COMMANDS = {
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
     ),
     "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
-    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
+    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue prompts with a model."),
+    "chat": LazyCommand(target="nxdt_core.cli.generate:chat", summary="Talk to a model."),
     "evaluate": LazyCommand(
         target="nxdt_core.cli.evaluate:evaluate", summary="Evaluate a checkpoint on held-out records and tasks."
     ),

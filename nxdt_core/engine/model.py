@@ -18,6 +18,7 @@ from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.collectives import ScaledWeights
 from nxdt_core.engine.data.fsdp import begin_micro_batch, uses_copied_masters
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
+from nxdt_core.engine.decoding import CachedDecoding, attention_slots, last_rows_only
 from nxdt_core.engine.expert import RouterMetrics
 from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogProbs
 from nxdt_core.engine.layout import Layout
@@ -30,10 +31,11 @@ from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.models.attention.cache import KeyValueCache
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.protocols.parallel_model import Decoding, StepLoss
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -181,15 +183,41 @@ class TorchModel:
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
         batch = shard_sequence(Batch(input_ids=padded, labels=padded), self._mesh)
         with self._forward_only():
-            if self._pipeline is not None:
-                found = self._pipeline.forward(
-                    [batch], _inputs, lambda _: StepContext(), lambda logits, *_: _whole(logits)
-                )
-                logits = self._pipeline.broadcast_from_last(found[0] if found else None)
-            else:
-                logits = _whole(self._logits(batch.to(self._compute.device), StepContext()))
-            logits = unshard_sequence(logits, self._mesh)
+            logits = unshard_sequence(self._whole_logits(batch), self._mesh)
         return logits[:, :length]
+
+    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding | str:
+        """Return a pass for each further token; see :class:`nxdt_core.protocols.parallel_model.DecodingModel`."""
+        if self._mesh.sizes.cp > 1:
+            return "context parallel ranks share each sequence"
+        slots = attention_slots(self._layout.modules, self.plan)
+        if isinstance(slots, str):
+            return slots
+        return CachedDecoding(KeyValueCache(slots, lengths, columns), self._last_logits, self._sequence_multiple)
+
+    def _last_logits(self, batch: Batch, columns: int, cache: KeyValueCache) -> torch.Tensor:
+        """The logits [rows, vocab] of the last of the first ``columns`` tokens, whose keys and values are kept."""
+        if self.module.training:
+            for module in self._layout.modules:
+                module.eval()
+        last, alone = columns - 1, self._mesh.group("world") is None
+        trims = columns > 1 and not self._layout.sequence_parallel
+        heads = last_rows_only(self._layout.modules, self.plan, last) if trims else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if self._layout.compiled else nullcontext()
+        with self._forward_only(inference=alone), cache.extended(columns), heads, eager:
+            return self._whole_logits(batch, last)[:, 0]
+
+    def _whole_logits(self, batch: Batch, index: int | None = None) -> torch.Tensor:
+        """The logits of all tokens, or of one of each row, [rows, 1, vocab]: where the heads gave more."""
+
+        def wanted(logits: torch.Tensor) -> torch.Tensor:
+            one = index is not None and logits.shape[1] > 1
+            return _whole(logits[:, index : index + 1] if one and index is not None else logits)
+
+        if self._pipeline is None:
+            return wanted(self._logits(batch.to(self._compute.device), StepContext()))
+        found = self._pipeline.forward([batch], _inputs, lambda _: StepContext(), lambda logits, *_: wanted(logits))
+        return self._pipeline.broadcast_from_last(found[0] if found else None)
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
@@ -321,14 +349,15 @@ class TorchModel:
         return (rows, tokens, self.plan.pipeline.hidden_size), self._compute.hidden
 
     @contextmanager
-    def _forward_only(self) -> Iterator[None]:
-        """No gradients. Where FSDP2 gathers weights or masters have copies, a caller's inference mode is left, since no
-        backward can use what is made in it. Gathered weights are freed, since the optimizer's update would not reach
-        them.
+    def _forward_only(self, *, inference: bool = False) -> Iterator[None]:
+        """No gradients, and inference mode where it is asked for and possible. Where FSDP2 gathers weights or masters
+        have copies, a caller's inference mode is left, since no backward can use what is made in it; and gathered
+        weights are freed, since the optimizer's update would not reach them.
         """
         gathered = self._layout.sharded or self._weights is not None
         weights = nullcontext() if self._weights is None else self._weights.in_place()
-        with torch.inference_mode(False) if gathered else nullcontext(), torch.no_grad(), weights:
+        mode = torch.inference_mode(not gathered) if gathered or inference else nullcontext()
+        with mode, torch.no_grad(), weights:
             yield
         for module in self._layout.modules if self._layout.sharded else ():
             for part in module.modules():

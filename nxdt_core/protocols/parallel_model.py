@@ -13,7 +13,7 @@ from nxdt_core.protocols.piece import Piece
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ParallelModel", "ParallelOptimizer", "Replicas", "StepLoss"]
+__all__ = ["Decoding", "DecodingModel", "ParallelModel", "ParallelOptimizer", "Replicas", "StepLoss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,36 @@ class ParallelModel(Protocol):
 
     def local_modules(self) -> Sequence[torch.nn.Module]:
         """Return the plain modules of this rank: one a pipeline stage."""
+        ...
+
+
+class Decoding(Protocol):
+    """Rows of tokens that a model continues, with what it keeps of them."""
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [rows, vocab] of the token behind ``input_ids`` [rows, tokens], without gradients.
+
+        First the prompts, padded on the left with any id; then one token per row and call. Collective.
+        """
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Continue these rows only, in this order; one may be named several times."""
+        ...
+
+
+@runtime_checkable
+class DecodingModel(Protocol):
+    """A :class:`ParallelModel` of an engine that generates with a cache of keys and values. Where it has none,
+    generation computes all tokens again for each new one."""
+
+    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding | str:
+        """Return what continues prompts of these lengths, or the reason why the model keeps no keys and values.
+
+        Args:
+            lengths: tokens of each prompt.
+            columns: tokens that the longest row can grow to.
+        """
         ...
 
 

@@ -92,6 +92,7 @@ ALLOWED = {
         f"{CORE}/data/cache.py: path.open('rb')",
         f"{CORE}/data/files/compressed.py: path.open('rb')",
         "plugins/adapters/lora/src/nxdt_plugin_lora/peft_files.py: safe_open(path, framework='pt', device=HOST.type)",
+        "plugins/adapters/lora/src/nxdt_plugin_lora/peft_section.py: safe_open(path, framework='pt')",
         f"{MEGATRON}/preprocess/progress.py: path.open('rb')",
         f"{MEGATRON}/preprocess/tokenizers.py: path.read_bytes()",
         f"{MEGATRON}/indexed_files.py: data.open('rb', buffering=0)",

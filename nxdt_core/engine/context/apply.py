@@ -44,7 +44,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["apply_context_parallel", "shard_sequence", "unshard_sequence"]
+__all__ = ["apply_context_parallel", "core_semantics", "shard_sequence", "unshard_sequence"]
 
 ContextMethod = Literal["ring", "gather"]
 _METHODS = {"ring": (ring_forward, ring_backward), "gather": (gathered_forward, gathered_backward)}
@@ -106,7 +106,10 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
         raise RingNeedsPointToPoint(device_type=device.type)
     document_cache(group)
     for path, core in cores:
-        semantics = _semantics(path, core)
+        semantics = core_semantics(path, core)
+        if semantics.dropout or semantics.softcap is not None:
+            reason = "it has dropout" if semantics.dropout else "it caps its scores"
+            raise AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
         parent, _, name = path.rpartition(".")
         sharded = ContextParallelAttention(group, method=method, semantics=semantics)
         setattr(module.get_submodule(parent), name, sharded)
@@ -168,16 +171,21 @@ def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
     return any(True for _ in module.get_submodule(plan.pipeline.layers).children())
 
 
-def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
-    """Return what ``core`` computes, as its class says. A subclass that computes something else must override it."""
+def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
+    """Return what ``core`` computes, as its class says. A subclass that computes something else must say so itself.
+
+    Raises:
+        AttentionCoreUnknown: it does not say so, or its tokens see later ones.
+    """
 
     def refusal(reason: str) -> NxdtError:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
 
-    said = next((depth for depth, kind in enumerate(type(core).__mro__) if "semantics" in vars(kind)), None)
+    kinds = [kind for kind in type(core).__mro__ if "computed" not in vars(kind)]  # without that of recomputation
+    said = next((depth for depth, kind in enumerate(kinds) if "semantics" in vars(kind)), None)
     if said is None:
         raise refusal("it does not say what it computes")
-    done = next(depth for depth, kind in enumerate(type(core).__mro__) if "forward" in vars(kind))
+    done = next(depth for depth, kind in enumerate(kinds) if "forward" in vars(kind))
     if done < said:
         raise refusal("it overrides forward() and not semantics()")
     semantics: AttentionSemantics = core.semantics()  # type: ignore[operator]

@@ -134,8 +134,10 @@ def _attention(whole: nn.Module, plan: ParallelPlan, operations: float, seq_leng
 
 
 def _window(core: nn.Module) -> int | None:
+    """The tokens that a token's scores are computed with; with a cap, all are, and a window hides some."""
     semantics = getattr(core, "semantics", None)
-    return None if semantics is None else getattr(semantics(), "window", None)
+    found = None if semantics is None else semantics()
+    return None if getattr(found, "softcap", None) is not None else getattr(found, "window", None)
 
 
 def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tuple[str, ...]:

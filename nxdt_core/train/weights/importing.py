@@ -30,7 +30,7 @@ from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
 
-__all__ = ["Imported", "check_empty", "import_checkpoint"]
+__all__ = ["Imported", "check_empty", "described_run", "import_checkpoint"]
 
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
@@ -93,7 +93,7 @@ def import_checkpoint(
     def prepare() -> None:
         run = load(config, overrides) if config else None
         name, found = open_checkpoint(Path(source), Kernel.start() if run is None else run.kernel, format)
-        run = _described(source, name, found, overrides) if run is None else run
+        run = described_run(source, name, found, overrides) if run is None else run
         if rank_of(ranks) == 0:
             check_empty(storage)
         listing = found.listing(build.model_builder(run), weights_only=weights_only)
@@ -130,8 +130,13 @@ def import_checkpoint(
     )
 
 
-def _described(source: str, format: str, found: CheckpointReader, overrides: Sequence[str]) -> ResolvedConfig:
-    """A run without data, of the model that the checkpoint describes."""
+def described_run(source: str, format: str, found: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Return a run without data, of the model that a checkpoint of another program describes.
+
+    Raises:
+        ForeignConfigMissing: it does not.
+        ArchitectureUnread, ConfigError: no plugin builds its model.
+    """
     keys = found.model_config()
     if keys is None:
         raise ForeignConfigMissing(path=source, format=format)
