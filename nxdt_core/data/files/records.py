@@ -61,7 +61,7 @@ def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tu
 
     Args:
         patterns: paths and patterns; a directory stands for its Arrow files, or else its Parquet or JSONL files.
-        key: of the configuration, for errors.
+        key: configuration key that names the file, for errors.
         example: a record as it is wanted, as JSON, for errors.
 
     Raises:

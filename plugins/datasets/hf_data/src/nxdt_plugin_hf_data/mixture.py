@@ -19,7 +19,7 @@ class Interleave:
 
     Args:
         streams: endless ones.
-        weights: of each, above 0.
+        weights: weight of each dataset, above 0.
     """
 
     def __init__(self, streams: Sequence[IterableDataset], weights: Sequence[float]) -> None:
