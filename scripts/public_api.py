@@ -244,12 +244,11 @@ def _text(node: ast.AST | None) -> str:
 
 
 def _hooks() -> Iterator[str]:
-    for path in sorted((ROOT / "nxdt_core" / "kernel" / "hookspecs").glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("nxdt_"):
-                yield f"hook {node.name} : -> {_text(node.returns)}"
-                for arg in node.args.args:
-                    yield f"argument {node.name}({arg.arg}) : {_text(arg.annotation)}"
+    for node in ast.parse((ROOT / "nxdt_core" / "kernel" / "hookspecs.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("nxdt_"):
+            yield f"hook {node.name} : -> {_text(node.returns)}"
+            for arg in node.args.args:
+                yield f"argument {node.name}({arg.arg}) : {_text(arg.annotation)}"
 
 
 def _errors() -> Iterator[str]:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 
 from nxdt_core.cli.groups import SuggestingGroup
-from nxdt_core.cli.verb import Verb, completed_by, print_json, print_note, say
+from nxdt_core.cli.verb import Verb, complete_override, complete_source, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import RegisteredComponent
 
-__all__ = ["launch"]
 
 _EXAMPLES = {
     "slurm": (
@@ -54,7 +53,7 @@ class LaunchGroup(SuggestingGroup):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
-            from nxdt_core.errors.clusters import CannotSubmit
+            from nxdt_core.errors.launch import CannotSubmit
             from nxdt_core.kernel import Kernel
 
             if args[0].startswith("-"):
@@ -121,10 +120,8 @@ before it.
 def _parameters() -> list[click.Parameter]:
     path = click.Path(path_type=Path)
     return [
-        click.Argument(["source"], metavar="CONFIG", shell_complete=completed_by("complete_source")),
-        click.Argument(
-            ["overrides"], nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed_by("complete_override")
-        ),
+        click.Argument(["source"], metavar="CONFIG", shell_complete=complete_source),
+        click.Argument(["overrides"], nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override),
         click.Option(["--nodes"], type=click.IntRange(min=1), help="Nodes of the run; by default trainer.num_nodes."),
         click.Option(["--cluster"], type=path, metavar="FILE", help="YAML file with the options below."),
         click.Option(["-o", "--output"], type=path, metavar="DIR", help="Where to write; by default launch/NAME."),

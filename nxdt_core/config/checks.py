@@ -19,8 +19,8 @@ from nxdt_core.config.training_schema import DistributedStrategyConfig
 from nxdt_core.config.tree import Node, Origin, Place, join
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit, WrongValue
 from nxdt_core.errors.launch import WorldDoesNotDivide
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.rules import Settings
+from nxdt_core.protocols.engine import Settings
+from nxdt_core.protocols.mesh import MeshSizes
 
 __all__ = [
     "BATCH",

@@ -14,7 +14,7 @@ from nxdt_core.config.tree import Node, Origin, from_plain, join, merge, to_plai
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem, MissingKey
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.contexts import ConfigDefaultsContext
+from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 
 __all__ = [
     "MOVED",

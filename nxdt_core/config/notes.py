@@ -1,6 +1,6 @@
 """Settings that are accepted and do nothing, or are about to go: one line for each reason.
 
-Such a setting is no error: a file may run on fewer devices than it was written for.
+Such a setting is not an error: a file may run on fewer devices than it was written for.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _of_dimensions(checked: Checked) -> Iterator[str]:
 
 
 def _of_sharding(checked: Checked) -> Iterator[str]:
-    """Nothing to shard over, and tokens that travel although no expert is ever full."""
+    """Yield notes on ZeRO without ranks to shard over, and on tokens exchanged for experts that are never full."""
     sizes, zero = mesh_sizes(checked), f"{_STRATEGY}.zero1"
     written = [key for key in (zero, f"{_STRATEGY}.zero_stage") if checked.origin(key).kind != "default"]
     asked = [key for key in written if checked.values.get(key)]

@@ -29,7 +29,7 @@ from nxdt_core.errors.configuration import (
 )
 from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
 from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
-from nxdt_core.kernel.contexts import ValidateConfigContext
+from nxdt_core.kernel.hookspecs import ValidateConfigContext
 from nxdt_core.kernel.plugin import LOCAL
 
 __all__ = [

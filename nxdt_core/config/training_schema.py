@@ -20,7 +20,7 @@ from nxdt_core.config.annotations import (
 )
 from nxdt_core.config.section import Section
 from nxdt_core.errors.launch import WorldDoesNotDivide
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 
 __all__ = [
     "CheckpointConfig",

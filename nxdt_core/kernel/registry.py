@@ -17,12 +17,9 @@ from nxdt_core.errors.plugins import (
     UnknownKind,
     UnknownScheme,
 )
+from nxdt_core.kernel.discovery import import_reference
 from nxdt_core.kernel.known import known_offers, offering_dist, reading_model, serving_dist
-from nxdt_core.kernel.loading import import_reference
-from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, diagnose
-from nxdt_core.kernel.policy import names, normalise
-
-__all__ = ["RegisteredComponent", "Registry"]
+from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, diagnose, names, normalise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +61,7 @@ class RegisteredComponent:
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:
-        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.parallel.rules.EngineRules`); None where its
+        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.engine.EngineRules`); None where its
         record names none.
 
         Raises:

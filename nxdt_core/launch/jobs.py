@@ -17,7 +17,8 @@ from nxdt_core.config.read import read_part
 from nxdt_core.config.secrets import drop_replaced, shown_words
 from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
 from nxdt_core.config.tree import MASK, Node
-from nxdt_core.errors.clusters import (
+from nxdt_core.errors.configuration import ComponentFinding, ConfigError
+from nxdt_core.errors.launch import (
     CannotSubmit,
     ClusterHasOtherDevices,
     ClusterHasOtherNodes,
@@ -27,12 +28,9 @@ from nxdt_core.errors.clusters import (
     SubmitCommandMissing,
     SubmitFailed,
 )
-from nxdt_core.errors.configuration import ComponentFinding, ConfigError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.launcher import Job, Submission
 from nxdt_core.regular_files import make_directory, read_text, replace_text
-
-__all__ = ["prepare", "read_options", "submit", "write"]
 
 _RESUME = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
 _NAME_LENGTH = 48
@@ -86,8 +84,8 @@ def prepare(
 
     Args:
         component: the launcher.
-        source: of the configuration.
-        overrides: of the configuration.
+        source: configuration file or ``recipe:NAME``.
+        overrides: ``key=value`` words of the command line.
         nodes: of the run; None takes the cluster file's, or ``trainer.num_nodes``.
         cluster: a YAML file with options of the launcher.
         given: options of the command line.

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 if TYPE_CHECKING:
     import torch

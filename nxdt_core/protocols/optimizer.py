@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 
 if TYPE_CHECKING:
     import torch

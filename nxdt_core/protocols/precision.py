@@ -52,8 +52,8 @@ class LinearProduct(Protocol):
 
         Args:
             name: path of the layer in the model.
-            out_features: of this rank's part of the weight.
-            in_features: of this rank's part of the weight.
+            out_features: rows of this rank's part of the weight.
+            in_features: columns of this rank's part of the weight.
 
         Raises:
             NxdtError: it should, and cannot with these sizes.

@@ -25,9 +25,9 @@ from nxdt_core.errors.optimizers import NoMasterWeights
 from nxdt_core.kernel.plugin import LOCAL
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore

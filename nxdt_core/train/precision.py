@@ -8,17 +8,6 @@ from typing import Literal
 from nxdt_core.config.section import Section
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
-__all__ = [
-    "BF16SRConfig",
-    "ManualConfig",
-    "autocast",
-    "bf16_sr",
-    "fp32",
-    "manual",
-    "mixed_precision",
-    "mixed_precision_sr",
-]
-
 Switch = Literal[False, True, 0, 1, "0", "1"]
 """NxD Training hands these to the environment, so its files write them as text."""
 

@@ -15,24 +15,6 @@ from nxdt_core.config.section import Section
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
-__all__ = [
-    "CosineAnnealingConfig",
-    "constant",
-    "cosine_annealing",
-    "exponential",
-    "inverse_square_root",
-    "linear_annealing",
-    "noam",
-    "noam_hold",
-    "polynomial",
-    "square_annealing",
-    "square_root_annealing",
-    "stairs",
-    "warmup_hold",
-    "warmup_policy",
-    "warmup_stable_decay",
-]
-
 _OF_THE_CURVE = PartOf("model.optim.sched.max_steps")
 
 

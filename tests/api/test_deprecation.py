@@ -116,7 +116,7 @@ def test_a_removal_that_was_not_deprecated_is_named():
         "class nxdt_core.models.norm.Norm",
         "deprecated nxdt_core.models.norm.Norm : since 0.1, goes in 0.3, use nxdt_core.models.norm.RMSNorm",
         "key trainer.old : an integer = 1",
-        "name nxdt_core.data.bins.THING",
+        "name nxdt_core.data.packing.THING",
     ]
     found = public_api.compare(before, [])
     assert sorted(public_api.undeprecated(found, before)) == [

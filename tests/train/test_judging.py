@@ -11,7 +11,7 @@ from html import unescape
 import datasets
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.writer import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
 from nxdt_testing.errors import raises
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.schedule_contract import ScheduleContract
 
+from nxdt_core.builtins import SCHEDULES
 from nxdt_core.config.section import REQUIRED, keys_of
-from nxdt_core.kernel.loading import import_reference
-from nxdt_core.train.records import SCHEDULES
+from nxdt_core.kernel.discovery import import_reference
 
 
 class TestBuiltin(ScheduleContract):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.templates import UnusedMode
-from nxdt_core.data.digest import digest
 from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import (
     EXPANDS_BY,
@@ -18,10 +18,10 @@ from nxdt_core.data.files.paths import (
     JSON_LINES,
     decode,
     expand,
-    half_character,
     json_objects,
-    near,
+    lone_surrogate,
     read_bytes,
+    similar_files,
 )
 from nxdt_core.errors.chats import FieldsUnused
 from nxdt_core.errors.data import (
@@ -61,7 +61,7 @@ def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tu
 
     Args:
         patterns: paths and patterns; a directory stands for its Arrow files, or else its Parquet or JSONL files.
-        key: of the configuration, for errors.
+        key: configuration key that names the file, for errors.
         example: a record as it is wanted, as JSON, for errors.
 
     Raises:
@@ -89,7 +89,7 @@ def _within(path: Path, key: str) -> list[Path]:
     for endings in _KINDS:
         if found := [each for each in inside if bare_name(each).endswith(endings) and each.is_file()]:
             return found
-    candidates = tuple(str(each) for each in inside if each.is_dir()) or near(path)
+    candidates = tuple(str(each) for each in inside if each.is_dir()) or similar_files(path)
     raise DataFileNotFound(key=key, path=str(path / "*.jsonl"), candidates=candidates)
 
 
@@ -113,7 +113,7 @@ def _listed(path: Path, text: str) -> list[dict[str, Any]]:
         raise BadJsonFile(path=str(path), reason=str(error)) from error
     if not all(isinstance(record, dict) for record in found):
         raise BadJsonFile(path=str(path), reason="an entry is not an object")
-    if half := half_character(text, found):
+    if half := lone_surrogate(text, found):
         raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
     records: list[dict[str, Any]] = found
     return records
@@ -169,7 +169,7 @@ def _values(value: Any, kind: Any) -> Any:
     """
     if isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json":
         found = json.loads(value)
-        if half := half_character(value, found):
+        if half := lone_surrogate(value, found):
             raise ValueError(f"its JSON holds half a character, {half}")
         return found
     kind = getattr(kind, "storage_type", kind)

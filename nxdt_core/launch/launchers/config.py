@@ -18,8 +18,6 @@ from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range
 from nxdt_core.config.section import Section
 from nxdt_core.protocols.launcher import Job
 
-__all__ = ["HyperPodOptions", "KubernetesOptions", "LocalOptions", "SlurmOptions", "exports", "header", "program"]
-
 _CORES = "aws.amazon.com/neuroncore"
 """Resource of the Neuron device plugin; it counts cores."""
 _GPUS = "nvidia.com/gpu"
@@ -186,7 +184,7 @@ def program(options: ClusterOptions, *, module: bool = False) -> list[str]:
     """Return the words that call nxdt on a node.
 
     Args:
-        options: of the cluster.
+        options: the launcher's options.
         module: as a module behind ``torchrun``, ``-m nxdt_core``.
     """
     if module:

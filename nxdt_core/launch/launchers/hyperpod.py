@@ -9,9 +9,7 @@ from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import HyperPodOptions
 from nxdt_core.launch.launchers.kubernetes import manifests
 from nxdt_core.launch.launchers.slurm import SCRIPT, batch_script
-from nxdt_core.protocols.launcher import Job, Place, Submission
-
-__all__ = ["HyperPodLauncher"]
+from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 
 _HEALTHY = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
 """Label of nodes that HyperPod has checked."""
@@ -20,7 +18,7 @@ _HEALTHY = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
 class HyperPodLauncher:
     """Slurm with ``--auto-resume``, or a PyTorchJob that HyperPod resumes."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place of a task of ``srun``."""
         return join_slurm(environment, socket.gethostname())
 

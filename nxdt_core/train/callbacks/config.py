@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
 from nxdt_core.config.section import Section
 
-__all__ = ["GenerationsConfig"]
-
 
 class GenerationsConfig(Section):
     """``name: generations``."""

@@ -8,23 +8,6 @@ from typing import Annotated, Literal
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Range
 from nxdt_core.config.section import Section
 
-__all__ = [
-    "AdadeltaConfig",
-    "AdafactorConfig",
-    "AdagradConfig",
-    "AdamConfig",
-    "AdamWConfig",
-    "AdamaxConfig",
-    "BetasConfig",
-    "LionConfig",
-    "MuonConfig",
-    "NovogradConfig",
-    "OptimizerConfig",
-    "RMSpropConfig",
-    "RpropConfig",
-    "SGDConfig",
-]
-
 Positive = Annotated[float, Range(1e-300, None)]
 
 

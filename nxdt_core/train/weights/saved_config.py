@@ -7,7 +7,7 @@ configuration that the user names decides in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +36,7 @@ __all__ = [
     "config_to_save",
     "locate",
     "named_config",
+    "one_process_run",
     "own_run",
     "saved_adapter",
     "saved_base",
@@ -113,8 +114,8 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     """Return the run that wrote a checkpoint.
 
     Args:
-        manifest: of the checkpoint.
-        where: its address.
+        manifest: the committed manifest of the checkpoint.
+        where: address of the checkpoint, for messages.
         config: decides in place of the configuration that the checkpoint keeps.
         base: whether the weights that the run began with are needed, where the checkpoint leaves them out.
 
@@ -122,26 +123,49 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
         SavedConfigUnusable: the model or the tokenizer cannot be built here, or needs what a checkpoint may not
             decide; names the keys.
     """
-    if config is None:
-        tree, paths = _saved_tree(manifest, where), _KEPT
-    else:
-        tree, paths = from_plain(config.to_values(), Origin(kind="file", where=where)), (*_KEPT, *_HERE)
+    without = _BASE if manifest.facts.without_base and base else ()
+    try:
+        if config is not None:
+            return one_process_run(config, without, lambda kept: _with_base_step(kept, manifest, config))
+        tree = _saved_tree(manifest, where)
+        kept = _kept(tree, (*_KEPT, *without))
+        keys = _checked_keys(manifest, tree, kept, where)
+        return SavedRun(config=_alone(kept), chat_keys=keys)
+    except ConfigError as error:
+        files = None if config is not None else _saved_tree(manifest, where).plain("plugins.local")
+        raise _unusable(error.problems, where, files) from error
+
+
+def one_process_run(
+    config: ResolvedConfig, more: Sequence[str] = (), change: Callable[[Node], Node] = lambda kept: kept
+) -> SavedRun:
+    """Return the run of ``config`` on one process, as far as using its model needs it.
+
+    Args:
+        config: that the user names.
+        more: keys to keep in addition.
+        change: applied to what is kept.
+
+    Raises:
+        ConfigError: it cannot be used so.
+    """
+    tree = from_plain(config.to_values(), Origin(kind="file", where="the configuration"))
+    kept = change(_kept(tree, (*_KEPT, *_HERE, *more)))
+    return SavedRun(config=_alone(kept, config.kernel), chat_keys=build.chat_keys(config))
+
+
+def _kept(tree: Node, paths: Sequence[str]) -> Node:
     kept = Node({}, tree.origin)
-    for path in (*paths, *(_BASE if manifest.facts.without_base and base else ())):
+    for path in paths:
         if (node := tree.find(path)) is not None:
             kept = kept.set(path, node)
     for path in (*_OF_TRAINING, *_OF_BEFORE):
         kept = kept.without(path)
-    if config is None:
-        keys, kernel, files = _checked_keys(manifest, tree, kept, where), None, tree.plain("plugins.local")
-    else:
-        keys, kernel, files = build.chat_keys(config), config.kernel, None
-        kept = _with_base_step(kept, manifest, config)
-    try:
-        run = load(to_plain(merge(kept, from_plain(_ONE_PROCESS, tree.origin))), kernel=kernel)
-    except ConfigError as error:
-        raise _unusable(error.problems, where, files) from error
-    return SavedRun(config=run, chat_keys=keys)
+    return kept
+
+
+def _alone(kept: Node, kernel: Kernel | None = None) -> ResolvedConfig:
+    return load(to_plain(merge(kept, from_plain(_ONE_PROCESS, kept.origin))), kernel=kernel)
 
 
 def _with_base_step(kept: Node, manifest: Manifest, config: ResolvedConfig) -> Node:

@@ -22,7 +22,7 @@ from nxdt_core.config.sources import list_recipes
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownPlugin
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.policy import names
+from nxdt_core.kernel.plugin import names
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.train import build

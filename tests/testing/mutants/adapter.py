@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.models.updates import Update, UpdatedLinear
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 
 RANK, SCALE = 2, 2.0
 TARGETS = ("q_proj", "o_proj")

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 from tests.testing.mutants.small_model import HEADS, ROWS, WIDTH, Attention, Layer, Small, SmallBuilder, SmallConfig
 
 PLAN = SmallBuilder().plan()

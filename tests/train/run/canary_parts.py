@@ -12,7 +12,7 @@ from pydantic import Field
 from nxdt_core.api import Callback, Component, ConfigFinding, Run, hookimpl
 from nxdt_core.config.annotations import SecretText
 from nxdt_core.config.section import Section
-from nxdt_core.kernel.contexts import ValidateConfigContext
+from nxdt_core.kernel.hookspecs import ValidateConfigContext
 
 
 class BoardConfig(Section):

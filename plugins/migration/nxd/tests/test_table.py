@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nxdt_plugin_migrate.config.comments import read_comments
-from nxdt_plugin_migrate.config.document import Document, read_document
+from nxdt_plugin_migrate.config.document import Document, read_comments, read_document
 from nxdt_plugin_migrate.config.legacy import core_keys, drop_dead_keys, rename_keys
 from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, RENAMED, SAID_BY
 from nxdt_plugin_migrate.config.table import declared_keys, schema_page, schema_table, value_table

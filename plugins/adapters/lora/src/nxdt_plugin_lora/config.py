@@ -9,8 +9,6 @@ from typing import Literal
 from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt, SourcePath
 from nxdt_core.config.section import Section
 
-__all__ = ["ALL_LINEAR", "Biases", "LoraConfig"]
-
 Biases = Literal["none", "all", "lora_only"]
 
 ALL_LINEAR = "all-linear"

@@ -8,8 +8,6 @@ from typing import Annotated
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.config.annotations import PositiveInt, Range
 
-__all__ = ["FsxStorageConfig"]
-
 _GRAIN_BYTES = 64 * 2**10
 """Lustre takes stripe sizes that are multiples of it, lfs-setstripe(1)."""
 

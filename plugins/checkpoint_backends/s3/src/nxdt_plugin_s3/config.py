@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 from nxdt_core.config.annotations import PositiveInt, Range
 from nxdt_core.config.section import Section
 
-__all__ = ["S3StorageConfig"]
-
 Seconds = Annotated[float, Range(0.001)]
 _SMALLEST_PART = 5 * 2**20
 """https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""

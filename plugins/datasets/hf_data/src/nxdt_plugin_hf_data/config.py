@@ -11,8 +11,6 @@ from pydantic import Field
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Written
 from nxdt_core.config.section import Section
 
-__all__ = ["HfDataConfig", "SourceConfig"]
-
 _SMALLEST = 1e-5
 """Share below which the others would be repeated beyond measure until each sample of a source has come."""
 

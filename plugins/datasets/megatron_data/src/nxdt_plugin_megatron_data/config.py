@@ -10,8 +10,6 @@ from nxdt_core.config.annotations import Written
 from nxdt_core.config.section import Section
 from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
 
-__all__ = ["MegatronDataConfig"]
-
 
 class MegatronDataConfig(Section):
     """Tokens in Megatron's ``.bin/.idx`` files; ``nxdt data preprocess`` makes them."""

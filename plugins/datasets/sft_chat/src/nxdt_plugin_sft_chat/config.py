@@ -7,8 +7,6 @@ from typing import Literal
 
 from nxdt_core.data.chat.templates import ChatKeys
 
-__all__ = ["ChatConfig", "Truncation"]
-
 Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]
 
 

@@ -10,8 +10,6 @@ from pydantic import Field
 from nxdt_core.config.annotations import Fraction
 from nxdt_core.config.section import Section
 
-__all__ = ["TextConfig"]
-
 
 class TextConfig(Section):
     """Plain text and JSONL files, tokenised when the run starts and kept in memory.

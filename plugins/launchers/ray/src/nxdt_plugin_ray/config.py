@@ -10,8 +10,6 @@ from pydantic import Field
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
 from nxdt_core.config.section import Section
 
-__all__ = ["RayOptions"]
-
 
 class RayOptions(Section):
     """A cluster of Ray."""

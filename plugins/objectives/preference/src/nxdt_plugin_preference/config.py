@@ -8,8 +8,6 @@ from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
 from nxdt_core.data.chat.templates import ChatKeys
 
-__all__ = ["DpoConfig", "OrpoConfig", "PreferenceConfig", "TruncationMode"]
-
 TruncationMode = Literal["keep_start", "keep_end"]
 
 

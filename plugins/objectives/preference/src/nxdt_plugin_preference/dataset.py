@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport, TokenCount
-from nxdt_plugin_preference.pairs import PAIR
+from nxdt_plugin_preference.objectives import PAIR
 from nxdt_plugin_preference.rendering import Pair
-
-__all__ = ["PairDataset"]
 
 _PADDING = -1
 """Document number of padding."""

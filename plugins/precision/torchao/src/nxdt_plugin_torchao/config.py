@@ -9,8 +9,6 @@ from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, Posit
 from nxdt_core.config.section import Section
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
-__all__ = ["AdamW8bitConfig", "Float8Config"]
-
 
 class Float8Config(Section):
     """Matrix products in float8."""

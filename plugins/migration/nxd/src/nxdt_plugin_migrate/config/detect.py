@@ -9,8 +9,6 @@ from nxdt_core.config.tree import Node
 from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.errors import MigrationRefused
 
-__all__ = ["FRAMEWORKS", "framework_of", "refuse_others", "require"]
-
 FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
 """Value of ``--from`` → name."""
 

@@ -13,8 +13,6 @@ from nxdt_core.kernel import Kernel
 from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.renamed_keys import ALIGNMENT, GONE, NEUTRAL, OF_ENGINE, RENAMED, SECTIONS
 
-__all__ = ["core_keys", "drop_dead_keys", "rename_keys", "section_class"]
-
 _CHECKPOINT = "the section checkpoint has all of saving and resuming"
 _RING, _METHOD = "model.fusions.ring_attention", "distributed_strategy.context_parallel_method"
 

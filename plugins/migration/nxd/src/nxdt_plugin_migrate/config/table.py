@@ -36,8 +36,6 @@ from nxdt_plugin_migrate.config.renamed_keys import (
 )
 from nxdt_plugin_migrate.config.render import dump
 
-__all__ = ["KeyStatus", "Status", "declared_keys", "schema_page", "schema_table", "value_table"]
-
 Status = Literal["implemented", "renamed", "engine nxd", "unneeded", "refused"]
 
 _WORDS: dict[Status, str] = {
