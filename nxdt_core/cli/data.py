@@ -67,8 +67,8 @@ def preview(
     in ⟦ and ⟧. Counts follow: by role and turn where the data have them, lengths, what was truncated or left out,
     and how much of the samples is filled.
     """
+    from nxdt_core.cli.checks import require_set
     from nxdt_core.config import load
-    from nxdt_core.config.resolved import require_set
 
     config = load(source, overrides)
     require_set(config)
