@@ -1,7 +1,7 @@
 """Rules over values that are each right: what cannot work together, and what has no effect.
 
 What one engine asks of heads, stages or sequences is named by its record (:attr:`nxdt_core.api.EngineComponent.rules`).
-A setting without an effect is no error, but a note: a file may run on fewer devices than it was written for.
+A setting without an effect gives a note, not an error: a file may run on fewer devices than it was written for.
 """
 
 from __future__ import annotations

@@ -339,16 +339,8 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
         return ["a path"]
     if kind is None:
         return ["any value"]
-    return [f"{_ALLOWED[kind]} {_bounds(schema)}".rstrip()]
-
-
-def _bounds(schema: Mapping[str, Any]) -> str:
-    low, high = schema.get("minimum"), schema.get("maximum")
-    if low is not None and high is not None:
-        return f"from {low:g} to {high:g}"
-    if low is not None:
-        return f"of at least {low:g}"
-    return "" if high is None else f"of at most {high:g}"
+    bounds = Range(schema.get("minimum"), schema.get("maximum"))
+    return [f"{_ALLOWED[kind]} {bounds.describe()}".rstrip()]
 
 
 def nearest_keys(key: str, known: Sequence[str], limit: int = 2) -> tuple[str, ...]:
