@@ -11,10 +11,13 @@ from typing import Any
 from nxdt_core.data.files.records import Place, is_given
 from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, TemplateRefuses
 
-__all__ = ["ROLES", "Conversation", "Message", "check_order", "ignored_fields", "in_order_of_calls"]
+__all__ = ["REASONING", "ROLES", "Conversation", "Message", "check_order", "ignored_fields", "in_order_of_calls"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may hold its reasoning; templates read the first two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,14 @@ class Message:
     def words(self) -> str:
         """Return its content without reasoning."""
         return self.content.rpartition("</think>")[2].strip()
+
+    def without_reasoning(self) -> Iterator[Message]:
+        """Yield the message as it would be without its reasoning, with and without the space behind it; nothing where
+        it has none."""
+        fields = {key: value for key, value in self.fields.items() if key not in REASONING}
+        if self.thought or len(fields) < len(self.fields):
+            content = self.content.rpartition("</think>")[2] if self.thought else self.content
+            yield from (replace(self, fields=fields, content=each) for each in (content.lstrip(), content))
 
     def is_contained_in(self, text: str) -> bool:
         """Return whether a rendering has its words and the functions that it calls."""
