@@ -23,7 +23,7 @@ __all__ = ["preview"]
         "nxdt data preview recipe:llama-tiny",
         "nxdt data preview my_run.yaml -n 1 --ids",
         "nxdt data preview my_run.yaml data.train_turns=last --split validation",
-        "nxdt data preview my_run.yaml --json",
+        "nxdt data preview my_run.yaml --all --json",
     ),
 )
 @config_arguments
@@ -35,16 +35,18 @@ __all__ = ["preview"]
     show_default=True,
     help="Split of the data to show.",
 )
+@click.option("--all", "whole", is_flag=True, help="Read all records of a large dataset, not only the first 1,000.")
 @click.option("--ids", is_flag=True, help="Show the id of each token after it.")
 @as_json
 def preview(
-    source: str, overrides: tuple[str, ...], samples: int, split: SplitName, ids: bool, json_output: bool
+    source: str, overrides: tuple[str, ...], samples: int, split: SplitName, whole: bool, ids: bool, json_output: bool
 ) -> None:
     """Show the first samples of a run as training sees them, and mark the text that the loss is computed on.
 
     CONFIG and KEY=VALUE are those of `nxdt train`. In a terminal, trained text is green; elsewhere it is enclosed
     in ⟦ and ⟧. Counts follow: by role and turn where the data have them, lengths, what was truncated or left out,
-    and how much of the samples is filled.
+    and how much of the samples is filled. Of conversations and preference pairs the first 1,000 records are read,
+    unless --all is given.
     """
     from nxdt_core.config import load
     from nxdt_core.config.placeholders import require_set
@@ -56,7 +58,7 @@ def preview(
 
     from nxdt_core.train.data import preview as look  # imports torch: only a right configuration pays for it
 
-    found = look(config, split, samples)
+    found = look(config, split, samples, whole=whole)
     if json_output:
         content = {"sets": _each(found)} if isinstance(found, dict) else _json(found)
         print_json({"source": source, "split": split, "seq_length": config.run.data.seq_length, **content})
@@ -104,6 +106,8 @@ def _report(report: DataReport) -> dict[str, Any]:
         "by_turn": [_count(count) for count in report.by_turn],
         "truncated": report.truncated,
         "left_out": dict(report.left_out),
+        "bad": list(report.bad),
+        "of_records": report.of_records,
         "unused": dict(report.unused),
         "efficiency": report.efficiency,
     }

@@ -15,6 +15,8 @@ from nxdt_core.visible_text import visible
 
 __all__ = ["length_summary", "print_preview"]
 
+_BAD = 20
+"""Bad records that are listed."""
 _TURNS = 8
 """Turns that the table has rows for; later ones share the last."""
 
@@ -91,10 +93,12 @@ def _small(text: str, coloured: bool) -> str:
 
 def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
     report = found.report
-    yield "data", title if found.samples is None else f"{title}, {found.samples:,} in all"
+    known = found.samples is not None and report.of_records is None
+    yield "data", f"{title}, {found.samples:,} in all" if known else title
     if found.counted is not None:
         yield "counted", f"the first {found.counted:,} samples"
-    yield "records", f"{report.records:,}"
+    of = f", made of the first records of {report.of_records:,}; --all reads all" if report.of_records else ""
+    yield "records", f"{report.records:,}{of}"
     share = report.tokens.trained / report.tokens.tokens if report.tokens.tokens else 0.0
     yield "tokens", f"{report.tokens.tokens:,}, of which {report.tokens.trained:,} ({percent(share)}) are trained"
     if lengths := length_summary(report):
@@ -107,6 +111,8 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
         yield "truncated", f"{report.truncated:,} records"
     for reason, count in report.left_out.items():
         yield "left out", f"{count:,} records: {reason}"
+    for reason in report.bad[:_BAD]:
+        yield "", reason
     if report.unused:
         yield "unused", describe_unused(report.unused)
     if report.efficiency is not None:

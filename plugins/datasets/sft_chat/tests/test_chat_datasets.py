@@ -350,3 +350,18 @@ def test_tokenizers_that_cannot_serve_are_refused(load, chats_file):
         load(chats_file, chat_template=bracketed)
     with raises(TemplateUnknown, match=r"no template 'chatlm'[\s\S]*Did you mean 'chatml'"):
         load(chats_file, chat_template="chatlm")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_of_messages_are_weights_of_their_tokens(packing, write, load, talk):
+    turns = [dict(turn) for turn in talk["messages"]]
+    plain = load(write({"messages": turns}), packing=packing)[0]
+    turns[2]["weight"] = 0.25
+    weighed = load(write({"messages": turns}), packing=packing)[0]
+    assert plain.loss_weights is None
+    assert np.array_equal(plain.labels, weighed.labels)
+    trained = np.flatnonzero(plain.labels != IGNORE_INDEX)
+    first = trained[: np.flatnonzero(np.diff(trained) > 1)[0] + 1]
+    wanted = np.where(plain.labels != IGNORE_INDEX, 1.0, 0.0)
+    wanted[first] = 0.25
+    assert weighed.loss_weights.tolist() == wanted.tolist()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.chat.conversation import ROLES
-from nxdt_core.data.files.records import UnusedFields
+from nxdt_core.data.files.records import BadRecords, UnusedFields
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_plugin_sft_chat.config import Truncation
@@ -23,7 +24,8 @@ _NAMES = (*ROLES, "template")
 _TOO_LONG = "longer than a sequence"
 _UNTRAINED = "nothing in them is trained"
 _CUT_AWAY = "truncation removes all their trained tokens"
-_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY)
+_BAD = "they cannot be used"
+_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY, _BAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Chats:
     """[tokens]"""
     trained: NDArray[np.bool_]
     """[tokens] whether the token is learnt where it comes next."""
+    weights: NDArray[np.float32]
+    """[tokens] weight of the token in the loss; [0] where all are 1."""
     starts: NDArray[np.int64]
     """[conversations + 1] place of the first token of each, and the number of all tokens."""
     roles: NDArray[np.int64]
@@ -45,6 +49,8 @@ class Chats:
     """[1] conversations that were cut."""
     left_out: NDArray[np.int64]
     """[reasons] conversations that are not among these."""
+    bad: NDArray[np.str_]
+    """[records] place and reason of the first records that cannot be used."""
     unused_fields: NDArray[np.str_]
     """[fields] fields of records that nothing uses."""
     unused_counts: NDArray[np.int64]
@@ -70,6 +76,7 @@ class Chats:
             by_turn=[TokenCount(tokens=count, trained=trained) for count, trained in self.turns.T[1:].tolist()],
             truncated=int(self.truncated[0]),
             left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
+            bad=self.bad.tolist(),
             unused=dict(zip(self.unused_fields.tolist(), self.unused_counts.tolist(), strict=True)),
         )
 
@@ -97,9 +104,17 @@ def _counted(turns: NDArray[np.int16]) -> dict[int, int]:
 
 
 def gather(
-    encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncation, vocab_size: int, unused: UnusedFields
+    encoded: Iterable[Encoded],
+    bad: BadRecords,
+    *,
+    seq_length: int,
+    truncation: Truncation,
+    vocab_size: int,
+    unused: UnusedFields,
 ) -> Chats:
     """Cut, drop or refuse what is too long, leave out what would train nothing, and put the rest end to end.
+
+    ``bad`` counts the records that ``encoded`` leaves out.
 
     A conversation of n tokens takes n - 1 places of a sequence: nothing follows its last token.
 
@@ -110,6 +125,7 @@ def gather(
     tally = _Tally()
     parts: list[NDArray[np.unsignedinteger]] = []
     masks: list[NDArray[np.bool_]] = []
+    weights: list[NDArray[np.float32]] = []
     dtype = compact_dtype(vocab_size)
     for chat, cut in _fitting(_counting(encoded, unused), seq_length + 1, truncation, tally):
         if not chat.trained[1:].any():
@@ -118,19 +134,30 @@ def gather(
         tally.truncated += cut
         parts.append(chat.ids.astype(dtype))
         masks.append(chat.trained)
+        weights.append(np.ones((), np.float32) if (chat.weights == 1).all() else chat.weights)
         tally.add(chat)
+    tally.left_out[_BAD] = bad.count
     turns = range(max(tally.turns, default=0) + 1)
     return Chats(
         tokens=np.concatenate(parts) if parts else np.empty(0, dtype),
         trained=np.concatenate(masks) if masks else np.empty(0, np.bool_),
+        weights=_weights(weights, parts),
         starts=np.cumsum([0, *map(len, parts)]),
         roles=tally.roles,
         turns=np.array([[counts[turn] for turn in turns] for counts in (tally.turns, tally.turns_trained)]),
         truncated=np.array([tally.truncated]),
         left_out=np.array([tally.left_out[reason] for reason in _REASONS]),
+        bad=np.array(bad.reasons, np.str_),
         unused_fields=np.array(list(unused.counts), np.str_),
         unused_counts=np.array(list(unused.counts.values()), np.int64),
     )
+
+
+def _weights(weights: Sequence[NDArray[np.float32]], parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Return the weights of all tokens; nothing where each is 1."""
+    if all(each.ndim == 0 for each in weights):
+        return np.empty(0, np.float32)
+    return np.concatenate([np.broadcast_to(each, len(part)) for each, part in zip(weights, parts, strict=True)])
 
 
 def _counting(encoded: Iterable[Encoded], unused: UnusedFields) -> Iterator[Encoded]:

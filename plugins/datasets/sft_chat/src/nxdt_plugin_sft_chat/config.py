@@ -17,8 +17,8 @@ Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]
 class ChatConfig(ChatKeys):
     """Conversations, rendered by a chat template, with the loss on what the assistant says.
 
-    Files are JSONL (``.jsonl``, ``.ndjson``), JSON with a list (``.json``), Arrow or Parquet (``.arrow``,
-    ``.parquet``), or directories of one of these; JSON ones may be compressed (``.gz``, ``.zst``).
+    Files are JSONL (``.jsonl``, ``.ndjson``), JSON with a list (``.json``), tables of texts (``.csv``, ``.tsv``), Arrow
+    or Parquet (``.arrow``, ``.parquet``), or directories of one of these; all may be compressed (``.gz``, ``.zst``).
     A path may be a pattern.
     """
 

@@ -28,16 +28,25 @@ class ChatDataset:
         seq_length: tokens of a sample.
         pad_id: token for padding positions; they form a separate document and never have a loss.
         source: digest of everything that determines ``chats``.
+        of_records: records of the files where ``chats`` are of the first ones.
     """
 
     def __init__(
-        self, chats: Chats, samples: Sequence[NDArray[np.int64]] | None, *, seq_length: int, pad_id: int, source: str
+        self,
+        chats: Chats,
+        samples: Sequence[NDArray[np.int64]] | None,
+        *,
+        seq_length: int,
+        pad_id: int,
+        source: str,
+        of_records: int | None = None,
     ) -> None:
         self._chats = chats
         self._samples = list(np.arange(len(chats), dtype=np.int64)[:, None]) if samples is None else samples
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source
+        self._of_records = of_records
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -50,6 +59,7 @@ class ChatDataset:
         labels = np.full(length, IGNORE_INDEX, np.int64)
         positions = np.zeros(length, np.int64)
         documents = np.full(length, _PADDING, np.int64)
+        weights = np.zeros(length, np.float32) if len(self._chats.weights) else None
         at = 0
         for number, chat in enumerate(self._samples[index]):
             begin, end = self._chats.starts[chat], self._chats.starts[chat + 1]
@@ -57,10 +67,16 @@ class ChatDataset:
             until = at + len(tokens) - 1
             ids[at:until] = tokens[:-1]
             labels[at:until] = np.where(self._chats.trained[begin + 1 : end], tokens[1:], IGNORE_INDEX)
+            if weights is not None:
+                weights[at:until] = np.where(
+                    self._chats.trained[begin + 1 : end], self._chats.weights[begin + 1 : end], 0
+                )
             positions[at:until] = np.arange(until - at)
             documents[at:until] = number
             at = until
-        return Sample(input_ids=ids, labels=labels, position_ids=positions, document_ids=documents)
+        return Sample(
+            input_ids=ids, labels=labels, loss_weights=weights, position_ids=positions, document_ids=documents
+        )
 
     def fingerprint(self) -> str:
         """Return a report of the conversations, and of how they are put into samples."""
@@ -70,4 +86,5 @@ class ChatDataset:
     def report(self) -> DataReport:
         """Return a report of the conversations, and of the places that they fill."""
         filled = int(self._chats.lengths.sum()) - len(self._chats)
-        return replace(self._chats.report, efficiency=filled / (len(self) * self._seq_length))
+        efficiency = filled / (len(self) * self._seq_length)
+        return replace(self._chats.report, efficiency=efficiency, of_records=self._of_records)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.chat.conversation import ROLES, Conversation
+from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn
-from nxdt_core.data.files.records import Place
+from nxdt_core.data.files.records import BadRecords, Place, Record
 from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
 from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
@@ -33,6 +34,8 @@ class Encoded:
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]
     """Whether the token is learnt where it comes next."""
+    weights: NDArray[np.float32]
+    """Weight of the token in the loss; 1 where no message says otherwise."""
     roles: NDArray[np.int8]
     """Index in :data:`ROLES` of who says it, or :data:`TEMPLATE`."""
     turns: NDArray[np.int16]
@@ -45,9 +48,8 @@ class Encoded:
 
     def cut(self, part: slice) -> Encoded:
         """Return the same with fewer tokens."""
-        return replace(
-            self, ids=self.ids[part], trained=self.trained[part], roles=self.roles[part], turns=self.turns[part]
-        )
+        arrays = ("ids", "trained", "weights", "roles", "turns")
+        return replace(self, **{name: getattr(self, name)[part] for name in arrays})
 
 
 def trained_messages(conversation: Conversation, config: ChatConfig) -> list[int]:
@@ -68,43 +70,55 @@ class Encoder:
         self._config = config
         self._reserved = ReservedTokens(tokenizer, allowed=config.special_tokens_in_text)
 
-    def encode(self, conversations: Iterable[Conversation]) -> Iterator[Encoded]:
-        """Yield the conversations in their order.
+    def encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
+        """Yield the conversations of records in their order, without those that ``bad`` takes.
 
         Raises:
+            NxdtError: of a record that is refused, such as:
             SpecialTokenInText: a text would become a special token.
             TemplateNeedsToken: what ends a turn would become several tokens.
             TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
         """
         end_of_turn(self._renderer.runner, self._tokenizer)
-        remaining = iter(conversations)
-        while batch := list(islice(remaining, _BATCH)):
-            rendered = [self._rendered(conversation) for conversation in batch]
-            located = self._tokenizer.locate([each.text for each in rendered])
-            yield from map(_encoded, batch, rendered, located)
+        usable = bad.usable(records, self._rendered)
+        while batch := list(islice(usable, _BATCH)):
+            located = self._tokenizer.locate([rendered.text for _, rendered in batch])
+            yield from (_encoded(*each, ids) for each, ids in zip(batch, located, strict=True))
 
-    def _rendered(self, conversation: Conversation) -> Rendered:
+    def _rendered(self, record: Record) -> tuple[Conversation, Rendered]:
+        place, content = record
+        conversation = read_record(content, place, merge=self._config.turn_order == "merge")
         said = ((message.content, message.fields) for message in conversation.messages)
-        self._reserved.check(said, str(conversation.place), tools=conversation.tools)
-        return self._renderer.render(conversation, trained_messages(conversation, self._config))
+        self._reserved.check(said, str(place), tools=conversation.tools)
+        return conversation, self._renderer.render(conversation, trained_messages(conversation, self._config))
 
 
 def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds) -> Encoded:
     count = len(located.ids)
     trained = np.zeros(count, np.bool_)
+    weights = np.ones(count, np.float32)
     roles = np.full(count, TEMPLATE, np.int8)
     turns = np.zeros(count, np.int16)
     turn = 0
     for number, span in enumerate(_spoken(conversation, rendered)):
         part = _tokens(span, located)
         role = conversation.messages[number].role
+        weights[part] = conversation.messages[number].weight
         turn += role == "assistant"
         roles[part] = ROLES.index(role)
         turns[part] = turn if role == "assistant" else 0
     for span in rendered.learnt:
         trained[_tokens(span, located)] = True
     unused = (*conversation.unused, *rendered.ignored)
-    return Encoded(place=conversation.place, ids=located.ids, trained=trained, roles=roles, turns=turns, unused=unused)
+    return Encoded(
+        place=conversation.place,
+        ids=located.ids,
+        trained=trained,
+        weights=weights,
+        roles=roles,
+        turns=turns,
+        unused=unused,
+    )
 
 
 def _spoken(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:

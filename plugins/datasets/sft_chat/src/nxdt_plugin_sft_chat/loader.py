@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import cast
 
 from nxdt_core.data.bins import drawn_bins
-from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files.array_cache import cached_arrays
-from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused, read_records
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
@@ -55,7 +53,7 @@ class ChatData:
             raise TemplateMissing(known=template_names())
         self._encoder = Encoder(Renderer(runner), chat_tokenizer, config)
         self._settings = runner.settings
-        self._divided: tuple[dict[SplitName, list[Record]], str] | None = None
+        self._divided: tuple[dict[SplitName, Records], str] | None = None
 
     def split(self, name: SplitName) -> ChatDataset | None:
         """Return the samples of a split; None where no files and no fraction are named for it.
@@ -66,9 +64,14 @@ class ChatData:
         """
         config, context = self._config, self._context
         records, source = self._records(name)
-        if not records:
+        if records is None:
             return None
+        decided: tuple[object, ...]
         decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
+        if (config.bad_records, config.turn_order) != ("refuse", "refuse"):
+            decided = (*decided, config.bad_records, config.turn_order)
+        found, first = len(records), context.first_records
+        records, source = (records, source) if first is None else (records[:first], digest(source, first))
         source = digest(source, self._tokenizer.fingerprint(), self._settings, decided)
         chats = self._chats(records, source)
         _check_trained(chats, name)
@@ -79,16 +82,19 @@ class ChatData:
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
             source=source,
+            of_records=found if len(records) < found else None,
         )
 
-    def _chats(self, records: Sequence[Record], source: str) -> Chats:
+    def _chats(self, records: Records, source: str) -> Chats:
         """The records that fit, from the run's directory where they are there for the same ``source``."""
         length, directory = self._context.seq_length, self._context.cache_dir
         mode = self._config.unused_fields
 
         def chats() -> Chats:
+            bad = BadRecords(self._config)
             return gather(
-                self._encoder.encode(read_record(record, place) for place, record in records),
+                self._encoder.encode(records, bad),
+                bad,
                 seq_length=length,
                 truncation=self._config.truncation,
                 vocab_size=self._tokenizer.vocab_size,
@@ -99,25 +105,26 @@ class ChatData:
             return chats()
         return cached_arrays(directory, f"chats-{digest(source, length, mode)}", Chats, chats, _unkept)
 
-    def _records(self, name: SplitName) -> tuple[Sequence[Record], str]:
-        """The records of a split, and a digest of what decides them."""
+    def _records(self, name: SplitName) -> tuple[Records | None, str]:
+        """The records of a split, or None where it has no files, and a digest of what decides them."""
         if self._config.validation_fraction and name != "test":
             divided, source = self._division()
             return divided[name], digest(source, name)
-        paths = self._config.files(name)
-        return self._read(name) if paths else ([], "")
+        return self._read(name) if self._config.files(name) else (None, "")
 
-    def _read(self, name: SplitName) -> tuple[list[Record], str]:
-        records, source = read_records(self._config.files(name), f"data.{name}_files", example=_EXAMPLE)
-        return records[: self._config.dev_choose_samples], digest(source, self._config.dev_choose_samples)
+    def _read(self, name: SplitName) -> tuple[Records, str]:
+        config = self._config
+        paths, key = config.files(name), f"data.{name}_files"
+        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
+        return records[: config.dev_choose_samples], digest(source, config.dev_choose_samples)
 
-    def _division(self) -> tuple[dict[SplitName, list[Record]], str]:
+    def _division(self) -> tuple[dict[SplitName, Records], str]:
         """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
         if self._divided is None:
             fraction, seed = self._config.validation_fraction, self._config.split_seed
             records, source = self._read("train")
-            validating, training = draw(records, round(len(records) * fraction), seed=seed)
-            parts: dict[SplitName, list[Record]] = {"validation": validating, "train": training}
+            validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
+            parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
             for split, part in parts.items():
                 if not part:
                     raise EmptySplit(fraction=fraction, records=len(records), split=split)
@@ -142,6 +149,8 @@ def _log_counts(chats: Chats, split: SplitName) -> None:
     report = chats.report
     for reason, count in report.left_out.items():
         _log.warning("%s data: %d records are left out: %s", split, count, reason)
+    for reason in report.bad:
+        _log.warning("%s data: left out: %s", split, reason)
     if report.truncated:
         _log.warning("%s data: %d records are cut to the sequence length", split, report.truncated)
     if report.unused:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,7 @@ class PairDataset:
         seq_length: tokens of a row.
         pad_id: token after the last pair.
         source: digest of the data that the pairs were made from.
-        left_out: reason → number of records without a pair.
-        unused: unused field of records → number of records that have it.
+        report: of the records without a pair and of unused fields.
     """
 
     def __init__(
@@ -44,16 +44,14 @@ class PairDataset:
         seq_length: int,
         pad_id: int,
         source: str,
-        left_out: Mapping[str, int] | None = None,
-        unused: Mapping[str, int] | None = None,
+        report: DataReport | None = None,
     ) -> None:
         self._pairs = pairs
         self._packs = packs
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source
-        self._left_out = left_out or {}
-        self._unused = unused or {}
+        self._report = report or DataReport(records=0, tokens=TokenCount(), lengths=np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return len(self._pairs if self._packs is None else self._packs)
@@ -95,12 +93,11 @@ class PairDataset:
         lengths = np.array([pair.lengths for pair in self._pairs], np.int64).reshape(-1, PAIR)
         answers = sum(len(answer) for pair in self._pairs for answer in pair.answers)
         places = len(self) * PAIR * self._seq_length
-        return DataReport(
+        return replace(
+            self._report,
             records=len(self._pairs),
             tokens=TokenCount(tokens=int(lengths.sum()), trained=answers),
             lengths=lengths.max(axis=1),
             truncated=sum(pair.cut for pair in self._pairs),
-            left_out=self._left_out,
-            unused=self._unused,
             efficiency=int(lengths.sum()) / places if places else None,
         )

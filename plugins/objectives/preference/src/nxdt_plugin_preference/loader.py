@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
 from nxdt_core.data.bins import drawn_bins
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused, read_records
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.data import DataNeedsTokenizer
-from nxdt_core.protocols.dataset import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, DataReport, SplitName, TokenCount
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.dataset import PairDataset
@@ -27,6 +26,7 @@ __all__ = ["PreferenceData"]
 
 _log = logging.getLogger(__name__)
 _EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+_BAD = "they cannot be used"
 _ALIKE = "cut to the sequence length, both answers are the same"
 
 
@@ -43,6 +43,7 @@ class PreferenceData:
             raise DataNeedsTokenizer(dataloader="preference")
         self._config = config
         self._seed = context.seed
+        self._first_records = context.first_records
         self._tokenizer: Tokenizer = context.tokenizer
         limit = config.max_prompt_length
         self._fitting = Fitting(
@@ -69,32 +70,39 @@ class PreferenceData:
         return self._dataset(*self._read(name), name) if self._config.files(name) else None
 
     @cached_property
-    def _division(self) -> tuple[dict[SplitName, list[Record]], str]:
+    def _division(self) -> tuple[dict[SplitName, Records], str]:
         """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
         fraction, seed = self._config.validation_fraction, self._config.split_seed
         records, source = self._read("train")
-        validating, training = draw(records, round(len(records) * fraction), seed=seed)
-        parts: dict[SplitName, list[Record]] = {"validation": validating, "train": training}
+        validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
+        parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
         for split, part in parts.items():
             if not part:
                 raise EmptySplit(fraction=fraction, records=len(records), split=split)
         return parts, digest(source, len(records), fraction, seed)
 
-    def _read(self, name: SplitName) -> tuple[list[Record], str]:
-        records, source = read_records(self._config.files(name), f"data.{name}_files", example=_EXAMPLE)
-        return records[: self._config.dev_choose_samples], source
+    def _read(self, name: SplitName) -> tuple[Records, str]:
+        config = self._config
+        paths, key = config.files(name), f"data.{name}_files"
+        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
+        return records[: config.dev_choose_samples], source
 
-    def _dataset(self, records: Sequence[Record], source: str, name: SplitName) -> PairDataset:
+    def _dataset(self, records: Records, source: str, name: SplitName) -> PairDataset:
         """The pairs of a split's records, of which ``source`` is a digest."""
         renderer = Renderer(self._tokenizer, self._config)
-        unused = UnusedFields(self._config.unused_fields)
+        unused, bad = UnusedFields(self._config.unused_fields), BadRecords(self._config)
+        merge = self._config.turn_order == "merge"
+        found, records = len(records), records[: self._first_records]
         fitted = []
-        for place, record in records:
-            rendered = renderer.render(read_preference(record, place))
+        for place, rendered in bad.usable(
+            records, lambda record: (record[0], renderer.render(read_preference(record[1], record[0], merge=merge)))
+        ):
             unused.add(place, rendered.unused)
             fitted.append(self._fitting.fit(rendered))
         pairs = [pair for pair in fitted if pair.chosen != pair.rejected]
         seq_length, left_out = self._fitting.seq_length, len(fitted) - len(pairs)
+        for reason in bad.reasons:
+            _log.warning("%s data: left out: %s", name, reason)
         if not pairs:
             raise PairsCutAlike(seq_length=seq_length, pairs=len(fitted), split=name)
         if left_out:
@@ -112,6 +120,13 @@ class PreferenceData:
             seq_length=seq_length,
             pad_id=padding_id(self._tokenizer),
             source=digest("preference", source, renderer.fingerprint(), self._fitting, len(pairs)),
-            left_out={_ALIKE: left_out} if left_out else {},
-            unused=unused.counts,
+            report=DataReport(
+                records=len(pairs),
+                tokens=TokenCount(),
+                lengths=np.empty(0, np.int64),
+                left_out={reason: count for reason, count in ((_ALIKE, left_out), (_BAD, bad.count)) if count},
+                bad=bad.reasons,
+                unused=unused.counts,
+                of_records=found if len(records) < found else None,
+            ),
         )
