@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
-from nxdt_core.config.annotations import Fraction, PositiveInt
+from nxdt_core.config.annotations import Fraction, PositiveInt, Written
 from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
 from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
 from nxdt_core.data.files.encodings import check_wide, not_utf8
@@ -268,6 +268,17 @@ class RecordFiles:
     """Of messages out of turn: ``refuse`` makes the record a bad one. ``merge`` joins messages of one speaker in a row,
     and gives the text of later system messages to the user."""
 
+    cache_dir: Annotated[Path | None, Written()] = None
+    """Where the tokens are kept for all runs with the same data, tokenizer and settings; ``null``: in ``data/`` of the
+    run's directory."""
+    cache_gib: PositiveInt | None = None
+    """GiB that ``cache_dir`` may hold: what no run has used for longest goes. ``null`` sets no limit."""
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Return the limit of the cache in bytes."""
+        return None if self.cache_gib is None else self.cache_gib << 30
+
     def files(self, split: SplitName) -> tuple[Path, ...]:
         """Return the paths of a split, by either spelling."""
         named, single = {
@@ -284,6 +295,8 @@ class RecordFiles:
                 yield single, f"{named} is given too; keep one of the two"
         if not (self.files("train") or self.files("validation") or self.files("test")):
             yield "train_files", "no files are named; give at least one path or pattern"
+        if self.cache_gib is not None and self.cache_dir is None:
+            yield "cache_gib", "it limits data.cache_dir, which is not set"
         if self.validation_fraction >= 1:
             yield "validation_fraction", f"{self.validation_fraction} leaves nothing to train on"
         if self.validation_fraction and self.files("validation"):

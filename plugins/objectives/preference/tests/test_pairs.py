@@ -340,3 +340,24 @@ def test_pairs_of_every_format_are_the_same(write, tmp_path):
         for index in range(2):
             assert np.array_equal(found[index].input_ids, wanted[index].input_ids)
             assert np.array_equal(found[index].labels, wanted[index].labels)
+
+
+def test_a_second_run_finds_the_tokens_of_the_first(write, tmp_path, monkeypatch):
+    file = write([{"prompt": "a", "chosen": "b", "rejected": "c", "id": 1}, {"prompt": "a", "chosen": "b"}])
+    keys = {"cache_dir": tmp_path / "cache", "bad_records": "drop", "max_bad_share": 0.5}
+
+    def opened(**more):
+        config = PreferenceConfig(train_files=(file,), **keys, **more)
+        context = DataContext(seq_length=16, seed=0, tokenizer=ByteTokenizer())
+        return PreferenceData(config, context).split("train")
+
+    first = opened()
+    monkeypatch.setattr("nxdt_plugin_preference.loader.Renderer", None)
+    second = opened()
+    assert second.fingerprint() == first.fingerprint()
+    assert np.array_equal(second[0].input_ids, first[0].input_ids)
+    one, other = first.report(), second.report()
+    assert (one.left_out, one.bad, one.unused) == (other.left_out, other.bad, other.unused)
+    assert f"{file}:2 has no 'rejected' answer" in one.bad[0]
+    with pytest.raises(TypeError):
+        opened(max_prompt_length=4)

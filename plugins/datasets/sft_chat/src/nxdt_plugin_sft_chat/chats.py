@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,26 +122,29 @@ def gather(
         FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
     """
     tally = _Tally()
-    parts: list[NDArray[np.unsignedinteger]] = []
-    masks: list[NDArray[np.bool_]] = []
-    weights: list[NDArray[np.float32]] = []
+    tokens, masks = bytearray(), bytearray()  # which grow in place, where arrays would be held twice
+    lengths: list[int] = []
+    weights: dict[int, NDArray[np.float32]] = {}
     dtype = compact_dtype(vocab_size)
     for chat, cut in _fitting(_counting(encoded, unused), seq_length + 1, truncation, tally):
         if not chat.trained[1:].any():
             tally.left_out[_CUT_AWAY if cut else _UNTRAINED] += 1
             continue
         tally.truncated += cut
-        parts.append(chat.ids.astype(dtype))
-        masks.append(chat.trained)
-        weights.append(np.ones((), np.float32) if (chat.weights == 1).all() else chat.weights)
+        tokens += chat.ids.astype(dtype).tobytes()
+        masks += chat.trained.tobytes()
+        if (chat.weights != 1).any():
+            weights[len(lengths)] = chat.weights
+        lengths.append(len(chat))
         tally.add(chat)
     tally.left_out[_BAD] = bad.count
+    starts = np.cumsum([0, *lengths])
     turns = range(max(tally.turns, default=0) + 1)
     return Chats(
-        tokens=np.concatenate(parts) if parts else np.empty(0, dtype),
-        trained=np.concatenate(masks) if masks else np.empty(0, np.bool_),
-        weights=_weights(weights, parts),
-        starts=np.cumsum([0, *map(len, parts)]),
+        tokens=np.frombuffer(tokens, dtype),
+        trained=np.frombuffer(masks, np.bool_),
+        weights=_weights(weights, starts),
+        starts=starts,
         roles=tally.roles,
         turns=np.array([[counts[turn] for turn in turns] for counts in (tally.turns, tally.turns_trained)]),
         truncated=np.array([tally.truncated]),
@@ -153,11 +155,12 @@ def gather(
     )
 
 
-def _weights(weights: Sequence[NDArray[np.float32]], parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """Return the weights of all tokens; nothing where each is 1."""
-    if all(each.ndim == 0 for each in weights):
-        return np.empty(0, np.float32)
-    return np.concatenate([np.broadcast_to(each, len(part)) for each, part in zip(weights, parts, strict=True)])
+def _weights(given: Mapping[int, NDArray[np.float32]], starts: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the weights of all tokens, of which some conversations have other ones than 1; nothing where none has."""
+    weights = np.ones(starts[-1] if given else 0, np.float32)
+    for number, own in given.items():
+        weights[starts[number] : starts[number + 1]] = own
+    return weights
 
 
 def _counting(encoded: Iterable[Encoded], unused: UnusedFields) -> Iterator[Encoded]:

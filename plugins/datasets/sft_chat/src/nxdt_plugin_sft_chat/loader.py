@@ -87,7 +87,7 @@ class ChatData:
 
     def _chats(self, records: Records, source: str) -> Chats:
         """The records that fit, from the run's directory where they are there for the same ``source``."""
-        length, directory = self._context.seq_length, self._context.cache_dir
+        length, directory = self._context.seq_length, self._config.cache_dir or self._context.cache_dir
         mode = self._config.unused_fields
 
         def chats() -> Chats:
@@ -103,7 +103,8 @@ class ChatData:
 
         if directory is None:
             return chats()
-        return cached_arrays(directory, f"chats-{digest(source, length, mode)}", Chats, chats, _unkept)
+        name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
+        return cached_arrays(directory, name, Chats, chats, _unkept, most_bytes=self._config.cache_bytes)
 
     def _records(self, name: SplitName) -> tuple[Records | None, str]:
         """The records of a split, or None where it has no files, and a digest of what decides them."""

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.digest import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataReport, TokenCount
+from nxdt_core.protocols.dataset import DataReport
+from nxdt_plugin_preference.pair_arrays import PairArrays
 from nxdt_plugin_preference.pairs import PAIR
-from nxdt_plugin_preference.rendering import Pair
 
 __all__ = ["PairDataset"]
 
@@ -33,25 +33,25 @@ class PairDataset:
         seq_length: tokens of a row.
         pad_id: token after the last pair.
         source: digest of the data that the pairs were made from.
-        report: of the records without a pair and of unused fields.
+        of_records: records of the files where ``pairs`` are of the first ones.
     """
 
     def __init__(
         self,
-        pairs: Sequence[Pair],
+        pairs: PairArrays,
         packs: Sequence[NDArray[np.int64]] | None = None,
         *,
         seq_length: int,
         pad_id: int,
         source: str,
-        report: DataReport | None = None,
+        of_records: int | None = None,
     ) -> None:
         self._pairs = pairs
         self._packs = packs
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source
-        self._report = report or DataReport(records=0, tokens=TokenCount(), lengths=np.empty(0, np.int64))
+        self._of_records = of_records
 
     def __len__(self) -> int:
         return len(self._pairs if self._packs is None else self._packs)
@@ -65,13 +65,13 @@ class PairDataset:
         documents = np.full(shape, _PADDING, np.int64)
         ends = [0] * PAIR
         for number, place in enumerate([index] if self._packs is None else self._packs[index]):
-            pair = self._pairs[place]
-            for row, answer in enumerate(pair.answers):
-                begin, end = ends[row], ends[row] + len(pair.prompt) + len(answer)
-                tokens = np.array([*pair.prompt, *answer], np.int64)
+            prompt, *answers = self._pairs.parts(int(place))
+            for row, answer in enumerate(answers):
+                begin, end = ends[row], ends[row] + len(prompt) + len(answer)
+                tokens = np.concatenate([prompt, answer])
                 ids[row, begin:end] = tokens
                 labels[row, begin : end - 1] = tokens[1:]
-                weights[row, begin + max(0, len(pair.prompt) - 1) : end - 1] = 1
+                weights[row, begin + max(0, len(prompt) - 1) : end - 1] = 1
                 positions[row, begin:end] = np.arange(end - begin)
                 documents[row, begin:end] = number
                 ends[row] = end
@@ -89,15 +89,6 @@ class PairDataset:
         return self._source if self._packs is None else digest(self._source, *self._packs)
 
     def report(self) -> DataReport:
-        """Return the report of the pairs; the length of one is that of its longer row."""
-        lengths = np.array([pair.lengths for pair in self._pairs], np.int64).reshape(-1, PAIR)
-        answers = sum(len(answer) for pair in self._pairs for answer in pair.answers)
-        places = len(self) * PAIR * self._seq_length
-        return replace(
-            self._report,
-            records=len(self._pairs),
-            tokens=TokenCount(tokens=int(lengths.sum()), trained=answers),
-            lengths=lengths.max(axis=1),
-            truncated=sum(pair.cut for pair in self._pairs),
-            efficiency=int(lengths.sum()) / places if places else None,
-        )
+        """Return a report of the pairs, and of the places that they fill."""
+        report, places = self._pairs.report, len(self) * PAIR * self._seq_length
+        return replace(report, efficiency=report.tokens.tokens / places, of_records=self._of_records)

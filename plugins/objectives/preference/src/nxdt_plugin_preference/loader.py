@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import cached_property
 
-import numpy as np
-
 from nxdt_core.data.bins import drawn_bins
+from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.digest import digest
-from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused, read_records
+from nxdt_core.data.files.array_cache import cached_arrays
+from nxdt_core.data.files.records import (
+    BadRecords,
+    Place,
+    Record,
+    Records,
+    UnusedFields,
+    describe_unused,
+    read_records,
+)
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
-from nxdt_core.protocols.dataset import DataContext, DataReport, SplitName, TokenCount
-from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.protocols.dataset import DataContext, SplitName
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.dataset import PairDataset
 from nxdt_plugin_preference.errors import EmptySplit, PairsCutAlike
+from nxdt_plugin_preference.pair_arrays import ALIKE, PairArrays, gather
 from nxdt_plugin_preference.records import read_preference
-from nxdt_plugin_preference.rendering import Renderer
+from nxdt_plugin_preference.rendering import Pair, Renderer
 from nxdt_plugin_preference.truncation import Fitting
 
 __all__ = ["PreferenceData"]
 
 _log = logging.getLogger(__name__)
 _EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
-_BAD = "they cannot be used"
-_ALIKE = "cut to the sequence length, both answers are the same"
 
 
 class PreferenceData:
@@ -42,8 +51,7 @@ class PreferenceData:
         if context.tokenizer is None:
             raise DataNeedsTokenizer(dataloader="preference")
         self._config = config
-        self._seed = context.seed
-        self._first_records = context.first_records
+        self._context = context
         self._tokenizer: Tokenizer = context.tokenizer
         limit = config.max_prompt_length
         self._fitting = Fitting(
@@ -89,44 +97,63 @@ class PreferenceData:
 
     def _dataset(self, records: Records, source: str, name: SplitName) -> PairDataset:
         """The pairs of a split's records, of which ``source`` is a digest."""
-        renderer = Renderer(self._tokenizer, self._config)
-        unused, bad = UnusedFields(self._config.unused_fields), BadRecords(self._config)
-        merge = self._config.turn_order == "merge"
-        found, records = len(records), records[: self._first_records]
-        fitted = []
-        for place, rendered in bad.usable(
-            records, lambda record: (record[0], renderer.render(read_preference(record[1], record[0], merge=merge)))
-        ):
-            unused.add(place, rendered.unused)
-            fitted.append(self._fitting.fit(rendered))
-        pairs = [pair for pair in fitted if pair.chosen != pair.rejected]
-        seq_length, left_out = self._fitting.seq_length, len(fitted) - len(pairs)
-        for reason in bad.reasons:
+        found, records = len(records), records[: self._context.first_records]
+        pairs = self._pairs(records, source)
+        seq_length, report = self._fitting.seq_length, pairs.report
+        for reason in report.bad:
             _log.warning("%s data: left out: %s", name, reason)
-        if not pairs:
-            raise PairsCutAlike(seq_length=seq_length, pairs=len(fitted), split=name)
-        if left_out:
-            _log.warning("%s data: %d records are left out: %s", name, left_out, _ALIKE)
-        if cut := sum(pair.cut for pair in pairs):
-            _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
-        if unused.counts:
-            _log.warning("%s data: unused: %s", name, describe_unused(unused.counts))
-        packs = None
-        if self._config.packing:
-            packs = drawn_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
+        if not len(pairs):
+            raise PairsCutAlike(seq_length=seq_length, pairs=report.left_out.get(ALIKE, 0), split=name)
+        if left_out := report.left_out.get(ALIKE):
+            _log.warning("%s data: %d records are left out: %s", name, left_out, ALIKE)
+        if report.truncated:
+            _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, report.truncated, len(pairs))
+        if report.unused:
+            _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
         return PairDataset(
             pairs,
-            packs,
+            drawn_bins(pairs.lengths, seq_length, seed=self._context.seed) if self._config.packing else None,
             seq_length=seq_length,
             pad_id=padding_id(self._tokenizer),
-            source=digest("preference", source, renderer.fingerprint(), self._fitting, len(pairs)),
-            report=DataReport(
-                records=len(pairs),
-                tokens=TokenCount(),
-                lengths=np.empty(0, np.int64),
-                left_out={reason: count for reason, count in ((_ALIKE, left_out), (_BAD, bad.count)) if count},
-                bad=bad.reasons,
-                unused=unused.counts,
-                of_records=found if len(records) < found else None,
-            ),
+            source=digest("preference", source, str(pairs.settings[0]), self._fitting, len(pairs)),
+            of_records=found if len(records) < found else None,
         )
+
+    def _pairs(self, records: Records, source: str) -> PairArrays:
+        """The pairs of records, from a cache where they are there for the same ``source`` and settings."""
+        config, directory = self._config, self._config.cache_dir or self._context.cache_dir
+
+        def pairs() -> PairArrays:
+            renderer = Renderer(self._tokenizer, config)
+            unused, bad = UnusedFields(config.unused_fields), BadRecords(config)
+
+            def fitted(record: Record) -> tuple[Place, Pair]:
+                place, content = record
+                preference = read_preference(content, place, merge=config.turn_order == "merge")
+                return place, self._fitting.fit(renderer.render(preference))
+
+            def counted() -> Iterator[Pair]:
+                for place, pair in bad.usable(records, fitted):
+                    unused.add(place, pair.unused)
+                    yield pair
+
+            return gather(counted(), bad, unused, renderer.fingerprint, vocab_size=self._tokenizer.vocab_size)
+
+        if directory is None:
+            return pairs()
+        decided = (len(records), config.special_tokens_in_text, config.space_after_turns, config.unused_fields)
+        policy = (config.bad_records, config.max_bad_share, config.turn_order, self._template())
+        name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting)
+        return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, _unkept, most_bytes=config.cache_bytes)
+
+    def _template(self) -> object:
+        """All that decides what messages become; None where no message could be rendered."""
+        try:
+            runner = runner_of(self._config, self._tokenizer) if isinstance(self._tokenizer, ChatTokenizer) else None
+        except NxdtError:  # of which records of messages say more
+            return None
+        return runner and runner.settings
+
+
+def _unkept(error: OSError) -> None:
+    _log.warning("%s: cannot keep tokens there; each process makes its own", error)
