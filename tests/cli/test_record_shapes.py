@@ -301,6 +301,21 @@ def test_a_large_file_is_previewed_by_its_first_records(tmp_path, capsys):
     assert "1,000, made of the first records of 1,200; --all reads all" in capsys.readouterr().out
 
 
+def test_sources_are_named_in_a_file(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURN}))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"problem": SKY, "solution": GREEN}))
+    config = tmp_path / "mixed.yaml"
+    config.write_text(
+        "base: recipe:llama-tiny-sft\ndata:\n  train_files: []\n  validation_fraction: 0\n  sources:\n"
+        f"    chats: {{train_files: [{tmp_path}/a.jsonl], weight: 2}}\n"
+        f"    pairs: {{train_files: [{tmp_path}/b.jsonl], columns: {{prompt: problem, completion: solution}}}}\n"
+    )
+    assert main(["data", "preview", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"{BLUE}<|im_end|>") == 2
+    assert said.count(f"{GREEN}<|im_end|>") == 1
+
+
 def test_columns_may_have_other_names(tmp_path):
     _jsonl(tmp_path / "a.jsonl", [{"problem": SKY, "solution": BLUE, "prompt": "another column"}])
     keys = ("data.packing=false", "data.columns={prompt: problem, completion: solution}", "data.chat_template=chatml")

@@ -11,15 +11,15 @@ import numpy as np
 
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files.paths import WatchedFiles
+from nxdt_core.data.mixture import mixed
 from nxdt_core.data.tokens import tokenize
 from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.directories import Saved, open_saved
-from nxdt_plugin_hf_data.errors import MixtureInSequence, NothingToLearn
+from nxdt_plugin_hf_data.errors import NothingToLearn
 from nxdt_plugin_hf_data.formats import files_of
 from nxdt_plugin_hf_data.interleave import Blocks, Interleave
-from nxdt_plugin_hf_data.mixture import Mixture
 from nxdt_plugin_hf_data.rows_to_samples import Cutting, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
 from nxdt_plugin_hf_data.tokenised import cached
@@ -74,11 +74,7 @@ class HfData:
         return Blocks(stream, size=size, seed=seed) if self._context.shuffle else stream
 
     def _drawn(self, datasets: Mapping[str, MapDataset]) -> MapDataset:
-        if len(datasets) == 1:
-            return next(iter(datasets.values()))
-        if not self._context.shuffle:
-            raise MixtureInSequence(sources=tuple(datasets))
-        return Mixture(list(datasets.values()), [self._weights[label] for label in datasets])
+        return mixed(datasets, self._weights, shuffle=self._context.shuffle)
 
     def _having(self, split: SplitName) -> dict[str, Named]:
         """The sources that have data for a split, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import cast
 
 from nxdt_core.data.bins import drawn_bins
@@ -11,11 +12,12 @@ from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.digest import digest
 from nxdt_core.data.files.array_cache import cached_arrays
 from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused, read_records
+from nxdt_core.data.mixture import mixed
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer
-from nxdt_core.protocols.dataset import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, MapDataset, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_sft_chat.chats import Chats, gather
 from nxdt_plugin_sft_chat.config import ChatConfig
@@ -33,13 +35,18 @@ _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistan
 class ChatData:
     """Samples of conversations.
 
+    Args:
+        config: the keys.
+        context: of the run.
+        section: that has the keys of the files, for errors.
+
     Raises:
         DataNeedsTokenizer: the run has no tokenizer.
         NotAChatTokenizer: the tokenizer does not report the positions of tokens in a text.
         TemplateMissing, TemplateUnknown, TemplateNeedsToken: the chat template cannot be used.
     """
 
-    def __init__(self, config: ChatConfig, context: DataContext) -> None:
+    def __init__(self, config: ChatConfig, context: DataContext, *, section: str = "data") -> None:
         if context.tokenizer is None:
             raise DataNeedsTokenizer(dataloader="sft-chat")
         if not isinstance(context.tokenizer, ChatTokenizer):
@@ -47,7 +54,13 @@ class ChatData:
         chat_tokenizer: ChatTokenizer = context.tokenizer
         self._config = config
         self._context = context
+        self._section = section
+        self._sources = {
+            name: ChatData(config.of_source(name), context, section=f"data.sources.{name}") for name in config.sources
+        }
         self._tokenizer = cast(Tokenizer, context.tokenizer)
+        if self._sources:  # each has its own template
+            return
         runner = runner_of(config, chat_tokenizer)
         if runner is None:
             raise TemplateMissing(known=template_names())
@@ -55,13 +68,24 @@ class ChatData:
         self._settings = runner.settings
         self._divided: tuple[dict[SplitName, Records], str] | None = None
 
-    def split(self, name: SplitName) -> ChatDataset | None:
-        """Return the samples of a split; None where no files and no fraction are named for it.
+    def split(self, name: SplitName) -> MapDataset | Mapping[str, MapDataset] | None:
+        """Return the samples of a split; None where no files and no fraction are named for it. Several sources are
+        mixed for training, and each is a set by its name for validation.
 
         Raises:
             NxdtError: of the files, their records and what the template makes of them; each names the place.
             NothingTrained, EverythingTrained: the loss would be on no token, or on all.
+            MixtureInSequence: several sources are to be taken in their order.
         """
+        if not self._sources:
+            return self._of_files(name)
+        found = {label: each for label, data in self._sources.items() if (each := data._of_files(name)) is not None}
+        weights = {label: source.weight for label, source in self._config.sources.items()}
+        if name == "train" and found:
+            return mixed(found, weights, shuffle=self._context.shuffle)
+        return found if len(found) > 1 else next(iter(found.values()), None)
+
+    def _of_files(self, name: SplitName) -> ChatDataset | None:
         config, context = self._config, self._context
         records, source = self._records(name)
         if records is None:
@@ -115,7 +139,7 @@ class ChatData:
 
     def _read(self, name: SplitName) -> tuple[Records, str]:
         config = self._config
-        paths, key = config.files(name), f"data.{name}_files"
+        paths, key = config.files(name), f"{self._section}.{name}_files"
         records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
         return records[: config.dev_choose_samples], digest(source, config.dev_choose_samples)
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from nxdt_core.data.digest import digest
+from nxdt_core.errors.data import MixtureInSequence
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import MapDataset
 
-__all__ = ["Mixture"]
+__all__ = ["Mixture", "mixed"]
+
+
+def mixed(datasets: Mapping[str, MapDataset], weights: Mapping[str, float], *, shuffle: bool) -> MapDataset:
+    """Return the mixture of named datasets by weight; of one, the dataset itself.
+
+    Raises:
+        MixtureInSequence: there are several, and the run takes samples in their order.
+    """
+    if len(datasets) == 1:
+        return next(iter(datasets.values()))
+    if not shuffle:
+        raise MixtureInSequence(sources=tuple(datasets))
+    return Mixture(list(datasets.values()), [weights[name] for name in datasets])
 
 
 class Mixture:
