@@ -123,7 +123,8 @@ def text_rows(path: Path, content: bytes) -> list[tuple[int, dict[str, Any]]]:
     Raises:
         TextNotUtf8, DataFileUnreadable: it is not UTF-8, or a row has other columns than the first.
     """
-    lines = io.StringIO(decode(path, content), newline="")
+    decode(path, content)
+    lines = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
     separator = "\t" if bare_name(path).endswith(".tsv") else ","
     before = csv.field_size_limit(sys.maxsize)  # the default refuses cells above 128 KiB
     try:
