@@ -519,7 +519,8 @@ def test_joined_parts_are_what_is_written_without_parts(count, long_corpus, nxdt
     assert nxdt("inspect", "joined").returncode == 0
 
 
-def test_a_part_resumes_where_it_stopped(long_corpus, nxdt, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_part_resumes_where_it_stopped(kept, long_corpus, nxdt, tmp_path, monkeypatch):
     words = ("preprocess", *long_corpus, "--output-prefix", "part", "--shard", "2/2", "--save-every", "0")
     assert nxdt(*words).returncode == 0
     wanted = content(tmp_path / "part")
@@ -527,13 +528,13 @@ def test_a_part_resumes_where_it_stopped(long_corpus, nxdt, tmp_path, monkeypatc
 
     def stopping(self, *written):
         calls.append(written)
-        if len(calls) > 2:
+        if len(calls) > kept:
             raise KeyboardInterrupt
         append(self, *written)
 
     monkeypatch.setattr(preprocess_run.Output, "append", stopping)
     nxdt(*words, "--overwrite")
-    assert len(calls) == 3
+    assert len(calls) == kept + 1
     monkeypatch.setattr(preprocess_run.Output, "append", append)
     assert "Resumed after" in nxdt(*words).stdout
     assert content(tmp_path / "part") == wanted

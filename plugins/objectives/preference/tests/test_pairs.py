@@ -11,12 +11,14 @@ from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfi
 from nxdt_plugin_preference.dpo import Dpo
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_preference.orpo import Orpo
+from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair
 from nxdt_plugin_preference.truncation import Fitting
 from nxdt_testing.errors import raises
 
 from nxdt_core.config.sources.paths import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
+from nxdt_core.data.files.records import Place
 from nxdt_core.data.sources import blank_like, collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
@@ -361,3 +363,19 @@ def test_a_second_run_finds_the_tokens_of_the_first(write, tmp_path, monkeypatch
     assert f"{file}:2 has no 'rejected' answer" in one.bad[0]
     with pytest.raises(TypeError):
         opened(max_prompt_length=4)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue.", "The sky is green.", "The sky is"),
+        ("Q: Sky?\nA: blue", "Q: Sky?\nA: green, or blue", "Q: Sky?\nA:"),
+        ("abc", "abd", "ab"),
+    ],
+)
+def test_texts_without_a_prompt_are_parted_as_trl_parts_them(chosen, rejected, prompt):
+    record = {"chosen": chosen, "rejected": rejected}
+    pair = read_preference(record, Place(path="a.jsonl", number=1))
+    assert pair.prompt == prompt
+    trl = pytest.importorskip("trl.data_utils", reason="trl is not installed")
+    assert trl.extract_prompt(record) == {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
