@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from nxdt_core.errors import NxdtError
 
-__all__ = ["MOMENTS", "Callback", "Run", "tag", "uncalled_methods"]
-
 _log = logging.getLogger(__name__)
 
 Moment = Literal[

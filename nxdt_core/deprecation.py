@@ -14,8 +14,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
-__all__ = ["NxdtDeprecationWarning", "deprecated", "deprecated_module", "deprecated_name", "deprecation_text"]
-
 _C = TypeVar("_C", bound=Callable[..., Any])
 
 

@@ -1,13 +1,12 @@
-"""How often Python's garbage collector runs: rarely while a command imports and builds, as usual while it trains, and
-once at its end."""
+"""When Python's garbage collector runs: rarely while a command imports and builds, between steps while it trains
+(``trainer.gc_interval``), and once at its end."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-__all__ = ["collect_as_usual", "collect_once_at_exit", "rare_collections"]
+from typing import final
 
 _USUAL = gc.get_threshold()
 _RARELY = (100_000, *_USUAL[1:])
@@ -41,3 +40,56 @@ def collect_once_at_exit() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@final
+class GarbageCollection:
+    """Turns automatic collections off while a run trains, and collects every so many steps.
+
+    Left to itself each rank collects when it has made enough objects, somewhere in a step, and the others wait for it
+    in their next collective. What the first step leaves (modules, optimizer state, compiled graphs) is frozen: no
+    collection looks at it again.
+
+    Args:
+        interval: steps between two collections; 0 changes nothing, None takes what suits the device.
+    """
+
+    def __init__(self, interval: int | None) -> None:
+        self.interval = interval
+        self._disabled = False
+        self._in_first_step = True
+        self._froze = False
+
+    def begin(self, default: int) -> None:
+        """Turn automatic collections off for training; may be called again.
+
+        Args:
+            default: steps between two collections where the constructor got None: the device's ``gc_interval``.
+        """
+        if self.interval is None:
+            self.interval = default
+        if self.interval and not self._disabled:
+            self._disabled = gc.isenabled()
+            gc.disable()
+
+    def after_step(self, step: int) -> None:
+        """Collect after the first step of this process, and after steps whose number the interval divides."""
+        if not self.interval:
+            return
+        if self._in_first_step:
+            self._in_first_step = False
+            gc.collect()
+            self._froze = gc.get_freeze_count() == 0  # else others have frozen objects, which must stay so
+            gc.freeze()
+        elif step % self.interval == 0:
+            gc.collect()
+
+    def close(self) -> None:
+        """Let the collector work as it did before the run; may be called twice."""
+        if self._froze:
+            gc.unfreeze()
+            self._froze = False
+        if self._disabled:
+            gc.enable()
+            self._disabled = False
+        self._in_first_step = True

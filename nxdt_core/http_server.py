@@ -14,8 +14,6 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Handler", "Server"]
-
 _SLOWEST_S = 10.0
 """How long a client may be silent, and how long it may take to read an answer."""
 _MOST_CLIENTS = 32
@@ -28,7 +26,7 @@ class Server(ThreadingHTTPServer):
 
     Args:
         host: address to listen at, IPv4 or IPv6.
-        port: its port; 0 takes a free one.
+        port: TCP port; 0 takes a free one.
         handler: answers one request.
 
     Raises:
@@ -97,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send a text.
 
         Args:
-            status: of HTTP.
+            status: HTTP status code.
             kind: media type.
             text: the body.
             headers: further ones, by name with ``_`` for ``-``.

@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["PROGRESS", "Progress", "process_age_s", "process_stat"]
-
 
 @dataclass(slots=True)
 class Progress:

@@ -21,22 +21,6 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "all_gather_single",
-    "begun_all_to_all",
-    "ended",
-    "fsdp_parameter_groups",
-    "grouped_mm",
-    "hash_meshes_alike",
-    "memory_info",
-    "reduce_scatter_single",
-    "run_agent",
-    "set_group_timeout",
-    "traced_all_gather",
-    "traced_all_reduce",
-    "traced_reduce_scatter",
-    "unflatten",
-]
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gather equal tensors of all ranks into one. Up to 2.12 torch has it under the longer name."""

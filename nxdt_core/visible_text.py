@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["VisibleFormatter", "visible"]
-
 _CONTROLS = (
     *range(0x20),  # C0
     *range(0x7F, 0xA0),  # DEL and C1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.cli.explain.catalogue import error_codes
+from nxdt_core.cli.explain import error_codes
 
 
 def name_of(error: BaseException | None) -> str:

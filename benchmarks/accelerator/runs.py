@@ -20,7 +20,7 @@ from accelerator.traces import report_trace
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.parallel.estimate import Memory
+    from nxdt_core.protocols.estimate import Memory
 
 __all__ = [
     "SHAPES",
@@ -177,7 +177,7 @@ def run_file(bench: Bench, name: str, *, steps: int, every: int, **sections: Map
 def random_tokens(bench: Bench, shape: Shape, sequence: int, sequences: int) -> dict[str, Any]:
     """Return section ``data`` of a run over random tokens of the whole vocabulary, in ``.bin/.idx`` files."""
     import numpy as np
-    from nxdt_plugin_megatron_data.writer import IndexedWriter
+    from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
 
     prefix = bench.work / f"tokens-{sequence}"
     tokens = np.random.default_rng(0).integers(0, shape.vocabulary, sequence * sequences + 1)

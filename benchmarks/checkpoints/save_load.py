@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_into, read_manifest
-from nxdt_core.checkpoint.format.safetensors_stream import bytes_of
+from nxdt_core.checkpoint.format.shards import bytes_of
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.train.callbacks.checkpoints import STEPS, StepTimes
 from tests.checkpoint.saving import save_checkpoint

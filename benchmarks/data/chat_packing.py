@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from nxdt_plugin_sft_chat.datasets import ChatDataset
+from nxdt_plugin_sft_chat.loader import ChatDataset
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.data.bins import first_fit_decreasing
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.data.packing import first_fit_decreasing
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState

@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
+from nxdt_plugin_megatron_data.indexed_files import IndexedWriter, bin_path, dtype_for, idx_path, write_index
 from nxdt_plugin_megatron_data.indices import build_indices
 from nxdt_plugin_megatron_data.loader import MegatronData
-from nxdt_plugin_megatron_data.writer import IndexedWriter, write_index
 
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.dataset import DataContext

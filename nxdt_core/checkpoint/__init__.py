@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nxdt_core.checkpoint.commit import read_manifest
     from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
-    from nxdt_core.checkpoint.ownership.store_owner import Ownership, own, owned
-    from nxdt_core.checkpoint.read.committed import read_manifest
+    from nxdt_core.checkpoint.ownership import Ownership, own, owned
     from nxdt_core.checkpoint.read.load import (
         iterate_model,
         load_model,
@@ -67,8 +67,8 @@ _MODULES = {
     name: module
     for module, names in {
         "format.manifest": ("CheckpointFacts", "Manifest"),
-        "ownership.store_owner": ("Ownership", "own", "owned"),
-        "read.committed": ("read_manifest",),
+        "ownership": ("Ownership", "own", "owned"),
+        "commit": ("read_manifest",),
         "read.load": (
             "iterate_model",
             "load_model",

@@ -1,16 +1,19 @@
-"""What ranks do together succeeds on all of them or fails on all of them. Torch-free."""
+"""What ranks do together succeeds on all of them or fails on all of them, and so does what threads do. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointRankFailed
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["on_all_ranks", "on_first_rank", "rank_of"]
+__all__ = ["in_threads", "on_all_ranks", "on_first_rank", "rank_of"]
+
 
 T = TypeVar("T")
 
@@ -60,3 +63,36 @@ def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: 
     """Return what ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
     :func:`on_all_ranks`."""
     return cast(T, on_all_ranks(ranks, lambda: work() if rank_of(ranks) == 0 else None, where=where)[0])
+
+
+R = TypeVar("R")
+
+
+def in_threads(
+    work: Callable[[T], R], items: Sequence[T], *, threads: int, stop: threading.Event | None = None
+) -> list[R]:
+    """Return what ``work`` returns for each of ``items``, in their order; ``threads`` of them are worked on at a time.
+
+    Args:
+        work: called in one of the threads.
+        items: what to work on, the longest first where that is known.
+        threads: at least 1.
+        stop: is set when a call has failed, or Ctrl-C was pressed, so that long calls can end early.
+
+    Raises:
+        BaseException: what a call raised, once all calls that had begun have ended; the first one in the order of
+            ``items`` among those that had failed by then.
+    """
+    stop = stop or threading.Event()
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="checkpoint-file") as pool:
+        calls = [pool.submit(work, item) for item in items]
+        try:
+            done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+            failed = [call for call in calls if call in done and call.exception() is not None]
+            for call in failed:
+                call.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [call.result() for call in calls]

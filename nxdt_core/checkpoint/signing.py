@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from nxdt_core.checkpoint.format.digests import STRONG, Algorithm
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
 from nxdt_core.checkpoint.format.manifest import Manifest
-from nxdt_core.config.sources.paths import expand_home
-from nxdt_core.errors.checkpoints import CheckpointDamaged, StorageError
-from nxdt_core.errors.signing import (
+from nxdt_core.config.sources import expand_home
+from nxdt_core.errors.checkpoints import (
+    CheckpointDamaged,
     CheckpointDigestsWeak,
     CheckpointNotSigned,
     CheckpointSignatureWrong,
@@ -32,6 +32,7 @@ from nxdt_core.errors.signing import (
     SigningKeyNotTrusted,
     SigningKeyUnusable,
     SigningLibraryMissing,
+    StorageError,
 )
 from nxdt_core.protocols.store import CheckpointStore
 
@@ -245,10 +246,10 @@ def check_signature(signature: Signature, manifest: Manifest, data: bytes, *, wh
     """Check that the named key has signed the manifest, and that this covers the files.
 
     Args:
-        signature: as it was read.
-        manifest: of the checkpoint.
+        signature: the signature that the store has for it.
+        manifest: the committed manifest of the checkpoint.
         data: the bytes that ``manifest`` was decoded from.
-        where: of the checkpoint, for messages.
+        where: address of the checkpoint, for messages.
 
     Raises:
         CheckpointSignatureWrong: the key did not sign these bytes.

@@ -13,14 +13,11 @@ from collections.abc import Sequence
 import click
 
 from nxdt_core._version import __version__
-from nxdt_core.cli.groups import LazyGroup
-from nxdt_core.cli.lazy import LazyCommand
+from nxdt_core.cli.groups import LazyCommand, LazyGroup
 from nxdt_core.cli.verb import without_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.garbage_collection import collect_once_at_exit, rare_collections
 from nxdt_core.visible_text import VisibleFormatter
-
-__all__ = ["COMMANDS", "main", "root"]
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Of standard output; errors of files name them, and commands explain those."""
@@ -36,30 +33,27 @@ COMMANDS = {
         target="nxdt_core.cli.launch:launch", summary="Write the job of a run for a cluster, and submit it."
     ),
     "plan": LazyCommand(
-        target="nxdt_core.cli.plan.command:plan",
+        target="nxdt_core.cli.plan:plan",
         summary="Estimate the memory, traffic and time of a run, without its devices.",
     ),
     "env": LazyCommand(
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
     ),
     "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
-    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
+    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue prompts with a model."),
+    "chat": LazyCommand(target="nxdt_core.cli.generate:chat", summary="Talk to a model."),
     "evaluate": LazyCommand(
         target="nxdt_core.cli.evaluate:evaluate", summary="Evaluate a checkpoint on held-out records and tasks."
     ),
     "report": LazyCommand(
-        target="nxdt_core.cli.report.commands:report",
+        target="nxdt_core.cli.report:report",
         summary="Write an HTML report with the metrics and configuration of runs.",
     ),
-    "watch": LazyCommand(
-        target="nxdt_core.cli.report.commands:watch", summary="Serve the report of runs while they train."
-    ),
+    "watch": LazyCommand(target="nxdt_core.cli.report:watch", summary="Serve the report of runs while they train."),
     "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Preview and prepare training data."),
-    "config": LazyCommand(
-        target="nxdt_core.cli.config.commands:config", summary="Check, show and describe configurations."
-    ),
+    "config": LazyCommand(target="nxdt_core.cli.config:config", summary="Check, show and describe configurations."),
     "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),
-    "plugins": LazyCommand(target="nxdt_core.cli.plugins.commands:plugins", summary="List, inspect and pin plugins."),
+    "plugins": LazyCommand(target="nxdt_core.cli.plugins:plugins", summary="List, inspect and pin plugins."),
     "checkpoint": LazyCommand(
         target="nxdt_core.cli.checkpoint:checkpoint",
         summary="List, check, compare, copy, export and import checkpoints.",
@@ -183,13 +177,13 @@ def _color() -> bool | None:
 
 
 def _hide_secrets_in(error: Exception) -> None:
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
 
     hide_secrets.redact_error(error)
 
 
 def _report(error: NxdtError, color: bool | None) -> int:
-    from nxdt_core.cli.terminal.problem import error_text  # not for `nxdt --help`
+    from nxdt_core.cli.terminal import error_text  # not for `nxdt --help`
 
     click.echo(error_text(error), err=True, color=color)
     return error.exit_status

@@ -16,9 +16,7 @@ from nxdt_core.engine.compile_cache import check_torch_folder
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
     from nxdt_core.launch.supervision.client import Client
-    from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
-
-__all__ = ["compile_ahead"]
+    from nxdt_core.protocols.engine import CompileAhead
 
 
 @click.command(
@@ -56,7 +54,7 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
         ctx.exit(_through_tool(config, ahead))
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_trial(config, ahead))
-    from nxdt_core.cli.config.layout_check import check_layout
+    from nxdt_core.cli.checks import check_layout
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch

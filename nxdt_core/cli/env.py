@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
+from nxdt_core.cli.terminal import human_size, print_facts, print_table
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
     from nxdt_core.train.environment import Device, Environment
-
-__all__ = ["env"]
 
 
 @click.command(
@@ -38,7 +36,7 @@ def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json
         from nxdt_core.config import load
 
         config = load(source, overrides)
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
     from nxdt_core.kernel import Kernel
     from nxdt_core.train.environment import environment, problems_of_run
 
@@ -61,7 +59,7 @@ def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json
 
 def _plugins(kernel: Kernel) -> list[dict[str, str | None]]:
     """Return each plugin that was found; one that is not used has no digest."""
-    from nxdt_core.kernel.fingerprint import digest_plugin
+    from nxdt_core.kernel.lock import digest_plugin
 
     return [
         {

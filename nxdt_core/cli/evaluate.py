@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from nxdt_core.protocols.evaluation import Metric, TaskSuite
     from nxdt_core.train.generate import LoadedModel
 
-__all__ = ["evaluate"]
 
 _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 

@@ -9,8 +9,6 @@ import click
 from nxdt_core._version import __version__
 from nxdt_core.cli.verb import Verb
 
-__all__ = ["man"]
-
 _ENVIRONMENT = {
     "NO_COLOR": "Never colour.",
     "FORCE_COLOR": "Colour pipes and files too.",

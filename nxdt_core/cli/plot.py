@@ -1,15 +1,20 @@
-"""``nxdt plot``: the loss of runs, from the files in their directories."""
+"""``nxdt plot``: the loss of runs, from the files in their directories. Needs matplotlib, and no torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from nxdt_core.cli.verb import Verb, say
-from nxdt_core.train.run.metric_files import Row, finite
-
-__all__ = ["plot"]
+from nxdt_core.errors.training import NothingToPlot
+from nxdt_core.regular_files import replacing
+from nxdt_core.train.run.metric_files import Row, finite, fits_axes, lines_of, rows_by_step
+from nxdt_core.visible_text import visible
 
 
 @click.command(
@@ -34,7 +39,6 @@ def plot(runs: tuple[Path, ...], output: Path | None) -> None:
     It shows the loss of training and of validations, where a run resumed, and the learning rate, over steps and tokens.
     It needs matplotlib: pip install 'nxdt-core[plot]'.
     """
-    from nxdt_core.train.run.plot import draw, read_run
 
     read = [read_run(run) for run in runs]
     target = runs[0] / "loss.png" if output is None else output
@@ -50,3 +54,106 @@ def _loss(row: Row) -> str:
     if loss is None:
         return "not finite"
     return f"{loss:.3f}" if abs(loss) < 1e6 else f"{loss:.3g}"
+
+
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlottedRun:
+    """What the files of a run say; each step once."""
+
+    name: str
+    training: list[Row]
+    validation: list[Row]
+    resumes: list[int]
+    """Steps from which it resumed."""
+
+
+def read_run(run_dir: Path) -> PlottedRun:
+    """Read the metric files of a run.
+
+    Raises:
+        NothingToPlot: there are none.
+    """
+    training = _rows(run_dir, "metrics.jsonl")
+    if not training:
+        raise NothingToPlot(run=str(run_dir), reason="it has no metrics.jsonl with rows")
+    return PlottedRun(
+        name=visible(run_dir.resolve().name),
+        training=training,
+        validation=_rows(run_dir, "validation.jsonl"),
+        resumes=[row["step"] for row in _rows(run_dir, "resumes.jsonl")],
+    )
+
+
+def draw(runs: Sequence[PlottedRun], target: Path) -> None:
+    """Draw the runs and write ``target``, in the format of its suffix.
+
+    Raises:
+        NothingToPlot: matplotlib is missing, or the file cannot be written.
+    """
+    if target.suffix not in _FORMATS:
+        raise NothingToPlot(
+            run=str(target), reason=f"its format is none of {', '.join(_FORMATS)}", advice="Name another."
+        )
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.text import Text
+    except ImportError as error:
+        advice = "Run: pip install 'nxdt-core[plot]'"
+        raise NothingToPlot(
+            run=runs[0].name, reason=f"matplotlib cannot be imported: {error}", advice=advice
+        ) from error
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for number, run in enumerate(runs):
+        _draw_run(loss, rate, run, f"{run.name}: " if len(runs) > 1 else "", "--" if number else "-")
+    loss.set(ylabel="loss, nats per token", title=runs[0].name if len(runs) == 1 else "")
+    rate.set(xlabel="optimizer step", ylabel="learning rate")
+    for axes in (loss, rate):
+        axes.grid(alpha=0.3)
+    loss.legend()
+    per_step = _tokens_per_step(runs[0].training[-1])
+    if per_step is not None:
+        above = loss.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
+        above.set_xlabel("tokens" if len(runs) == 1 else f"tokens of {runs[0].name}")
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names of runs may have dollar signs
+    try:
+        with replacing(target) as file:
+            figure.savefig(file, format=target.suffix.removeprefix("."), dpi=120)
+    except OSError as error:
+        reason = f"{target} cannot be written: {error.strerror}"
+        raise NothingToPlot(run=runs[0].name, reason=reason, advice="Name another file with --output.") from error
+
+
+def _draw_run(loss: Any, rate: Any, run: PlottedRun, label: str, line: str) -> None:
+    (drawn,) = loss.plot(*_points(run.training, "loss"), line, label=f"{label}training", linewidth=1)
+    if run.validation:
+        loss.plot(*_points(run.validation, "loss"), f"o{line}", label=f"{label}validation", markersize=4)
+    for number, step in enumerate(run.resumes):
+        mark = {} if number else {"label": f"{label}resumed"}
+        loss.axvline(step, color=drawn.get_color(), linestyle=":", linewidth=1, **mark)
+    rate.plot(*_points(run.training, "lr"), line, color=drawn.get_color(), linewidth=1)
+
+
+def _tokens_per_step(row: Row) -> float | None:
+    tokens = finite(row.get("consumed_tokens"))
+    return tokens / row["step"] if row["step"] and tokens is not None and tokens >= 1 else None
+
+
+def _points(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values; a value that axes cannot hold, such as one that was not finite, is a gap."""
+    values = (finite(row.get(key)) for row in rows)
+    kept = [math.nan if value is None or not fits_axes(value) else value for value in values]
+    return [row["step"] for row in rows], kept
+
+
+def _rows(run_dir: Path, name: str) -> list[Row]:
+    try:
+        return rows_by_step(lines_of(run_dir / name))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise NothingToPlot(run=str(run_dir), reason=f"{name} cannot be read: {error.strerror or error}") from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.terminal.closed_output import survive_closed_output
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
@@ -16,8 +17,6 @@ from nxdt_core.progress import PROGRESS, process_age_s
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
     from nxdt_core.launch.supervision.client import Client
-
-__all__ = ["train"]
 
 
 @click.command(
@@ -77,11 +76,11 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
         ctx.exit(run_with_restarts(config, max_restarts, ["train", *options]))
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config, json_output=json_output))
-    from nxdt_core.cli.config.layout_check import check_layout
+    from nxdt_core.cli.checks import check_layout
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
-    from nxdt_core.train.monitoring.died import mark_failed
+    from nxdt_core.train.run.metric_files import mark_failed
 
     try:
         outcome = launch(config, ["train", *options])
@@ -95,10 +94,10 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
 
 def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
-    from nxdt_core.cli.config.vocabulary_check import vocabulary_notes
+    from nxdt_core.cli.checks import vocabulary_notes
     from nxdt_core.config import load
     from nxdt_core.config.migration import environment_notes
-    from nxdt_core.config.placeholders import require_set
+    from nxdt_core.config.resolved import require_set
 
     config = load(source, overrides)
     require_set(config)
@@ -125,3 +124,48 @@ def _train(config: ResolvedConfig, client: Client | None = None, json_output: bo
         else:
             say(str(summary))
     return summary.exit_status
+
+
+def survive_closed_output() -> None:
+    """Let standard output and standard error of this process drop what is written once their reader has gone.
+
+    The log files of a run keep all of it.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            stream.flush()
+            setattr(sys, name, _Surviving(stream))
+
+
+class _Surviving(io.TextIOWrapper):
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        """``stream``: whose buffer this writes to."""
+        super().__init__(
+            stream.buffer,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        self._stream = stream  # which would close the buffer with its last reference
+
+    def write(self, text: str, /) -> int:
+        """Write ``text``, or drop it."""
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what is left."""
+        try:
+            super().flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)

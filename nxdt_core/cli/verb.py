@@ -1,19 +1,23 @@
-"""The shape of every ``nxdt`` command: a help text that ends with examples, and options that several share."""
+"""The shape of every ``nxdt`` command: a help text with examples, options that several share, and completions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from nxdt_core.visible_text import visible
 
 __all__ = [
     "Verb",
     "as_json",
-    "completed_by",
+    "complete_override",
+    "complete_plugin",
+    "complete_recipe",
+    "complete_source",
     "config_arguments",
     "optional_config_arguments",
     "print_json",
@@ -22,6 +26,7 @@ __all__ = [
     "without_secrets",
     "write_examples",
 ]
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MESSAGES = ("notes", "problems")
@@ -56,9 +61,9 @@ class Verb(click.Command):
 
 def _keys_like(option: str) -> list[str]:
     """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
-    from nxdt_core.config.fields.component_slots import Composition
-    from nxdt_core.config.resolve.defaults import complete
-    from nxdt_core.config.sources.node import Node, Origin
+    from nxdt_core.config.complete import complete
+    from nxdt_core.config.schema import Composition
+    from nxdt_core.config.tree import Node, Origin
 
     name = option.lstrip("-").replace("-", "_")
     known = complete(Node({}, Origin(kind="file", where="")), Composition()).known
@@ -76,34 +81,6 @@ def write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> N
 def as_json(function: _F) -> _F:
     """Add ``--json``."""
     return click.option("--json", "json_output", is_flag=True, help="Print JSON to standard output.")(function)
-
-
-def completed_by(name: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
-    """Return what completes an argument: a function of :mod:`nxdt_core.cli.terminal.completions`, imported on use."""
-
-    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-        from nxdt_core.cli.terminal import completions
-
-        found: list[Any] = getattr(completions, name)(ctx, param, incomplete)
-        return found
-
-    return complete
-
-
-def _config_arguments(*, required: bool) -> Callable[[_F], _F]:
-    def add(function: _F) -> _F:
-        completed = completed_by("complete_override")
-        function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed)(function)
-        metavar, complete = "CONFIG" if required else "[CONFIG]", completed_by("complete_source")
-        return click.argument("source", metavar=metavar, required=required, shell_complete=complete)(function)
-
-    return add
-
-
-config_arguments = _config_arguments(required=True)
-"""Decorator that adds the arguments that name a configuration: a source and overrides."""
-optional_config_arguments = _config_arguments(required=False)
-"""As :data:`config_arguments`, where a command also does something without a configuration."""
 
 
 def print_json(value: object) -> None:
@@ -125,14 +102,14 @@ def say(text: str, *, err: bool = False, end: str = "\n") -> None:
 
 def print_note(text: str) -> None:
     """Print a note to standard error."""
-    from nxdt_core.cli.terminal.table import print_wrapped
+    from nxdt_core.cli.terminal import print_wrapped
 
     print_wrapped("note", without_secrets(text), err=True)
 
 
 def without_secrets(text: str) -> str:
     """Return a message without the secrets of the configurations that this process has read."""
-    from nxdt_core.config.secrets.messages import hide_secrets  # not for `nxdt --help`
+    from nxdt_core.config.secrets import hide_secrets  # not for `nxdt --help`
 
     return hide_secrets(text)
 
@@ -144,3 +121,120 @@ def _with_hidden(value: Any, message: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {key: _with_hidden(each, message or key in _MESSAGES) for key, each in value.items()}
     return [_with_hidden(each, message) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def complete_source(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return recipes with their prefix, and let the shell complete files."""
+    recipes = [f"recipe:{name}" for name in _recipes()]
+    found = [CompletionItem(name) for name in recipes if name.startswith(incomplete)]
+    return found if incomplete.startswith("recipe:") else [*found, CompletionItem(incomplete, type="file")]
+
+
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the names of recipes."""
+    return [CompletionItem(name) for name in _recipes() if name.startswith(incomplete)]
+
+
+def complete_plugin(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the names of plugins."""
+    from nxdt_core.kernel import Kernel
+
+    names = dict.fromkeys(plugin.name for plugin in Kernel.start().plugins)
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def complete_override(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return configuration keys, one section at a time; after ``key=`` the values that are known."""
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [CompletionItem(f"{key}={each}") for each in _values(key) if each.startswith(value)]
+    section = key.rpartition(".")[0]
+    return [CompletionItem(each, type="open") for each in _keys(section) if each.startswith(incomplete)]
+
+
+def _recipes() -> list[str]:
+    from nxdt_core.config.sources import list_recipes
+    from nxdt_core.kernel import Kernel
+
+    return [recipe.name for recipe in list_recipes(Kernel.start())]
+
+
+def _classes(section: str) -> Iterator[type]:
+    """The dataclasses with the keys of a section: the core's, and those of all components that it may select."""
+    from nxdt_core.config.components import usable_class
+    from nxdt_core.config.schema import SLOTS, RunConfig
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.tree import Place
+    from nxdt_core.errors import NxdtError
+    from nxdt_core.kernel import Kernel
+
+    core: type | None = RunConfig
+    for name in section.split(".") if section else ():
+        key = keys_of(core).get(name) if core else None
+        core = key.section if key else None
+    if core:
+        yield core
+    for slot in SLOTS:
+        if slot.section == section:
+            for component in Kernel.start().registry.all(slot.kind):
+                try:
+                    own = usable_class(component, Place(place=component.dist, line=0, key=slot.key))
+                except NxdtError:
+                    continue  # `nxdt plugins show` says what is wrong with it
+                if own is not None:
+                    yield own
+
+
+def _keys(section: str) -> list[str]:
+    """Keys of a section as ``section.key=``, and its sections as ``section.name.``."""
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.tree import join
+
+    found = {
+        join(section, name) + ("." if key.section else "=")
+        for cls in _classes(section)
+        for name, key in keys_of(cls).items()
+    }
+    return sorted(found)
+
+
+def _values(path: str) -> list[str]:
+    """Names of components for a key that selects one; the words or truth values that another key takes."""
+    from nxdt_core.config.schema import SLOTS
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.kernel import Kernel
+
+    for slot in SLOTS:
+        if slot.key == path:
+            return [component.record.name for component in Kernel.start().registry.all(slot.kind)]
+    section, _, name = path.rpartition(".")
+    for cls in _classes(section):
+        key = keys_of(cls).get(name)
+        if key is not None:
+            return list(dict.fromkeys(_words(key.json_schema())))
+    return []
+
+
+def _words(schema: Mapping[str, Any]) -> Iterator[str]:
+    """The words of a value's JSON Schema."""
+    yield from (str(each) for each in schema.get("enum", ()) if each is not None)
+    if schema.get("type") == "boolean":
+        yield from ("true", "false")
+    for each in schema.get("anyOf", ()):
+        yield from _words(each)
+
+
+def _config_arguments(*, required: bool) -> Callable[[_F], _F]:
+    def add(function: _F) -> _F:
+        overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+        metavar = "CONFIG" if required else "[CONFIG]"
+        source = click.argument("source", metavar=metavar, required=required, shell_complete=complete_source)
+        return source(overrides(function))
+
+    return add
+
+
+config_arguments = _config_arguments(required=True)
+"""Decorator that adds the arguments that name a configuration: a source and overrides."""
+optional_config_arguments = _config_arguments(required=False)
+"""As :data:`config_arguments`, where a command also does something without a configuration."""

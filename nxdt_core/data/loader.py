@@ -22,14 +22,15 @@ from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
-__all__ = ["GlobalBatchLoader", "run_ahead"]
+__all__ = ["GlobalBatchLoader", "prefetched"]
+
 
 T = TypeVar("T")
 
 _AHEAD_PER_WORKER = 2
 
 
-def run_ahead(jobs: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
+def prefetched(jobs: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
     """Yield the results of ``jobs``, in order, with up to two jobs a worker begun ahead.
 
     ``jobs`` is advanced in the caller's thread only. An exception of a job is raised where its result would have
@@ -145,7 +146,7 @@ class GlobalBatchLoader:
         return iteration
 
     def _iterate(self) -> Generator[list[Batch], None, None]:
-        for step in run_ahead(self._source.jobs(self._position), self._workers):
+        for step in prefetched(self._source.jobs(self._position), self._workers):
             if step is None:
                 return
             self._position = step.after

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.errors.data import MixtureInSequence
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import MapDataset

@@ -74,6 +74,13 @@ CannotGenerate = NxdtError.define(
     "Give a prompt, and a checkpoint of a run whose section data.tokenizer names a tokenizer.",
 )
 
+AdapterBaseUnknown = NxdtError.define(
+    "NXDT-T046",
+    "An adapter whose base is not on this machine.",
+    "{where} is an adapter, and the weights below it are not found: it names {base!r}.",
+    "Name them with --base: a Hugging Face directory, or a checkpoint.",
+)
+
 GenerationsNeedTokenizer = NxdtError.define(
     "NXDT-T016",
     "Prompts without a tokenizer.",
@@ -211,7 +218,7 @@ LoggerLibraryMissing = NxdtError.define(
     "NXDT-T014",
     "A logger whose library is not installed.",
     "The logger '{logger}' needs the package '{package}', which cannot be imported: {reason}.",
-    "Run: pip install 'nxdt-core[{logger}]', or switch it off: exp_manager.create_{logger}_logger=false.",
+    "Run: pip install '{install}', or switch it off: exp_manager.create_{logger}_logger=false.",
 )
 
 LoggerCannotStart = NxdtError.define(

@@ -6,8 +6,7 @@ Nothing happens at import; :meth:`Kernel.start` does the work and returns an obj
 from __future__ import annotations
 
 from nxdt_core.kernel.manager import Kernel
-from nxdt_core.kernel.plugin import PluginInfo, PluginState
-from nxdt_core.kernel.policy import PluginPolicy
+from nxdt_core.kernel.plugin import PluginInfo, PluginPolicy, PluginState
 from nxdt_core.kernel.registry import RegisteredComponent, Registry
 
 __all__ = [

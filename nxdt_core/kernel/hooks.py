@@ -22,10 +22,8 @@ import pluggy
 from nxdt_core.api import PROJECT
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import PluginHookFailed
-from nxdt_core.kernel.hookspecs import PHASES
+from nxdt_core.kernel import hookspecs
 from nxdt_core.kernel.plugin import GUARDED, PluginDefect, PluginInfo, describe_failure
-
-__all__ = ["HookCall", "HookResult", "HookSet", "collect_hooks", "new_manager", "register", "traced_hooks"]
 
 T = TypeVar("T")
 
@@ -71,8 +69,7 @@ class HookSet:
 def new_manager() -> pluggy.PluginManager:
     """Return a manager that knows the hooks and no plugin."""
     manager = pluggy.PluginManager(PROJECT)
-    for phase in PHASES:
-        manager.add_hookspecs(phase)
+    manager.add_hookspecs(hookspecs)
     return manager
 
 
@@ -155,7 +152,7 @@ def _attributed(plugin: PluginInfo, hook: str, function: Callable[..., Any]) -> 
 @cache
 def _signatures() -> Mapping[str, inspect.Signature]:
     """Signature of every hook by name."""
-    return {name: _signature(getattr(phase, name)) for phase in PHASES for name in phase.__all__}
+    return {name: _signature(specification) for name, specification in hookspecs.HOOKS.items()}
 
 
 _known_signature = lru_cache(maxsize=4096)(inspect.signature)

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-__all__ = ["known_offers", "offering_dist", "reading_model", "serving_dist", "showing_migrations"]
-
 _FILE: Final = Path(__file__).with_name("first_party.json")
 
 

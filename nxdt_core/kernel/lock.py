@@ -1,21 +1,125 @@
-"""Pins the set of plugins: a lock file names each plugin whose code runs, with the digest of its files.
+"""What exactly is installed: a digest of each plugin's files, one of the whole set, and the file that pins it.
 
-The file is compared before any plugin is imported, so that one that slipped in does not run.
+A wheel's digest comes from the hashes in its ``RECORD``, so that no file is read; an editable installation, a
+local file and a distribution without ``RECORD`` are read. Equal installations give equal digests on any machine. A lock
+file is compared before any plugin is imported, so that one that slipped in does not run.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import importlib.util
 import json
-from collections.abc import Iterable
-from pathlib import Path
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import Distribution, distributions
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
-from nxdt_core.kernel.fingerprint import digest_plugin
-from nxdt_core.kernel.plugin import PluginInfo
+from nxdt_core.kernel.metadata import read_metadata_file, version_of
+from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 from nxdt_core.regular_files import replace_text
 
-__all__ = ["compare_with_lock", "write_lock"]
+_INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
+"""In ``*.dist-info``, written by the installer and so different for equal wheels."""
+
+
+def identify_plugins(plugins: Iterable[PluginInfo]) -> dict[str, str]:
+    """Return distribution, version and digest of the files of each usable plugin, by its name."""
+    return {
+        plugin.name: f"{plugin.dist} {plugin.version or '-'} {digest_plugin(plugin)}"
+        for plugin in plugins
+        if plugin.state == "ok"
+    }
+
+
+def fingerprint(identities: Mapping[str, str]) -> str:
+    """Return the digest of what :func:`identify_plugins` returned. 32 hex digits."""
+    return _hex("\n".join(sorted(f"{name} {identity}" for name, identity in identities.items())).encode())
+
+
+def digest_plugin(plugin: PluginInfo) -> str:
+    """Digest of the files that the plugin was installed from. 32 hex digits."""
+    if plugin.dist == LOCAL:
+        return _digest_file(plugin.location)
+    record = _wheel_record(plugin)
+    return _hex("\n".join(record).encode()) if record else _digest_files(plugin.module)
+
+
+def editable_source(dist: Distribution) -> Path | None:
+    """Return the directory of an installation with ``pip install -e``; None of other installations."""
+    try:
+        origin = json.loads(read_metadata_file(dist, "direct_url.json") or "{}")
+    except ValueError:
+        return None
+    if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):
+        return None
+    return Path(unquote(urlsplit(str(origin.get("url", ""))).path))
+
+
+def _hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _wheel_record(plugin: PluginInfo) -> list[str]:
+    """Path and hash of each file of an installed wheel, sorted; empty where the files have to be read."""
+    dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
+    if dist is None or editable_source(dist) is not None:
+        return []
+    record = read_metadata_file(dist, "RECORD") or ""
+    rows = [row for row in csv.reader(record.splitlines()) if len(row) >= 2]
+    return sorted(f"{path} {digest}" for path, digest, *_ in rows if digest and _is_content(PurePosixPath(path)))
+
+
+def _is_content(path: PurePosixPath) -> bool:
+    """Whether a file of ``RECORD`` comes from the wheel. (Scripts are outside and name the interpreter's path.)"""
+    if path.is_absolute() or ".." in path.parts or path.suffix == ".pyc":
+        return False
+    return not (path.parts[0].endswith(".dist-info") and path.name in _INSTALLER_FILES)
+
+
+def _digest_files(module: str) -> str:
+    """Digest of the names and contents of the top-level package or module of an entry point."""
+    spec = importlib.util.find_spec(module.partition(":")[0].partition(".")[0])
+    if spec is None:
+        return _hex(b"")
+    if not spec.submodule_search_locations:
+        return _digest_file(spec.origin or "")
+    digest = hashlib.sha256()
+    for root in spec.submodule_search_locations:
+        for parts, path in sorted(_files(root, ())):
+            digest.update(f"{'/'.join(parts)}\0{_digest_file(path)}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _digest_file(path: str) -> str:
+    """Digest of a file's content, which is read again only if it has changed."""
+    version = version_of(os.stat(path))
+    return _read_digest(path, version) if version is not None else _read_digest.__wrapped__(path, version)
+
+
+@lru_cache(maxsize=65536)
+def _read_digest(path: str, version: tuple[int, ...] | None) -> str:
+    """Return the digest of a file in one of its versions."""
+    with open(path, "rb", buffering=0) as file:
+        return _hex(file.read())
+
+
+def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Parts of the names, and paths, of all files under ``folder``, without byte code and hidden files."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name == "__pycache__":
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path, (*below, entry.name))
+            elif entry.is_file():
+                yield (*below, entry.name), entry.path
+
 
 _FORMAT: Final = 1
 _FIELDS: Final = ("version", "digest")

@@ -6,38 +6,37 @@ file has changed: half of its time would otherwise go to the metadata of distrib
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from functools import lru_cache
 from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
+from typing import Any
 
 from nxdt_core.api import ENTRY_POINT_GROUP
-from nxdt_core.kernel.policy import normalise
-
-__all__ = [
-    "CoreMetadata",
-    "MalformedMetadata",
-    "admits",
-    "directory_above",
-    "directory_name",
-    "directory_stem",
-    "is_bounded",
-    "plugin_entries",
-    "read_core_metadata",
-    "read_metadata_file",
-    "version_of",
-]
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?(\s*\[.*\])?")
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 _CLAUSE = re.compile(rf"(>=|<=|>|<|==|!=)\s*({_RELEASE.pattern})")
+_COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 _RANGE = rf"{_CLAUSE.pattern}(?:\s*,\s*{_CLAUSE.pattern})*"
-_PLAIN = re.compile(rf"[\w.-]+\s*(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
+_OF_EXTRA = re.compile(r"\s*extra\s*==\s*(['\"])[\w.-]+\1\s*")
+_PLAIN = re.compile(rf"[\w.-]+\s*(?:\[[\w\s,.-]*\]\s*)?(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
+_ON_CORE = re.compile(r"\s*nxdt[-_.]+core(?![\w.-])", re.IGNORECASE)
+"""A ``Requires-Dist`` line on nxdt-core, in any spelling of its name."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed within this time may change again with the same timestamp, because file systems round it."""
 
@@ -128,41 +127,20 @@ def _core_metadata(text: str) -> CoreMetadata:
     name, version = headers.get("Name"), headers.get("Version")
     if not name or not version:
         raise MalformedMetadata(f"METADATA has no {'Version' if name else 'Name'}")
-    requires = tuple(str(line) for line in headers.get_all("Requires-Dist", ()) if _requires_core(str(line)))
+    requires = tuple(str(line) for line in headers.get_all("Requires-Dist", ()) if _ON_CORE.match(str(line)))
     return CoreMetadata(name=str(name), version=str(version), requires_core=requires)
 
 
-def _requires_core(line: str) -> bool:
-    found = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line.strip())
-    return found is not None and normalise(found[0]) == "nxdt-core"
+def locate_metadata(dist: Distribution) -> tuple[str, str]:
+    """Return the path that the metadata directory of a distribution is in, and the directory's own name.
 
-
-def directory_name(dist: Distribution) -> str:
-    """``<name>-<version>.dist-info`` or ``.egg-info``; empty where a finder keeps no directory.
-
-    (There is no public accessor; the standard library's own de-duplication reads the same private attribute.)
+    The name is ``<name>-<version>.dist-info`` or ``.egg-info``, and empty where a finder keeps no directory. (There is
+    no public accessor; the standard library's own de-duplication reads the same private attribute.)
     """
-    return _split_path(dist)[1]
-
-
-def directory_above(dist: Distribution) -> str:
-    """Return the path of the directory that the metadata directory is in."""
-    above = _split_path(dist)[0] if type(dist) is PathDistribution else ""
-    return above or str(dist.locate_file(""))
-
-
-def _split_path(dist: Distribution) -> tuple[str, str]:
-    """The path of a metadata directory, and the directory's own name, without the cost of path objects."""
     path = getattr(dist, "_path", None)
-    text = "" if path is None else str(path).rstrip("/\\").replace("\\", "/")
+    text = "" if path is None else str(path).rstrip("/\\").replace("\\", "/")  # without the cost of path objects
     above, _, name = text.rpartition("/")
-    return above, name
-
-
-def directory_stem(name: str) -> str:
-    """Return the distribution's name in such a directory's, normalised. It costs nothing compared with reading
-    METADATA."""
-    return normalise(name.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
+    return (above if type(dist) is PathDistribution else "") or str(dist.locate_file("")), name
 
 
 @lru_cache(maxsize=1024)
@@ -175,8 +153,12 @@ def admits(requirement: str, version: str) -> bool:
     Raises:
         MalformedMetadata: the requirement cannot be parsed.
     """
-    if _PLAIN.fullmatch(requirement) and _RELEASE.fullmatch(version):
-        return all(_holds(version, operator, bound) for operator, bound in _CLAUSE.findall(requirement))
+    wanted, _, marker = requirement.partition(";")
+    of_extra = _OF_EXTRA.fullmatch(marker) is not None
+    if _PLAIN.fullmatch(wanted) and _RELEASE.fullmatch(version) and (of_extra or ";" not in requirement):
+        return of_extra or all(
+            _COMPARISONS[sign](_release(version), _release(bound)) for sign, bound in _CLAUSE.findall(wanted)
+        )
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -194,22 +176,6 @@ def is_bounded(requirement: str) -> bool:
     return re.search(r"<|==|~=", specifier) is not None
 
 
-def _holds(version: str, operator: str, bound: str) -> bool:
-    """Compare two release numbers (PEP 440): missing parts are zeros."""
-    ours, theirs = _parts(version), _parts(bound)
-    order = (ours > theirs) - (ours < theirs)
-    return {
-        ">=": order >= 0,
-        "<=": order <= 0,
-        ">": order > 0,
-        "<": order < 0,
-        "==": order == 0,
-        "!=": order != 0,
-    }[operator]
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    numbers = [int(part) for part in version.split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release for comparisons as of PEP 440, where missing parts are zeros."""
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", version).split(".")))

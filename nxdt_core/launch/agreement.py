@@ -15,14 +15,15 @@ import torch
 
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import is_hidden
-from nxdt_core.config.sources.node import to_plain, to_shown
+from nxdt_core.config.secrets import is_hidden
+from nxdt_core.config.tree import to_plain, to_shown
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
-from nxdt_core.kernel.fingerprint import digest_plugin
-from nxdt_core.protocols.launcher import Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.kernel.lock import digest_plugin
+from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["check_agreement", "check_world_size"]
+
 
 _MAY_DIFFER = frozenset({"data.num_workers", "plugins.local"})
 """Keys that each host may set for itself: threads that read ahead, and the path of a plugin's file (the files are
@@ -30,7 +31,7 @@ compared)."""
 _ABSENT = "absent"
 
 
-def check_world_size(config: ResolvedConfig, place: Place) -> None:
+def check_world_size(config: ResolvedConfig, place: RankEnvironment) -> None:
     """Refuse a number of processes that differs from the configuration.
 
     Raises:
@@ -90,9 +91,9 @@ def _difference(name: str, by_rank: list[tuple[str, Mapping[str, str]]]) -> str:
         where.setdefault(facts.get(name, _ABSENT), []).append(f"rank {rank} ({host})")
     if len(where) == 1:
         return ""
-    values = [f"{value} on {_some(ranks)}" for value, ranks in where.items()]
+    values = [f"{value} on {_list_ranks(ranks)}" for value, ranks in where.items()]
     return f"{name} is {' and '.join(values)}"
 
 
-def _some(ranks: list[str]) -> str:
+def _list_ranks(ranks: list[str]) -> str:
     return ", ".join(ranks[:2]) + (f" and {len(ranks) - 2} more" if len(ranks) > 2 else "")

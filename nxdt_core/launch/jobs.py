@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.interpolation import interpolate
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.secrets.command_line import drop_replaced, shown_words
-from nxdt_core.config.sources.files import read_source
-from nxdt_core.config.sources.node import MASK, Node
-from nxdt_core.config.sources.overrides import COMMAND_LINE
-from nxdt_core.config.sources.recipes import RECIPE_SCHEME
-from nxdt_core.errors.clusters import (
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.read import read_part
+from nxdt_core.config.secrets import drop_replaced, shown_words
+from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
+from nxdt_core.config.tree import MASK, Node
+from nxdt_core.errors.configuration import ComponentFinding, ConfigError
+from nxdt_core.errors.launch import (
     CannotSubmit,
     ClusterHasOtherDevices,
     ClusterHasOtherNodes,
@@ -30,12 +28,9 @@ from nxdt_core.errors.clusters import (
     SubmitCommandMissing,
     SubmitFailed,
 )
-from nxdt_core.errors.configuration import ComponentFinding, ConfigError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.launcher import Job, Submission
 from nxdt_core.regular_files import make_directory, read_text, replace_text
-
-__all__ = ["prepare", "read_options", "submit", "write"]
 
 _RESUME = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
 _NAME_LENGTH = 48
@@ -66,7 +61,7 @@ def read_options(component: RegisteredComponent, cluster: Path | None, given: Ma
         tree = tree.set(name, _node(value))
     tree, problems = interpolate(tree)
     try:
-        options, wrong = read_part(cls, tree, "", Locator(label))
+        options, wrong = read_part(cls, tree, "")
     except ValueError as error:  # raised by a __post_init__
         options, wrong = None, [ComponentFinding(**tree.origin.at(""), message=f"{error}.")]
     if problems or wrong:
@@ -89,8 +84,8 @@ def prepare(
 
     Args:
         component: the launcher.
-        source: of the configuration.
-        overrides: of the configuration.
+        source: configuration file or ``recipe:NAME``.
+        overrides: ``key=value`` words of the command line.
         nodes: of the run; None takes the cluster file's, or ``trainer.num_nodes``.
         cluster: a YAML file with options of the launcher.
         given: options of the command line.

@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 
 from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, place_from_environment
-from nxdt_core.errors.clusters import NotStartedByLauncher
+from nxdt_core.errors.launch import NotStartedByLauncher
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.plugin import BUILTIN
-from nxdt_core.protocols.launcher import Place
-
-__all__ = ["find_place"]
+from nxdt_core.protocols.launcher import RankEnvironment
 
 
-def find_place() -> Place:
+def find_place() -> RankEnvironment:
     """Return the place of this process, and set the usual variables where a plugin's launcher has said it.
 
     Raises:
@@ -32,7 +30,7 @@ def find_place() -> Place:
     launcher = Kernel.start().registry.get("launcher", name)
     if launcher.plugin == BUILTIN:
         return place_from_environment()
-    place: Place | None = launcher.load_target()().join(os.environ)
+    place: RankEnvironment | None = launcher.load_target()().join(os.environ)
     if place is None:
         raise NotStartedByLauncher(launcher=name)
     if place.world_size > 1:

@@ -30,18 +30,15 @@ from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.environment import read_port, read_variable
 from nxdt_core.distributed.process_group import check_devices, cores_of_process
 from nxdt_core.distributed.store import connect_store, join_timeout_s
-from nxdt_core.errors.clusters import NodeAlreadyJoined
+from nxdt_core.errors.launch import NodeAlreadyJoined
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing
-from nxdt_core.launch.restarts import interpreter_words, is_restarted
-from nxdt_core.launch.supervision import rendezvous
-from nxdt_core.launch.supervision.client import Client
+from nxdt_core.launch.restarts import interpreter_arguments, is_restarted
+from nxdt_core.launch.supervision.client import Client, SupervisorAddress, find_supervisor, publish_address
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import PARENT_VARIABLE
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.torch_versions import run_agent
-
-__all__ = ["launch", "node_from_environment"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -59,9 +56,9 @@ class Node:
     port: int
     """Where the nodes meet; 0 lets the only node choose a free one."""
 
-    def place(self) -> Place:
+    def place(self) -> RankEnvironment:
         """Return the launcher's place at the meeting point: node 0 serves it."""
-        return Place(
+        return RankEnvironment(
             rank=self.number,
             world_size=self.count,
             host=socket.gethostname(),
@@ -133,7 +130,9 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
         "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
     }
     try:
-        words = [word.replace("$", "$$") for word in interpreter_words(config, command)]  # the agent fills in templates
+        words = [
+            word.replace("$", "$$") for word in interpreter_arguments(config, command)
+        ]  # the agent fills in templates
         run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -163,7 +162,7 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         command: verb and options that each rank runs with the configuration's source and overrides.
 
     Raises:
@@ -183,11 +182,11 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     _wait_for_nodes(store, node)
     ranks = partial(run_ranks, config, node, store.port, command)
     if supervisor is not None:
-        return _as_first(supervisor, ranks, node)
-    return _as_further(Client(place, rendezvous.find(store, place), is_rank=False), ranks, node)
+        return _run_first_node(supervisor, ranks, node)
+    return _run_further_node(Client(place, find_supervisor(store, place), is_rank=False), ranks, node)
 
 
-def _join(node: Node, place: Place) -> TCPStore:
+def _join(node: Node, place: RankEnvironment) -> TCPStore:
     """Connect to the store as this node. After a restart the store may still be that of the run without this node,
     which ends within seconds."""
     end = time.monotonic() + join_timeout_s()
@@ -207,10 +206,10 @@ def _open_supervisor(node: Node, store: TCPStore) -> Supervisor:
         world_size=node.count * node.devices, address=node.address, arrival_s=join_timeout_s(), in_rank_zero=False
     )
     supervisor.start()
-    address = rendezvous.SupervisorAddress(
+    address = SupervisorAddress(
         port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=False
     )
-    rendezvous.publish(store, place, address)
+    publish_address(store, place, address)
     return supervisor
 
 
@@ -224,37 +223,37 @@ def _wait_for_nodes(store: TCPStore, node: Node) -> None:
         raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
 
 
-def _as_first(supervisor: Supervisor, ranks: _Ranks, node: Node) -> Outcome:
+def _run_first_node(supervisor: Supervisor, ranks: _Ranks, node: Node) -> Outcome:
     with _forwarded(lambda number, urgent: supervisor.stop(number, urgent=urgent)) as received:
-        codes = _codes(ranks, node, received)
+        codes = _exit_codes(ranks, node, received)
     root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
     if root_cause is None and not codes:
         return Outcome(status=supervisor.status)
     if root_cause is not None and root_cause.dead is None:
         return Outcome(status=root_cause.status, text=root_cause.text)
     dead = None if root_cause is None else root_cause.dead
-    rank = _cause(codes, None if dead is None else dead.rank)
+    rank = _first_ended_rank(codes, None if dead is None else dead.rank)
     if received and codes.get(rank) in {-number for number in _SIGNALS}:
         return Outcome(status=128 + received[0], text=INTERRUPTION.text)
     host = dead.host if dead is not None and dead.rank == rank else node.place().host
-    raise RankDied(rank=rank, host=host, how=_how(codes.get(rank)))
+    raise RankDied(rank=rank, host=host, how=_describe_exit(codes.get(rank)))
 
 
-def _as_further(client: Client, ranks: _Ranks, node: Node) -> Outcome:
+def _run_further_node(client: Client, ranks: _Ranks, node: Node) -> Outcome:
     def ask(number: int, urgent: bool) -> None:
         client.ask_to_stop(number, urgent=urgent)
 
     ranks_ended = threading.Event()
     threading.Thread(target=_leave_with_run, args=(client, node, ranks_ended), daemon=True).start()
     with _forwarded(ask) as received:
-        codes = _codes(ranks, node, received)
+        codes = _exit_codes(ranks, node, received)
     ranks_ended.set()
     status, cause = client.outcome()
     if cause is not None:
         return Outcome(status=status, text=_ended_with_run(node, cause))
     if codes:
-        rank = _cause(codes, None)
-        raise RankDied(rank=rank, host=node.place().host, how=_how(codes[rank]))
+        rank = _first_ended_rank(codes, None)
+        raise RankDied(rank=rank, host=node.place().host, how=_describe_exit(codes[rank]))
     return Outcome(status=status)
 
 
@@ -272,7 +271,7 @@ def _ended_with_run(node: Node, cause: str) -> str:
     return f"Node {node.number} ended with the run, since {cause}."
 
 
-def _codes(ranks: _Ranks, node: Node, received: list[int]) -> Mapping[int, int]:
+def _exit_codes(ranks: _Ranks, node: Node, received: list[int]) -> Mapping[int, int]:
     try:
         return ranks()
     except SignalException as error:  # one that the agent has passed on
@@ -280,7 +279,7 @@ def _codes(ranks: _Ranks, node: Node, received: list[int]) -> Mapping[int, int]:
         return {node.number * node.devices: -error.sigval}
 
 
-def _cause(codes: Mapping[int, int], reported: int | None) -> int:
+def _first_ended_rank(codes: Mapping[int, int], reported: int | None) -> int:
     """The rank that ended first, rather than one that the agent ended for that."""
     if reported is not None and codes.get(reported) != -signal.SIGTERM:
         return reported
@@ -288,7 +287,7 @@ def _cause(codes: Mapping[int, int], reported: int | None) -> int:
     return min(by_itself or codes)
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     """Return a description of a process's end, as far as this node knows it."""
     if code is None:
         return ""

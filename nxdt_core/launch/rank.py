@@ -7,23 +7,26 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from nxdt_core.config.secrets.messages import hide_secrets
+from nxdt_core.config.secrets import hide_secrets
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
-from nxdt_core.launch.supervision import rendezvous
-from nxdt_core.launch.supervision.client import Client
+from nxdt_core.launch.supervision.client import (
+    Client,
+    SupervisorAddress,
+    find_supervisor,
+    is_published,
+    publish_address,
+)
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import outlive_parent
 from nxdt_core.progress import PROGRESS, process_age_s
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.visible_text import visible
 
-__all__ = ["as_rank"]
 
-
-def as_rank(place: Place, run: Callable[[Client], int]) -> int:
+def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:
     """Call ``run`` as one of many ranks and return the process's exit status.
 
     Does not return where a rank fails: all processes end then, with the status of that failure.
@@ -44,9 +47,9 @@ def as_rank(place: Place, run: Callable[[Client], int]) -> int:
     return client.done(status)
 
 
-def _join(place: Place) -> Client:
+def _join(place: RankEnvironment) -> Client:
     store = connect_store(place)
-    if place.rank == 0 and not rendezvous.is_published(store, place):
+    if place.rank == 0 and not is_published(store, place):
         supervisor = Supervisor(
             world_size=place.world_size,
             address=place.master_addr,
@@ -55,12 +58,12 @@ def _join(place: Place) -> Client:
             on_root_cause=_report,
         )
         supervisor.start()
-        address = rendezvous.SupervisorAddress(
+        address = SupervisorAddress(
             port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=True
         )
-        rendezvous.publish(store, place, address)
+        publish_address(store, place, address)
     try:
-        client = Client(place, rendezvous.find(store, place))
+        client = Client(place, find_supervisor(store, place))
     except OSError as error:
         raise CannotReachRankZero(
             who=f"rank {place.rank}",

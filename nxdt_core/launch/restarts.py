@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors.clusters import RestartsNeedResume
+from nxdt_core.errors.launch import RestartsNeedResume
 from nxdt_core.parent import PARENT_VARIABLE
 
-__all__ = ["interpreter_words", "is_restarted", "run_with_restarts"]
 
-
-def interpreter_words(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
+def interpreter_arguments(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
     """Return the words behind the interpreter that carry out a command for the same configuration.
 
     Args:
@@ -47,7 +45,7 @@ def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[s
     """Carry out a command in another process, again after each loss, and return the last exit status.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         restarts: how often the command is started again.
         command: verb and options.
 
@@ -56,7 +54,7 @@ def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[s
     """
     if not config.run.checkpoint.resume_if_exists:
         raise RestartsNeedResume(restarts=restarts)
-    words = [sys.executable, *interpreter_words(config, command)]
+    words = [sys.executable, *interpreter_arguments(config, command)]
     for attempt in range(restarts + 1):
         status = _run(words)
         if attempt == restarts or not (status == _LOST or (status < 0 and -status not in _SIGNALS)):

@@ -52,7 +52,7 @@ class DataContext:
     """None where the configuration names none (pre-tokenised data)."""
     cache_dir: Path | None = None
     """Directory of the run, perhaps to be made, for what all its processes derive identically from the data, such as
-    tokens (:func:`nxdt_core.data.files.array_cache.cached_arrays`); None means: keep it in memory."""
+    tokens (:func:`nxdt_core.data.cache.cached_arrays`); None means: keep it in memory."""
     vocab_size: int | None = None
     """Rows of the model's vocabulary: tokenised data may hold the ids below; None where it is not known."""
     first_records: int | None = None
@@ -108,7 +108,7 @@ Split = MapDataset | IterableDataset | Mapping[str, MapDataset | IterableDataset
 
 @runtime_checkable
 class DatasetSplits(Protocol):
-    """The target of the kind, called as ``Target(config, context)`` with the section's dataclass."""
+    """The target of the kind, called as ``Target(config, context)`` with the section."""
 
     def __init__(self, config: Any, context: DataContext) -> None: ...
 

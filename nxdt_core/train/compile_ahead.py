@@ -12,16 +12,14 @@ from itertools import islice
 from pathlib import Path
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.limits import first_batches
+from nxdt_core.data.sampler import first_batches
 from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.engine import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.train.data import Dataset, StepInput
 from nxdt_core.train.session import TrainSession, start_engine, without_gradients
 from nxdt_core.train.step import mean_loss
-
-__all__ = ["ahead_of", "run_trial"]
 
 _STEPS = 3
 """The first one compiles; the second has an optimizer's state, and the third begins with what the second changed."""
@@ -47,8 +45,8 @@ def run_trial(config: ResolvedConfig, ahead: CompileAhead, say: Callable[[str], 
     It reads the run's data, and neither its checkpoints nor its directory.
 
     Args:
-        config: of the run.
-        ahead: of its engine.
+        config: the resolved configuration of the run.
+        ahead: how the run's engine compiles ahead.
         say: prints a line; called on rank 0.
 
     Returns:
@@ -71,7 +69,7 @@ def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
     engine = TrainSession(config).engine
     start_engine(config, engine)
     directory = Path(tempfile.gettempdir(), engine.broadcast_object(f"nxdt-compile-{uuid.uuid4().hex}"))
-    session = TrainSession(_as_trial(config, directory), engine=engine)
+    session = TrainSession(_trial_config(config, directory), engine=engine)
     try:
         session.build_model()
         session.build_optimizer()
@@ -82,14 +80,13 @@ def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
     session.close()  # not after an error: other ranks may be stuck in a collective
 
 
-def _as_trial(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
+def _trial_config(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
     run = config.run
     return replace(
         config,
-        run=replace(
-            run,
-            trainer=replace(run.trainer, max_steps=_STEPS),
-            checkpoint=replace(run.checkpoint, enabled=False, resume_if_exists=False, resume_from=None),
+        run=run.changed(
+            trainer=run.trainer.changed(max_steps=_STEPS),
+            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False, resume_from=None),
         ),
         loggers=(),
         run_dir=directory,

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.limits import first_batches, limit_sets
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.preview import Preview
 from nxdt_core.data.preview import preview as look
+from nxdt_core.data.sampler import first_batches, limit_sets
 from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset, SplitName
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 

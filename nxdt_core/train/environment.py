@@ -23,8 +23,6 @@ from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel.metadata import read_metadata_file
 
-__all__ = ["Device", "Environment", "Package", "environment", "problems_of_run"]
-
 _PACKAGES = (
     *("torch", "torch-neuronx", "torch-xla", "neuronx-distributed", "libneuronxla", "neuronx-cc", "nki"),
     *("pytorch-lightning", "numpy", "safetensors", "transformers", "tokenizers", "triton"),

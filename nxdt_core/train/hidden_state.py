@@ -20,8 +20,6 @@ from nxdt_core.errors.optimizers import HiddenObjectiveState, HiddenOptimizerSta
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.schedule import LRSchedule
 
-__all__ = ["check_schedule", "find_hidden_state", "watch_objective", "watch_optimizer"]
-
 _log = logging.getLogger(__name__)
 
 _LOOKS = 3
@@ -40,7 +38,7 @@ def check_schedule(schedule: LRSchedule, component: RegisteredComponent, *, max_
 
     Args:
         schedule: one that no run uses, because a schedule that counts its calls is unusable afterwards.
-        component: what built it.
+        component: the component that built it.
         max_steps: steps that it is made for.
     """
     steps = sorted({0, max_steps // 2})

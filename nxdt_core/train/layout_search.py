@@ -18,8 +18,6 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.launch import NoLayoutFits, NoTimesOfDevice
 from nxdt_core.train.plan import EFFICIENCY, RunPlan, plan
 
-__all__ = ["Layout", "Search", "candidates", "search"]
-
 _STRATEGY = "distributed_strategy"
 _REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
 _TOKENS_PER_CONTEXT_RANK = 8192
@@ -58,7 +56,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class RankedLayout:
     """A layout that fits."""
 
     settings: Mapping[str, str]
@@ -77,7 +75,7 @@ class Search:
 
     given: RunPlan
     """The configuration as it is."""
-    found: Sequence[Found]
+    found: Sequence[RankedLayout]
     """Layouts that fit, fastest first. ZeRO-3 is among them only where it is faster than ZeRO-1 or fits alone."""
     estimated: int
     refused: int
@@ -142,7 +140,7 @@ class _Trials:
 
     def __init__(self, planned: Callable[[Mapping[str, str]], RunPlan], recomputations: list[dict[str, str]]) -> None:
         self._planned, self._recomputations = planned, recomputations
-        self.found: list[Found] = []
+        self.found: list[RankedLayout] = []
         self.estimated = self.refused = 0
 
     def add(self, layout: Layout, *, shards: bool) -> None:
@@ -156,7 +154,7 @@ class _Trials:
         if other is not None and (first is None or other.seconds < first.seconds):
             self.found.append(other)
 
-    def _least_recomputing(self, layout: Layout, zero_stage: int) -> Found | None:
+    def _least_recomputing(self, layout: Layout, zero_stage: int) -> RankedLayout | None:
         for recompute in self._recomputations:
             if layout.tp == 1 and recompute[_REGATHER] == "true":
                 continue
@@ -168,7 +166,7 @@ class _Trials:
                 return None  # for its sizes, which recomputing does not change
             self.estimated += 1
             if made.fits and not made.tight:
-                return Found(settings=settings, plan=made)
+                return RankedLayout(settings=settings, plan=made)
             memory, limit = made.estimate.fullest.memory, made.memory_bytes
             if limit is not None and memory.weights + memory.gradients + memory.optimizer > limit:
                 return None  # recomputing saves activations only
@@ -182,17 +180,17 @@ def candidates(config: ResolvedConfig) -> Iterator[Layout]:
     context = max(run.data.seq_length // _TOKENS_PER_CONTEXT_RANK, run.distributed_strategy.context_parallel_size)
     has_experts = "ep" in config.selected("model").component.record.capabilities
     for tp, pp, cp, ep in combinations(
-        _powers(min(world, run.trainer.devices, _MOST_TENSOR)),
-        _powers(min(world, _MOST)),
-        _powers(min(world, context)),
-        _powers(min(world, _MOST) if has_experts else 1),
+        _powers_of_two(min(world, run.trainer.devices, _MOST_TENSOR)),
+        _powers_of_two(min(world, _MOST)),
+        _powers_of_two(min(world, context)),
+        _powers_of_two(min(world, _MOST) if has_experts else 1),
     ):
         layout = Layout(tp, pp, cp, ep)
         if world % layout.ranks == 0:
             yield layout
 
 
-def _powers(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     return [1 << bits for bits in range(most.bit_length())]
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, final
@@ -19,14 +18,12 @@ from typing import Any, Literal, final
 import yaml
 
 from nxdt_core.callback import Callback, Run
+from nxdt_core.config.section import Section
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
 from nxdt_core.regular_files import read_text
 
-__all__ = ["MLFlowConfig", "MLflow", "TensorBoard", "Wandb", "WandbConfig"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WandbConfig:
+class WandbConfig(Section):
     """Weights & Biases. Each start of the training creates its own W&B run, unless ``id`` names one.
 
     Without a network: ``offline: true`` or ``WANDB_MODE=offline``, and ``wandb sync`` later.
@@ -56,8 +53,7 @@ class WandbConfig:
     """How to handle an ``id`` that already exists: see ``wandb.init``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLFlowConfig:
+class MLFlowConfig(Section):
     """MLflow. Each start of the training creates its own MLflow run, unless ``run_id`` names one."""
 
     experiment_name: str = "lightning_logs"
@@ -115,7 +111,10 @@ class TensorBoard(Callback):
 
     def _opened(self) -> Any:
         if self._writer is None:
-            with _not_imported("botocore"):  # which TensorBoard would try, for event files in S3
+            with (
+                _starting("tensorboard", install="tensorboard", advice="Reinstall tensorboard"),
+                _not_imported("botocore"),  # which TensorBoard would try, for event files in S3
+            ):
                 from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(log_dir=str(self._run_dir))
@@ -134,7 +133,11 @@ class Wandb(Callback):
     def __init__(self, config: WandbConfig, run_dir: Path) -> None:
         self._prefix = config.prefix
         offline = config.offline or os.environ.get("WANDB_MODE") == "offline"
-        with _starting("wandb", advice="Log in with `wandb login`, or write files only: WANDB_MODE=offline"):
+        with _starting(
+            "wandb",
+            install="nxdt-core[wandb]",
+            advice="Log in with `wandb login`, or write files only: WANDB_MODE=offline",
+        ):
             import wandb
 
             self._run = wandb.init(
@@ -171,7 +174,9 @@ class MLflow(Callback):
     def __init__(self, config: MLFlowConfig, run_dir: Path) -> None:
         self._prefix = config.prefix
         shared, own = config.tracking_uri or os.environ.get(_TRACKING), run_dir.absolute()
-        with _starting("mlflow", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"):
+        with _starting(
+            "mlflow", install="nxdt-core[mlflow]", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"
+        ):
             from mlflow.tracking import MlflowClient
             from mlflow.tracking.context.registry import resolve_tags
 
@@ -237,12 +242,18 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _starting(package: str, *, advice: str) -> Iterator[None]:
-    """Raise an error for users in place of what a library raises as its logger starts: users can fix most of these."""
+def _starting(package: str, *, install: str, advice: str) -> Iterator[None]:
+    """Raise an error for users in place of what a library raises as its logger starts: users can fix most of these.
+
+    Args:
+        package: to import; also the name of the logger.
+        install: what to install where the package is missing, as pip takes it.
+        advice: what to do where the library is there and fails, as a sentence without an end.
+    """
     try:
         importlib.import_module(package)
     except ImportError as error:
-        raise LoggerLibraryMissing(logger=package, package=package, reason=str(error)) from error
+        raise LoggerLibraryMissing(logger=package, package=package, install=install, reason=str(error)) from error
     try:
         yield
     except Exception as error:

@@ -8,10 +8,8 @@ from typing import Any
 from nxdt_core.callback import Run
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.train.callbacks.validation_metrics import ValidationMetrics
+from nxdt_core.train.callbacks.metrics import ValidationMetrics
 from nxdt_core.train.session import without_gradients
-
-__all__ = ["fit", "validate", "validates_after"]
 
 
 def fit(run: Run) -> None:

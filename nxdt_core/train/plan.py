@@ -17,13 +17,11 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, Links, available_type
 from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
-from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.products import ChecksProducts
+from nxdt_core.protocols.engine import ChecksProducts
+from nxdt_core.protocols.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE_BYTES
-
-__all__ = ["EFFICIENCY", "RunPlan", "StepTime", "link_rate", "plan", "product_of", "run_parts", "step_time"]
 
 EFFICIENCY = 0.6
 """Assumed, not measured: published runs of dense models on H100 reach 40 to 60 % of the peak."""
@@ -58,7 +56,7 @@ def step_time(
 
     Args:
         estimate: of the run.
-        sizes: of its mesh.
+        sizes: sizes of the run's device mesh.
         peak_flops: dense FLOP/s of one process in the run's compute dtype.
         links: between its processes.
         efficiency: share of the peak that kernels reach.

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
+from nxdt_core.config.section import Section
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
-
-__all__ = [
-    "BF16SRConfig",
-    "ManualConfig",
-    "autocast",
-    "bf16_sr",
-    "fp32",
-    "manual",
-    "mixed_precision",
-    "mixed_precision_sr",
-]
 
 Switch = Literal[False, True, 0, 1, "0", "1"]
 """NxD Training hands these to the environment, so its files write them as text."""
@@ -25,8 +14,7 @@ Switch = Literal[False, True, 0, 1, "0", "1"]
 _ON = (True, 1, "1")
 
 
-@dataclass(kw_only=True)
-class BF16SRConfig:
+class BF16SRConfig(Section):
     """bfloat16 without masters."""
 
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
@@ -48,8 +36,7 @@ class BF16SRConfig:
         )
 
 
-@dataclass(kw_only=True)
-class ManualConfig:
+class ManualConfig(Section):
     """The switches of NxD Training one by one. None of them: everything in float32."""
 
     xla_use_bf16: Switch = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import torch
@@ -20,24 +20,18 @@ from nxdt_core.checkpoint import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.section import keys_of
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, capture_rng, versions_of
-from nxdt_core.train.weights.average import WeightAverage, take_average
+from nxdt_core.train.weights.average import WeightAverage, pop_average
 from nxdt_core.train.weights.base import base_digest, load_weights, without_base
 from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer
-
-__all__ = [
-    "SaveFacts",
-    "SaveParts",
-    "load_saved",
-    "save_parts",
-]
 
 Tensors = dict[str, torch.Tensor | Piece]
 
@@ -82,11 +76,11 @@ def save_parts(
     """Return what a save takes of a run. Collective at the first call, and where the model has an adapter.
 
     Args:
-        config: of the run.
-        engine: in whose layout the model is.
-        model: of the run.
+        config: the resolved configuration of the run.
+        engine: the parallel engine that has laid out ``model``.
+        model: the parallel model of the run.
         optimizer: over ``model``; None saves weights and counters.
-        average: of the weights, where the run has one.
+        average: exponential moving average of the weights; None without one.
         state: counters of the run.
         extra: JSON-able state of the caller's loop.
         about: metrics of the checkpoint, and how retention treats it.
@@ -147,13 +141,13 @@ def load_saved(
     """Load the tensors of a checkpoint into a run. Collective.
 
     Args:
-        storage: where from.
-        manifest: of the step to load.
-        config: of the run.
-        engine: in whose layout the model is.
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint to load.
+        config: the resolved configuration of the run.
+        engine: the parallel engine that has laid out ``model``.
         model: gets the weights.
         optimizer: gets its state, unless it cannot continue with it; None leaves it and the average as they are.
-        average: of the weights, where the run has one.
+        average: exponential moving average of the weights; None without one.
         strict: whether names of parameters must be the same in both.
 
     Returns:
@@ -173,8 +167,8 @@ def load_saved(
             found = checkpoint.load_optimizer_like(
                 storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
             )
-            model.load_state_dict(take_masters(found), strict=False)
-            averaged = take_average(found)
+            model.load_state_dict(pop_master_weights(found), strict=False)
+            averaged = pop_average(found)
             if average is not None:
                 average.load_state_dict(averaged)
             if continues:
@@ -208,7 +202,7 @@ def round_to_bfloat16(weights: Tensors, parameters: Collection[str]) -> tuple[Te
     return rounded, masters
 
 
-def take_masters(state: Tensors) -> Tensors:
+def pop_master_weights(state: Tensors) -> Tensors:
     """Take the wider weights of :func:`round_to_bfloat16` out of optimizer state; by name of the parameter."""
     suffix = f"/{MASTER_WEIGHT}"
     return {key.removesuffix(suffix): state.pop(key) for key in list(state) if key.endswith(suffix)}
@@ -230,7 +224,8 @@ def _differing_keys(config: ResolvedConfig, manifest: Manifest) -> list[str]:
     shown, own = config.to_dict()["model"], config.to_values()["model"]
     if not isinstance(saved, Mapping):
         return []
-    keys = ["name", *(item.name for item in fields(config.selected("model").config))]
+    cls: Any = type(config.selected("model").config)
+    keys = ["name", *keys_of(cls)]
     return [
         f"model.{key}={saved[key]}" for key in keys if key in saved and saved[key] not in (shown.get(key), own.get(key))
     ]

@@ -24,26 +24,27 @@ from typing import Any, Self
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest
-from nxdt_core.checkpoint.formats import format_of, load_format_into
+from nxdt_core.checkpoint.foreign import format_of, load_format_into
 from nxdt_core.checkpoint.hf.source import read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.errors.training import ReferenceNeedsLength
+from nxdt_core.garbage_collection import GarbageCollection
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import ObjectiveTraits, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
-from nxdt_core.train.garbage_collection import GarbageCollection
 from nxdt_core.train.hidden_state import watch_objective
 from nxdt_core.train.saved_state import SaveFacts, SaveParts, load_saved, save_parts
-from nxdt_core.train.state import TrainState, restore_rng, seed_all, state_explained
+from nxdt_core.train.state import TrainState, free_earlier_runs, restore_rng, seed_all, state_explained
 from nxdt_core.train.step import (
     StepResult,
     initialize_parallel_model,
@@ -72,7 +73,7 @@ class TrainSession:
     it is first used; model and optimizer by :meth:`start`, or by :meth:`build_model` and :meth:`build_optimizer`.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         engine: one that other code has built.
         model: in its layout, built by ``engine``.
         optimizer: over ``model``.
@@ -106,7 +107,7 @@ class TrainSession:
         self.average = WeightAverage(ema) if ema.enable else None
         """Exponential moving average of the weights; None where the configuration asks for none."""
         self.collections = GarbageCollection(config.run.trainer.gc_interval)
-        """Of garbage, between steps."""
+        """Garbage collection between steps."""
         self.resumed: Manifest | None = None
         """The checkpoint whose run this one resumes."""
         if engine is not None:
@@ -142,7 +143,7 @@ class TrainSession:
 
     @cached_property
     def engine(self) -> ParallelEngine:
-        """The configured one, not started.
+        """The engine of the configuration, not started.
 
         Raises:
             WorldSizeMismatch: the number of processes is not the configured one.
@@ -192,7 +193,7 @@ class TrainSession:
         Args:
             resumes: the checkpoint that :meth:`load_checkpoint` will load, so that what it holds is not drawn.
         """
-        self.collections.of_earlier_runs(self.engine.device)
+        free_earlier_runs(self.engine.device)
         seed_all(self.config.run.seed, self.engine.device)
         loads = any(source is not None for source in (resumes, self._weights, self._foreign))
         strict = self.config.run.checkpoint.strict
@@ -221,7 +222,7 @@ class TrainSession:
         Collective: every rank reads the parameters of which it holds a part.
 
         Args:
-            path: of an installed checkpoint format.
+            path: checkpoint of another program, in an installed format.
 
         Raises:
             CheckpointNotSigned: ``checkpoint.sign.trusted`` requires a signature.
@@ -302,7 +303,7 @@ class TrainSession:
             collect: whether garbage is collected after the step, where ``trainer.gc_interval`` says so; a loop that
                 still has work to do passes False, and calls ``collections.after_step`` itself.
         """
-        self.collections.begin(self.engine.device)
+        self.collections.begin(profile_of(self.engine.device).gc_interval)
         micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
         with build.plan_errors_named(self.config):
             result = train_step(
@@ -343,14 +344,14 @@ class TrainSession:
         if not self.average or not self.config.run.exp_manager.ema.evaluate_ema_weights_instead:
             yield
             return
-        weights = self.average.put_into(self.model)
+        weights = self.average.swap_in(self.model)
         try:
             yield
         finally:
-            self.average.put_back(self.model, weights)
+            self.average.swap_out(self.model, weights)
 
     def _with_base(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """With log-probabilities under the frozen base, where the objective compares with them at each step."""
+        """Return the micro-batches; where the objective needs them at each step, with log-probabilities of the base."""
         return with_base(micro_batches, self.model) if self._traits.reference == "step" else micro_batches
 
     # Checkpoints.
@@ -423,13 +424,12 @@ class TrainSession:
     ) -> dict[str, Any]:
         """Load a checkpoint and return the ``extra`` of its save.
 
-        Collective: every rank reads what it holds, independent of the layout in which the checkpoint was saved; it
-            succeeds on all or
-        fails on all. Random-number generators continue where they stopped if the layout is the same; a checkpoint of
-        another layout has none for these ranks, and they are left as they are.
+        Collective: it succeeds on all ranks or fails on all. Every rank reads what it holds in this run's layout, which
+        may differ from that of the save. If it is the same, random-number generators continue where they stopped. A
+        checkpoint of another layout has none for these ranks, and they are left as they are.
 
         Args:
-            storage: where from.
+            storage: the store that holds the checkpoint.
             manifest: of the step to load; see :func:`nxdt_core.checkpoint.latest`.
             weights_only: leave optimizer state, average, counters and generators as they are. A session that has no
                 optimizer loads weights and counters.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,19 @@ import numpy as np
 import torch
 
 from nxdt_core._version import __version__
-from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.distributed.devices import HOST, max_memory_bytes, profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.kernel import Kernel
 
-__all__ = ["TrainState", "capture_rng", "restore_rng", "seed_all", "state_explained", "versions_of"]
+__all__ = [
+    "TrainState",
+    "capture_rng",
+    "free_earlier_runs",
+    "restore_rng",
+    "seed_all",
+    "state_explained",
+    "versions_of",
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,3 +114,12 @@ def versions_of(kernel: Kernel) -> dict[str, str]:
     """Version by distribution: nxdt-core, torch, and those of the usable plugins."""
     plugins = {plugin.dist: plugin.version for plugin in kernel.plugins if plugin.state == "ok" and plugin.version}
     return {"nxdt-core": __version__, "torch": str(torch.__version__), **plugins}
+
+
+def free_earlier_runs(device: torch.device) -> None:
+    """Free what earlier runs of this process left on an accelerator.
+
+    Their models are in reference cycles, so that they would stay next to this run's until its first step is over.
+    """
+    if not profile_of(device).host and max_memory_bytes(device):
+        gc.collect()

@@ -15,16 +15,19 @@ import torch.distributed as dist
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.launch.agreement import check_agreement
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.schedule import LRSchedule
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_core.train.hidden_state import watch_optimizer
 from nxdt_core.train.state import TrainState
 
 __all__ = [
+    "CausalLM",
     "StepResult",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
@@ -106,7 +109,7 @@ def train_step(
     A loss or gradient that is not finite never reaches the weights: ``optimizer.skipped_steps`` counts such steps.
 
     Args:
-        model: in its layout.
+        model: the parallel model, in its layout.
         optimizer: over ``model``.
         micro_batches: this rank's part of the global batch.
         objective: the loss.
@@ -144,3 +147,19 @@ def without_gradients(*, inference: bool) -> AbstractContextManager[None]:
     hosts = profile_of(HOST).process_group_backend
     over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
     return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
+
+
+class CausalLM:
+    """Cross-entropy between logits and the labels, which are shifted already; −100 is ignored."""
+
+    def __init__(self, config: object = None) -> None:
+        del config  # the objective has no options
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return the number of loss tokens, or the sum of ``loss_weights`` over them."""
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
+        """Return the summed cross-entropy of ``logits`` [micro_batch, seq, vocab] and its weight."""
+        loss_sum, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights, step)
+        return ObjectiveOutput(loss_sum=loss_sum, weight=weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.cli.explain.catalogue import Explanation, explanations
+from nxdt_core.cli.explain import Explanation, explanations
 
 FAMILIES = {
     "A": "Alignment and preference data",

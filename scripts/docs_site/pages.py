@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -123,19 +122,20 @@ def schema_page() -> str:
 @page("reference/hooks.md")
 def hooks_page() -> str:
     """Every hook, from its specification."""
-    from nxdt_core.kernel.hookspecs import PHASES
+    from nxdt_core.kernel.hookspecs import HOOKS
 
     lines = [
         "# All hooks",
         "",
         "A plugin implements a hook by a function of the same name, marked with `@hookimpl` from `nxdt_core.api`. It",
-        "takes the argument `context` or none. `nxdt plugins hooks` shows who implements what.",
+        "takes the argument `context` or none. `nxdt plugins hooks` shows who implements what. Hooks with an argument",
+        "are called when a configuration is loaded, the others once for each plugin when the kernel starts.",
+        "",
+        "## Hooks",
         "",
     ]
-    for phase in PHASES:
-        lines += [f"## {phase.__name__.rpartition('.')[2].capitalize()}", "", _phase_text(phase), ""]
-        for name in (name for name in vars(phase) if name in phase.__all__):
-            lines += _hook(name, getattr(phase, name))
+    for name, specification in HOOKS.items():
+        lines += _hook(name, specification)
     lines += ["## Arguments of hooks", "", *_contexts()]
     return "\n".join(lines)
 
@@ -172,12 +172,6 @@ def mutants_page() -> str:
     return mutants.mutants_page()
 
 
-def _phase_text(phase: ModuleType) -> str:
-    """The docstring of a phase without its first word, which is the heading."""
-    text = (inspect.getdoc(phase) or "").partition(": ")[2]
-    return _markup(text[:1].upper() + text[1:])
-
-
 def _hook(name: str, specification: Callable[..., Any]) -> Iterator[str]:
     text, _, example = (inspect.getdoc(specification) or "").partition("\nExample::\n")
     signature = str(inspect.signature(specification)).replace("'", "")
@@ -187,10 +181,10 @@ def _hook(name: str, specification: Callable[..., Any]) -> Iterator[str]:
 
 def _contexts() -> Iterator[str]:
     """A table of fields for each context class, from the class body: docstrings are below the fields."""
-    from nxdt_core.kernel import contexts
+    from nxdt_core.kernel import hookspecs
 
-    for name in contexts.__all__:
-        source = textwrap.dedent(inspect.getsource(getattr(contexts, name)))
+    for name in (each for each in hookspecs.__all__ if each != "HOOKS"):
+        source = textwrap.dedent(inspect.getsource(getattr(hookspecs, name)))
         yield from (f"### `{name}`", "", "```python", source.strip(), "```", "")
 
 

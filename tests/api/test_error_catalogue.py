@@ -13,7 +13,7 @@ from string import Formatter
 
 import pytest
 
-from nxdt_core.cli.explain.catalogue import error_codes
+from nxdt_core.cli.explain import error_codes
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointIsNoFile
 from nxdt_core.errors.data import DataFileNotFound

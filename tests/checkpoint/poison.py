@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.checkpoint.formats import open_checkpoint
+from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import ModelBuilder
 

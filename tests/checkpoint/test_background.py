@@ -24,7 +24,7 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.checkpoint.pieces import storable_piece
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.checkpoint.write.staging import StagingBuffers
+from nxdt_core.checkpoint.write.background import StagingBuffers
 from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until

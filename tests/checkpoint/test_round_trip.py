@@ -12,6 +12,7 @@ from nxdt_testing.errors import raises
 from safetensors.torch import load_file
 
 from nxdt_core.checkpoint import CheckpointFacts, load_model, load_optimizer, load_state, read_manifest, verify
+from nxdt_core.checkpoint.commit import commit
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.digests import BLOCK_BYTES
 from nxdt_core.checkpoint.format.file_names import attempt_prefix
@@ -20,9 +21,8 @@ from nxdt_core.checkpoint.format.shards import write_pieces
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.read.load import read_tensors
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.checkpoint.write.commit import commit
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from tests.checkpoint.memory import MemoryStorage
 
 

@@ -36,17 +36,19 @@ from nxdt_core.checkpoint.format.file_names import manifest_key, signature_key
 from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.signing import Signature, read_signature, write_signature
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.cli.checkpoint.copying import copy_checkpoint
-from nxdt_core.dcp.write import NxdtWriter
-from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointIsNoFile, StorageError
-from nxdt_core.errors.signing import (
+from nxdt_core.cli.checkpoint.copy import copy_checkpoint
+from nxdt_core.dcp import NxdtWriter
+from nxdt_core.errors.checkpoints import (
+    CheckpointDamaged,
     CheckpointDigestsWeak,
+    CheckpointIsNoFile,
     CheckpointNotSigned,
     CheckpointSignatureWrong,
     CheckpointSignedByOther,
     SigningKeyNotTrusted,
     SigningKeyUnusable,
     SigningLibraryMissing,
+    StorageError,
 )
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.importing import import_checkpoint

@@ -6,7 +6,7 @@ import re
 import click
 import pytest
 
-from nxdt_core.cli.explain.catalogue import explanations
+from nxdt_core.cli.explain import explanations
 
 MISTAKES = ("model.num_layerz=3", "trainer.max_steps=many", "data.micro_batch_size=0")
 

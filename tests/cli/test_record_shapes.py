@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.cli.app import main
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
 
 transformers = pytest.importorskip("transformers", reason="transformers renders what is compared")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.cli.report.page import POLICY, notice, page
-from nxdt_core.cli.report.plot import plot
-from nxdt_core.cli.report.records import read_run
+from nxdt_core.cli.plot import draw
+from nxdt_core.cli.plot import read_run as read_plotted
+from nxdt_core.cli.report import POLICY, notice, page
+from nxdt_core.cli.report_plot import plot
+from nxdt_core.cli.report_records import read_run
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.train.run.plot import draw
-from nxdt_core.train.run.plot import read_run as read_plotted
 from tests import processes
 
 ROOT = Path(__file__).parents[2]

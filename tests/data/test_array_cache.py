@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nxdt_core.data.files.array_cache import cached_arrays
+from nxdt_core.data.cache import cached_arrays
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.data.bins import drawn_bins, first_fit_decreasing, first_fit_in_rows
+from nxdt_core.data.packing import first_fit_decreasing, first_fit_in_rows, shuffled_bins
 
 
 def by_the_book(lengths, capacity):
@@ -39,7 +39,7 @@ def test_bins_of_rows_are_those_of_the_definition(lengths):
 
 def test_a_seed_draws_who_shares_a_bin_with_whom():
     alike = np.full((60, 2), 7)
-    drawn = [drawn_bins(lengths, 20, seed=seed) for lengths in (alike, alike[:, 0]) for seed in (1, 1, 2)]
+    drawn = [shuffled_bins(lengths, 20, seed=seed) for lengths in (alike, alike[:, 0]) for seed in (1, 1, 2)]
     shared = [{frozenset(content.tolist()) for content in found} for found in drawn]
     assert [len(content) for found in drawn for content in found] == [2] * 30 * 6
     assert shared[0] == shared[1] == shared[3]
@@ -49,7 +49,7 @@ def test_a_seed_draws_who_shares_a_bin_with_whom():
 @pytest.mark.parametrize("rows", [None, 2])
 def test_drawn_bins_and_their_items_are_in_the_order_of_the_items(rows):
     lengths = np.random.default_rng(0).integers(1, 20, 200 if rows is None else (200, rows))
-    found = [content.tolist() for content in drawn_bins(lengths, 20, seed=1)]
+    found = [content.tolist() for content in shuffled_bins(lengths, 20, seed=1)]
     assert found == sorted(map(sorted, found))
     assert sorted(item for content in found for item in content) == list(range(200))
 

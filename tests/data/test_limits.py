@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from nxdt_core.data.limits import first_batches, limit_sets
+from nxdt_core.data.sampler import first_batches, limit_sets
 from nxdt_core.protocols.batch import Sample
 
 

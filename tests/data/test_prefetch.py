@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nxdt_core.data.loader import run_ahead
+from nxdt_core.data.loader import prefetched
 
 
 def jobs(count, begun):
@@ -25,19 +25,19 @@ def jobs(count, begun):
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 def test_results_come_in_the_order_of_the_jobs(workers):
-    assert list(run_ahead(jobs(20, []), workers)) == list(range(20))
+    assert list(prefetched(jobs(20, []), workers)) == list(range(20))
 
 
 def test_without_workers_nothing_runs_ahead():
     begun = []
-    results = run_ahead(jobs(20, begun), 0)
+    results = prefetched(jobs(20, begun), 0)
     next(results)
     assert begun == [0]
 
 
 def test_no_more_than_two_jobs_a_worker_are_ahead():
     begun = []
-    results = run_ahead(jobs(20, begun), 2)
+    results = prefetched(jobs(20, begun), 2)
     next(results)
     assert len(begun) == 5
     results.close()
@@ -45,7 +45,7 @@ def test_no_more_than_two_jobs_a_worker_are_ahead():
 
 def test_jobs_run_beside_the_caller():
     started = threading.Event()
-    results = run_ahead(iter([lambda: 1, started.set]), 1)
+    results = prefetched(iter([lambda: 1, started.set]), 1)
     assert next(results) == 1
     assert started.wait(timeout=60)
     results.close()
@@ -56,7 +56,7 @@ def test_an_error_comes_where_the_result_would_have(workers):
     def fails():
         raise OSError("disk")
 
-    results = run_ahead(iter([lambda: 1, fails, lambda: 3]), workers)
+    results = prefetched(iter([lambda: 1, fails, lambda: 3]), workers)
     assert next(results) == 1
     with pytest.raises(OSError, match="disk"):
         next(results)

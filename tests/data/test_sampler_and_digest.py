@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
 from nxdt_core.data import sampler
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.errors.data import EmptyDataset
 
@@ -51,7 +51,7 @@ def test_a_digest_of_an_array_is_that_of_its_content():
 
 
 def test_what_needs_no_torch_does_not_import_it():
-    modules = ("packing", "sampler", "tokens", "digest")
+    modules = ("packing", "sampler", "tokens", "cache")
     imports = ", ".join(f"nxdt_core.data.{module}" for module in modules)
     program = f"import sys; sys.modules['torch'] = None; import {imports}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

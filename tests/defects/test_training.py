@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from nxdt_core import checkpoint
+from nxdt_core.builtins import POLICIES
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.train import TrainSession, build
-from nxdt_core.train.records import POLICIES
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 

@@ -6,7 +6,7 @@ import pytest
 from nxdt_testing.device_contract import DeviceContract
 
 from nxdt_core.builtins import DEVICE_PROFILES
-from nxdt_core.kernel.loading import import_reference
+from nxdt_core.kernel.discovery import import_reference
 
 for _record in DEVICE_PROFILES:
 

@@ -10,7 +10,7 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
-from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.step import CausalLM
 
 RECIPES = ("llama-tiny", "mixtral-tiny", "gpt-tiny")
 OUTSIDE = step_of(None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, latest, prune
-from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
+from nxdt_core.checkpoint.ownership import Ownership, own
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.store import CheckpointStore, LockableStorage

@@ -38,7 +38,7 @@ from tests.checkpoint.saving import save_checkpoint
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts, open_storage
 from nxdt_core.cli import main
-from nxdt_core.data.files.array_cache import cached_arrays
+from nxdt_core.data.cache import cached_arrays
 from nxdt_core.errors.checkpoints import StoreInUse
 
 @dataclass

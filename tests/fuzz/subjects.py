@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.loader import HfData
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
+from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
 from nxdt_plugin_megatron_data.loader import MegatronData
-from nxdt_plugin_megatron_data.writer import IndexedWriter
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_sft_chat.config import ChatConfig
@@ -38,16 +38,16 @@ from nxdt_core.checkpoint.format.digests import BlockDigests, DigestingWriter, d
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
-from nxdt_core.cli.report.page import page
-from nxdt_core.cli.report.records import read_run
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.cli.plot import read_run as read_plotted
+from nxdt_core.cli.report import page
+from nxdt_core.cli.report_records import read_run
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.records import read_records
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
-from nxdt_core.train.run.plot import read_run as read_plotted
 from tests.checkpoint.poison import import_all, weights
 from tests.checkpoint.saving import save_checkpoint
 from tests.fuzz.mutation import changed, changed_bytes, odd_values

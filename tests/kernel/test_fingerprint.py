@@ -9,8 +9,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.kernel.fingerprint import digest_plugin
-from nxdt_core.kernel.lock import compare_with_lock, write_lock
+from nxdt_core.kernel.lock import compare_with_lock, digest_plugin, write_lock
 
 EDITABLE = json.dumps({"url": "file:///src", "dir_info": {"editable": True}})
 

@@ -7,7 +7,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.api import ConfigFinding
 from nxdt_core.errors.plugins import BadComponentRecord, PluginHookFailed
-from nxdt_core.kernel.contexts import (
+from nxdt_core.kernel.hookspecs import (
     ConfigDefaultsContext,
     ValidateConfigContext,
 )

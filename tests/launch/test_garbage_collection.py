@@ -15,7 +15,7 @@ import torch
 from nxdt_core.distributed.device_operations import DeviceOperations
 from nxdt_core.distributed.devices import HOST, PROFILES
 from nxdt_core.train import train
-from nxdt_core.train.garbage_collection import GarbageCollection
+from nxdt_core.train.state import free_earlier_runs
 from tests.launch.launching import finish, start, words
 from tests.sampling import slow
 
@@ -145,7 +145,7 @@ def test_what_earlier_runs_left_on_an_accelerator_is_freed(held, freed, monkeypa
     gc.disable()
     del left
     try:
-        GarbageCollection.of_earlier_runs(torch.device("meta"))
+        free_earlier_runs(torch.device("meta"))
         assert (gone() is None) == freed
     finally:
         gc.enable()

@@ -8,7 +8,7 @@ import pytest
 from nxdt_testing.launcher_contract import LauncherContract
 
 from nxdt_core.builtins import LAUNCHERS
-from nxdt_core.kernel.loading import import_reference
+from nxdt_core.kernel.discovery import import_reference
 
 RECORDS = {record.name: record for record in LAUNCHERS}
 

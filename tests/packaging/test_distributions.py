@@ -1,6 +1,7 @@
 """A distribution of this repository is a folder with a ``pyproject.toml``: every list of them is derived."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,11 @@ from tests.packaging.conftest import DISTS, ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 import distributions
 
+HISTORY = {"docs/decisions.md", "docs/moved.md", "CHANGELOG.md"}
+FOLDERS = ("docs", "examples", "nxdt_core", "plugins", "testing")
+PAGES = [path for folder in FOLDERS for end in ("md", "py", "tmpl") for path in (ROOT / folder).rglob(f"*.{end}")]
+ADVISING = [path for path in (ROOT / "README.md", *PAGES) if path.relative_to(ROOT).as_posix() not in HISTORY]
+"""Files whose texts may say what to install; the others keep the names of their time."""
 NAMES = [tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]["name"] for path in DISTS]
 
 
@@ -30,6 +36,25 @@ def test_the_extras_of_the_meta_package_are_the_plugins_and_the_extras_of_the_co
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     plugins = {name.removeprefix("nxdt-plugin-").removeprefix("nxdt-") for name in NAMES} - {"core"}
     assert set(extras) == plugins | set(core) | {"all"}
+
+
+def test_every_extra_that_a_text_advises_exists():
+    projects = [tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"] for path in (*DISTS, "meta")]
+    existing = {project["name"]: {*project.get("optional-dependencies", {})} for project in projects}
+    named, given, wrong = 0, 0, []
+    for path in ADVISING:
+        text = path.read_text(errors="replace")
+        for dist, extras in re.findall(r"\b(nxdt(?:-[a-z0-9-]+)?)\[([\w{},]+)\]", text):
+            named += 1
+            wrong += [
+                f"{path}: {dist}[{each}]" for each in extras.split(",") if each not in {*existing[dist], "{extra}"}
+            ]
+        for extra in re.findall(r"(?:package|tokenizer)=\"\w+\",\s+extra=\"(\w+)\"", text):
+            given += 1
+            wrong += [] if extra in existing["nxdt-core"] else [f"{path}: extra={extra}"]
+    assert named > 30
+    assert given > 5
+    assert wrong == []
 
 
 def test_make_install_has_every_distribution_and_what_its_extras_require():

@@ -9,7 +9,7 @@ from nxdt_core.engine.compile import compile_layers
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train import TrainSession
-from nxdt_core.train.callbacks.compile_time import CompileTime
+from nxdt_core.train.callbacks.profiler import CompileTime
 from nxdt_core.train.loop import fit
 
 

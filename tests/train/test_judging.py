@@ -11,14 +11,14 @@ from html import unescape
 import datasets
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.writer import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
 from nxdt_testing.errors import raises
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.files.records import UnusedFields
 from nxdt_core.data.tokenizers.byte import ByteTokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.objective_contract import ObjectiveContract
 
-from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.step import CausalLM
 from tests.sampling import takes_all
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.optimizer_contract import OptimizerContract
 
-from nxdt_core.kernel.loading import import_reference
-from nxdt_core.train.records import OPTIMIZERS
+from nxdt_core.builtins import OPTIMIZERS
+from nxdt_core.kernel.discovery import import_reference
 from tests.sampling import takes_all
 
 BY_NAME = {record.name: record for record in OPTIMIZERS}

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.engine.gradients import global_norm
-from nxdt_core.engine.optimizer import TorchOptimizer
-from nxdt_core.engine.parameter_groups import parameter_groups
+from nxdt_core.builtins import OPTIMIZERS
+from nxdt_core.engine.data.gradients import global_norm
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
+from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.optimizers import config as sections
 from nxdt_core.train.optimizers.elementwise import Lion, adamw_fp32_state
 from nxdt_core.train.optimizers.muon import Muon, orthogonal
 from nxdt_core.train.optimizers.whole_parameters import Novograd
-from nxdt_core.train.records import OPTIMIZERS
 
 STEPS = 6
 SHAPES = {"matrix": (6, 10), "tall": (9, 4), "vector": (7,), "stack": (3, 5, 4), "row": (1, 8)}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from nxdt_testing.precision_contract import PrecisionContract
 
-from nxdt_core.kernel.loading import import_reference
+from nxdt_core.builtins import POLICIES
+from nxdt_core.kernel.discovery import import_reference
 from nxdt_core.train.precision import BF16SRConfig, ManualConfig
-from nxdt_core.train.records import POLICIES
 
 RECORDS = {record.name: record for record in POLICIES}
 

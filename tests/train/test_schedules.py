@@ -8,10 +8,10 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 
+from nxdt_core.builtins import SCHEDULES
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import ScheduleHorizon
 from nxdt_core.train import schedules
-from nxdt_core.train.records import SCHEDULES
 
 LR, END, WARM, LOW = 1e-3, 100, 10, 1e-4
 HORIZON = ScheduleHorizon(max_steps=END, lr=LR)

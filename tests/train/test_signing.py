@@ -16,7 +16,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, TrustedKeys
 from nxdt_core.checkpoint.signing import Signature
 from nxdt_core.cli import main
-from nxdt_core.errors.signing import (
+from nxdt_core.errors.checkpoints import (
     CheckpointNotSigned,
     CheckpointSignedByOther,
     SigningKeyNotTrusted,

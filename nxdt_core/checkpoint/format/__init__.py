@@ -1,1 +1,0 @@
-"""The checkpoint format: manifest, index, shards, digests and signatures."""

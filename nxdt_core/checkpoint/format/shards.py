@@ -1,23 +1,112 @@
 """Tensors into shards: files in the safetensors format, which the safetensors library reads as well.
 
-Tensors are streamed: in addition to those that the caller holds, at most one is in memory (none, if it is
-contiguous and on the host).
+A file consists of 8 bytes with the length of the header, a JSON header, and the elements of each tensor, row-major and
+little-endian. It is written as a stream: the location of each tensor is known before any tensor is available. In
+addition to the tensors that the caller holds, at most one is in memory (none, if it is contiguous and on the host).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import shard_name
-from nxdt_core.checkpoint.format.safetensors_stream import SafetensorsLayout, TensorSpec, grouped
-from nxdt_core.checkpoint.format.tensor_index import TensorPart
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
 from nxdt_core.checkpoint.pieces import dtype_name
-from nxdt_core.protocols.parallel.piece import Held, Piece
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.protocols.piece import Piece, ShardInfo
 
-__all__ = ["write_listed", "write_pieces"]
+__all__ = ["SafetensorsLayout", "TensorSpec", "Writable", "bytes_of", "grouped", "write_listed", "write_pieces"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its elements."""
+
+    dtype: str
+    """``float32`` and the like."""
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the tensor's elements in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Writable(Protocol):
+    """A stream that bytes can be written to."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write all of ``data``."""
+        ...
+
+
+class SafetensorsLayout:
+    """One file, laid out for tensors of known dtypes and shapes."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        # Widest elements first: then every tensor is aligned to its element, as readers that map the file need it.
+        self._specs = dict(sorted(specs.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
+        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        ends, end = [0], 0
+        for name, spec in self._specs.items():
+            end += spec.size_bytes
+            dtype = SAFETENSORS_NAMES[spec.dtype]
+            table[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [ends[-1], end]}
+            ends.append(end)
+        encoded = json.dumps(table, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        self._header = len(encoded).to_bytes(8, "little") + encoded
+        self.starts = {name: len(self._header) + start for name, start in zip(self._specs, ends, strict=False)}
+        """By name: byte of the file at which its elements begin."""
+        self.size_bytes = len(self._header) + end
+        """Of the whole file."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the tensors, in the order of the file."""
+        return list(self._specs)
+
+    def write(self, stream: Writable, tensors: Iterable[torch.Tensor]) -> None:
+        """Write the file; ``tensors`` come in the order of :attr:`names`, and each is forgotten once it is written.
+
+        Raises:
+            ValueError: a tensor is not what was laid out.
+        """
+        stream.write(self._header)
+        due = iter(tensors)
+        for name, spec in self._specs.items():
+            tensor = next(due)  # not by zip, whose last tuple would hold one more
+            if (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (spec.dtype, spec.shape):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} instead of {spec}")
+            stream.write(bytes_of(tensor.detach().resolve_neg().to(HOST).contiguous()))
+            del tensor
+
+
+def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[str, TensorSpec]]:
+    """Yield what goes into each file, in order, filled up to ``max_bytes``; a larger tensor has one to itself."""
+    group: dict[str, TensorSpec] = {}
+    filled = 0
+    for name, spec in specs.items():
+        if group and filled + spec.size_bytes > max_bytes:
+            yield group
+            group, filled = {}, 0
+        group[name] = spec
+        filled += spec.size_bytes
+    if group:
+        yield group
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
 
 SHARD_BYTES = 4 * 2**30
 """A shard is closed when the next tensor would make it larger. Several files can be transferred in parallel."""
@@ -37,7 +126,8 @@ def write_pieces(
         The location of each piece, for the manifest.
     """
     held = {
-        name: Held(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box) for name, piece in pieces.items()
+        name: ShardInfo(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box)
+        for name, piece in pieces.items()
     }
     return write_listed(
         writer,
@@ -52,7 +142,7 @@ def write_pieces(
 def write_listed(
     writer: AttemptWriter,
     section: str,
-    held: Mapping[str, Held],
+    held: Mapping[str, ShardInfo],
     read: Callable[[Sequence[str]], Iterable[torch.Tensor]],
     *,
     rank: int,

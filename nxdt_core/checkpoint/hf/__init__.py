@@ -1,1 +1,0 @@
-"""Hugging Face directories: weights, key map and settings, read and written."""

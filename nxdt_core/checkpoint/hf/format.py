@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxdt_core.checkpoint.hf.json_files import CONFIG
+from nxdt_core.checkpoint.hf.source import CONFIG
 from nxdt_core.protocols.format import CheckpointReader
-
-__all__ = ["HFFormat"]
 
 
 class HFFormat:

@@ -1,26 +1,204 @@
-"""The reader of the format ``hf``: a Hugging Face directory, whose weights go through a builder's key map."""
+"""The weights of a Hugging Face directory, read through a builder's key map, one tensor at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from nxdt_core.api import ModelComponent
-from nxdt_core.checkpoint.hf.json_files import CONFIG, read_json
-from nxdt_core.checkpoint.hf.key_map import Source
-from nxdt_core.checkpoint.hf.weights import HFWeights
-from nxdt_core.config.huggingface.bounds import oversized, weights_in
-from nxdt_core.config.huggingface.values import architectures_of
-from nxdt_core.errors.exchange import ArchitectureUnread
-from nxdt_core.errors.models import HFFileDamaged
+from nxdt_core.checkpoint.format.tensor_index import DTYPES
+from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
+from nxdt_core.checkpoint.hf.source import CONFIG, read_json
+from nxdt_core.config.huggingface import architectures_of, oversized, weights_in
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
+from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
 from nxdt_core.kernel import Kernel
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.regular_files import require_fetched
 
-__all__ = ["HFReader"]
+__all__ = ["INDEX", "WEIGHTS", "HFReader", "HFWeights"]
+
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*.pth")
+
+
+class HFWeights:
+    """The weights in a directory; a context manager, which keeps the files open.
+
+    A directory with only a base model, such as the released GPT-2, omits the first part of the whole model's names:
+    ``h.0.ln_1.weight`` there is ``transformer.h.0.ln_1.weight`` here.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._located: dict[str, tuple[Path, Any]] = {}
+        """By name: the file that holds the tensor, and the same, opened."""
+        self._index: dict[str, str] = {}
+        """By name: the file that should hold it; empty without an index."""
+
+    def __enter__(self) -> Self:
+        try:
+            for file in self._files():
+                self._open(file)
+            self._check_index()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def sources(self, builder: ModelBuilder) -> list[Source]:
+        """Return where the parameters of the builder's model come from, once names and shapes are those of its model.
+
+        Additional tensors are allowed where the builder ignores them and no tied matrix has other values in them.
+
+        Raises:
+            WeightsDoNotFit: names or shapes differ.
+            WeightsUnusable: the head of a tied model is not its embedding.
+        """
+        wanted, known = sources(builder), exchange_of(builder).hf_ignored
+        shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
+        missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
+        ignored = [*known, *map(_without_prefix, known)]
+        used = {self._file_name(name) for name in shapes}
+        extra = sorted(name for name in self._located.keys() - used if not matches_any(ignored, name))
+        wrong = [
+            f"{name}: {found} instead of {shape}"
+            for name, shape in shapes.items()
+            if name not in missing and (found := tuple(self._slice(name).get_shape())) != shape
+        ]
+        if missing or extra or wrong:
+            directory = str(self._directory)
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
+        owners = {owner for owner, _ in builder.plan().tied}
+        self._check_copies([source.hf_names[0] for source in wanted if source.name in owners], used)
+        return wanted
+
+    def dtype_of(self, source: Source) -> torch.dtype:
+        """Return the dtype in which :meth:`read` returns the parameter.
+
+        Raises:
+            HFFileDamaged: a tensor has a dtype that torch or a checkpoint does not have.
+        """
+        return functools.reduce(torch.promote_types, (self._dtype(name) for name in source.hf_names))
+
+    def read(self, source: Source) -> torch.Tensor:
+        """Return one parameter, on the host.
+
+        Raises:
+            WeightsUnusable: it holds integers, NaN or infinity.
+        """
+        try:
+            return source.read(self._get)
+        except WeightsUnusable as error:
+            error.path = str(self._directory)
+            raise
+
+    def _check_copies(self, owners: Collection[str], used: Collection[str]) -> None:
+        for extra, owner in product(self._located.keys() - used, owners):
+            shape, other = (self._slice(name).get_shape() for name in (extra, owner))
+            if shape == other and not torch.equal(self._get(extra), self._get(owner)):
+                reason = f"it is not '{owner}', and the model has one matrix for both (tie_word_embeddings)"
+                advice = f"Set tie_word_embeddings to false in config.json to keep both, or remove '{extra}'."
+                raise WeightsUnusable(tensor=extra, reason=reason, advice=advice, path=str(self._directory))
+
+    def _files(self) -> list[str]:
+        if (self._directory / WEIGHTS).is_file():  # before an index, as in transformers
+            return [WEIGHTS]
+        if (self._directory / INDEX).is_file():
+            index = read_json(self._directory, INDEX).get("weight_map")
+            if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+                raise HFFileDamaged(
+                    path=str(self._directory / INDEX), reason="it has no 'weight_map' of names to files"
+                )
+            self._index = {name: Path(file).name for name, file in index.items()}  # files next to the index only
+            return sorted(set(self._index.values()))
+        pickles = sorted(path.name for pattern in _PICKLES for path in self._directory.glob(pattern))
+        if pickles:
+            _require_readable(self._directory / pickles[0])
+            raise WeightsPickled(path=str(self._directory), file=pickles[0])
+        return [WEIGHTS]
+
+    def _open(self, file: str) -> None:
+        path = self._directory / file
+        try:
+            exists = path.is_file()
+        except OSError as error:  # a name that is too long
+            raise HFFileDamaged(path=str(self._directory / INDEX), reason=str(error)) from error
+        if not exists:
+            raise HFFileMissing(directory=str(self._directory), wanted=f"'{file}'")
+        _require_readable(path)
+        try:
+            handle = self._stack.enter_context(safe_open(path, framework="pt", device=HOST.type))
+        except (SafetensorError, OSError) as error:
+            raise HFFileDamaged(path=str(path), reason=str(error)) from error
+        for name in handle.keys():  # noqa: SIM118 - no mapping
+            if name not in self._located or self._index.get(name) == file:
+                self._located[name] = (path, handle)
+
+    def _check_index(self) -> None:
+        """Check that each tensor is where the index says: one that is elsewhere may belong to other weights.
+
+        Raises:
+            HFFileDamaged: a tensor is only in another file.
+        """
+        for name, file in self._index.items():
+            found = self._located.get(name)
+            if found is not None and found[0].name != file:
+                reason = f"it says that '{name}' is in '{file}', and that is in '{found[0].name}'"
+                raise HFFileDamaged(path=str(self._directory / INDEX), reason=reason)
+
+    def _file_name(self, name: str) -> str:
+        """What the files call the tensor that the whole model calls ``name``."""
+        return name if name in self._located else _without_prefix(name)
+
+    def _slice(self, name: str) -> Any:
+        name = self._file_name(name)
+        return self._located[name][1].get_slice(name)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        found = self._slice(name).get_dtype()
+        if found not in DTYPES:
+            path = str(self._located[self._file_name(name)][0])
+            raise HFFileDamaged(path=path, reason=f"'{name}' has the unknown dtype {found!r}")
+        dtype: torch.dtype = getattr(torch, DTYPES[found])
+        return dtype
+
+    def _get(self, name: str) -> torch.Tensor:
+        name = self._file_name(name)
+        path, handle = self._located[name]
+        try:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise HFFileDamaged(path=str(path), reason=str(error)) from error
+        return tensor
+
+
+def _require_readable(path: Path) -> None:
+    try:
+        require_fetched(path)
+    except OSError as error:
+        raise HFFileDamaged(path=str(path), reason=error.strerror or str(error)) from error
+
+
+def _without_prefix(name: str) -> str:
+    return name.partition(".")[2]
+
 
 _TOKENIZERS = {"tokenizer.json": ("huggingface", "."), "tokenizer.model": ("sentencepiece", "tokenizer.model")}
 """File that shows which tokenizer a directory has → our component, and what its key ``model`` names."""
@@ -65,13 +243,13 @@ class HFReader:
             self._sources = {source.name: source for source in weights.sources(builder)}
             dtypes = {name: weights.dtype_of(source) for name, source in self._sources.items()}
         return {
-            ("model", name): Held(
+            ("model", name): ShardInfo(
                 dtype=str(dtypes[name]).removeprefix("torch."), shape=source.shape, box=Box.whole(source.shape)
             )
             for name, source in self._sources.items()
         }
 
-    def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+    def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
         """Yield the parameters, one at a time out of mapped files."""
         with HFWeights(self._path) as weights:
             for _, name in places:

@@ -1,22 +1,70 @@
-"""What a Hugging Face directory says of using its model, kept with the weights that came from it.
+"""A Hugging Face directory without its weights: its JSON files, and what it says of using its model. Torch-free.
 
 Weights and sizes are the builder's business. Here are stop tokens, ``generation_config.json`` and the names of files
-that no export writes. A checkpoint keeps them in its manifest (``CheckpointFacts.hf``). Torch-free.
-"""
+that no export writes. A checkpoint keeps them in its manifest (``CheckpointFacts.hf``)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.checkpoint.hf.json_files import CONFIG, GENERATION_CONFIG, read_json, read_optional_json
-from nxdt_core.errors.models import HFFileDamaged
+from nxdt_core.config.huggingface import spell_floats
+from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.regular_files import read_text
 
-__all__ = ["SPECIAL", "HFSource", "read_hf_source"]
+__all__ = [
+    "CONFIG",
+    "GENERATION_CONFIG",
+    "SPECIAL",
+    "HFSource",
+    "json_bytes",
+    "read_hf_source",
+    "read_json",
+    "read_optional_json",
+]
+
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+
+def read_json(directory: Path, file: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a directory.
+
+    Raises:
+        HFFileMissing: the file does not exist.
+        HFFileDamaged: it does not hold a JSON object.
+    """
+    path = directory / file
+    try:
+        content = json.loads(read_text(path, follow=True))
+    except FileNotFoundError as error:
+        raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise HFFileDamaged(path=str(path), reason=getattr(error, "strerror", None) or str(error)) from error
+    if not isinstance(content, dict):
+        raise HFFileDamaged(path=str(path), reason="it does not hold a JSON object")
+    return content
+
+
+def read_optional_json(directory: Path, file: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a directory; empty if the file does not exist.
+
+    Raises:
+        HFFileDamaged: it does not hold a JSON object.
+    """
+    return read_json(directory, file) if (directory / file).exists() else {}
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a file. JSON has no infinities: they are written as transformers 5 spells them."""
+    return (json.dumps(spell_floats(content), indent=2, allow_nan=False) + "\n").encode()
+
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of ``config.json`` and ``generation_config.json`` that hold one token id, a list of them, or null."""

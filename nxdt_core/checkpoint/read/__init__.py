@@ -1,1 +1,0 @@
-"""Reading committed checkpoints: status, verification, loading and comparison."""

@@ -13,17 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.checkpoint.format.digested_files import VerifiedFile, Wanted, check_size
+from nxdt_core.checkpoint.format.digested_files import VerifiedFile, Wanted, check_header, check_size, tensors_by_file
 from nxdt_core.checkpoint.format.manifest import Manifest
-from nxdt_core.checkpoint.format.safetensors_stream import bytes_of
-from nxdt_core.checkpoint.format.shard_headers import check_header, tensors_by_file
+from nxdt_core.checkpoint.format.shards import bytes_of
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["check_fits", "fill"]
 
 _BUFFER_BYTES = 256 * 2**20
 """Buffers at a time (more where a single tensor needs it); each batch reads the blocks that it touches once."""

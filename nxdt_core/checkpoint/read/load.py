@@ -16,32 +16,18 @@ from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.digested_files import read_whole
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
-from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec, grouped
+from nxdt_core.checkpoint.format.shards import TensorSpec, grouped
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.pieces import empty_like, storable_piece
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
-from nxdt_core.protocols.parallel.model import Replicas
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import Replicas
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = [
-    "Unmatched",
-    "check_model",
-    "iterate_model",
-    "load_model",
-    "load_model_into",
-    "load_optimizer",
-    "load_optimizer_like",
-    "load_state",
-    "read_tensors",
-    "saved_ranks",
-]
-
 
 _AT_ONCE_BYTES = 256 * 2**20
 """Tensors that :func:`iterate_model` holds at a time: each read parses headers and verifies whole blocks."""

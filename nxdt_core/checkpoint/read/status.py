@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
-from nxdt_core.checkpoint.format.digested_files import VerifiedFile, read_whole
+from nxdt_core.checkpoint.collective import in_threads, on_all_ranks, on_first_rank, rank_of
+from nxdt_core.checkpoint.commit import read_manifest
+from nxdt_core.checkpoint.foreign import recognise
+from nxdt_core.checkpoint.format.digested_files import (
+    StoredTensor,
+    VerifiedFile,
+    check_header,
+    read_whole,
+    tensors_by_file,
+)
 from nxdt_core.checkpoint.format.file_names import (
     digests_name,
     is_state_name,
@@ -24,16 +32,11 @@ from nxdt_core.checkpoint.format.file_names import (
     step_prefix,
 )
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, decode_rank_state, state_tensors
-from nxdt_core.checkpoint.format.shard_headers import StoredTensor, check_header, tensors_by_file
-from nxdt_core.checkpoint.formats import recognise
-from nxdt_core.checkpoint.os_errors import explained_os_errors
-from nxdt_core.checkpoint.read.committed import read_manifest
 from nxdt_core.checkpoint.signing import TrustedKeys, claimed_signer
-from nxdt_core.checkpoint.storage import scheme_of
-from nxdt_core.checkpoint.threads import in_threads
+from nxdt_core.checkpoint.storage import explained_os_errors, scheme_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import ArchivingStorage, CheckpointStore
 
 __all__ = [

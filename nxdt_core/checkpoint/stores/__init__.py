@@ -1,1 +1,0 @@
-"""The built-in storage backend: a local or mounted directory."""

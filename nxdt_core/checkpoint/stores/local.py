@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import IO, BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
 
-from nxdt_core.checkpoint.os_errors import explained
+from nxdt_core.checkpoint.storage import explained
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile
 from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.store import ObjectInfo
 from nxdt_core.regular_files import NotRegularFile, open_regular, require_regular
 
 __all__ = ["LocalStorage"]
+
 
 _TEMPORARY = ".nxdt-tmp-"
 """Prefix of names that are being written; keys may not use it, and :meth:`LocalStorage.list` never shows it."""
@@ -77,7 +78,7 @@ class LocalStorage:
                 raw = open(open_regular(path), "rb", buffering=0)  # noqa: SIM115  (closed with the Section below)
             except (IsADirectoryError, NotADirectoryError) as error:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
-            with raw, io.BufferedReader(_Section(raw, start, length)) as stream:
+            with raw, io.BufferedReader(_FileRange(raw, start, length)) as stream:
                 yield cast(BinaryIO, stream)
 
     def stat(self, key: str) -> ObjectInfo | None:
@@ -145,9 +146,9 @@ class LocalStorage:
         with self._explained(path), self._temporary(path.parent) as (stream, temporary):
             stream.write(data)
             self._flush(stream)
-            with _turn_in(path.parent):
+            with _folder_lock(path.parent):
                 try:
-                    if _content(path) != expected:
+                    if _read_bytes(path) != expected:
                         return False
                 except FileNotFoundError:
                     return False
@@ -170,7 +171,7 @@ class LocalStorage:
     def lock_note(self, key: str) -> bytes:
         """See :class:`nxdt_core.protocols.store.LockableStorage`."""
         with self._explained(self._root), suppress(FileNotFoundError):
-            return _content(self._root / f"{_LOCK}{key}")
+            return _read_bytes(self._root / f"{_LOCK}{key}")
         return b""
 
     def after_commit(self, prefix: str) -> None:
@@ -343,13 +344,13 @@ def _require_directory(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(path))
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     with open(open_regular(path), "rb") as stream:
         return stream.read()
 
 
 @contextmanager
-def _turn_in(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Wait for the lock on ``folder``; some network file systems have none."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -377,7 +378,7 @@ def _sweep(folder: Path) -> None:
                 path.unlink()
 
 
-class _Section(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """The bytes ``[start, start + length)`` of a file."""
 
     def __init__(self, raw: io.FileIO, start: int, length: int | None) -> None:

@@ -1,1 +1,0 @@
-"""Saving: who writes what, staging, commit, retention and the background thread."""

@@ -16,22 +16,26 @@ from typing import Any, Literal
 import torch
 
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.commit import check_weights_moved
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, FileEntry, Manifest, encode_facts
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.signing import Signer
-from nxdt_core.checkpoint.write.background import BackgroundJob
-from nxdt_core.checkpoint.write.commit import check_weights_moved
-from nxdt_core.checkpoint.write.plan import Assignment, Planner, SavePlan, Share, prepare_share, write_share
+from nxdt_core.checkpoint.write.background import BackgroundJob, StagingBuffers
+from nxdt_core.checkpoint.write.plan import (
+    Assignment,
+    LocalPlan,
+    Planner,
+    SavePlan,
+    prepare_local_plan,
+    write_local_plan,
+)
 from nxdt_core.checkpoint.write.save import save
-from nxdt_core.checkpoint.write.staging import StagingBuffers
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Listing, Piece, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["CheckpointManager", "SaveReport"]
 
 _log = logging.getLogger(__name__)
 
@@ -60,11 +64,11 @@ class SaveReport:
 
     def __str__(self) -> str:
         size = self.manifest.size_bytes
-        speed = f"{_shown(size / max(self.seconds, 1e-9))}/s"
-        return f"{_shown(size)} in {self.seconds:.1f} s, {speed}, training waited {self.blocked_s:.2f} s"
+        speed = f"{_format_size(size / max(self.seconds, 1e-9))}/s"
+        return f"{_format_size(size)} in {self.seconds:.1f} s, {speed}, training waited {self.blocked_s:.2f} s"
 
 
-def _shown(size_bytes: float) -> str:
+def _format_size(size_bytes: float) -> str:
     gib, mib = size_bytes / 2**30, size_bytes / 2**20
     return f"{gib:.3g} GiB" if gib >= 1 else f"{mib:.3g} MiB"
 
@@ -83,7 +87,7 @@ class CheckpointManager:
         manager.wait()
 
     Args:
-        storage: where to; every rank reaches the same store.
+        storage: the store to write to, the same for every rank.
         ranks: of the run; None for a process that is alone.
         asynchronous: False takes no copy, and commits before :meth:`save` returns.
         when_busy: what a save does while one is in flight: ``wait`` for that, or ``skip``.
@@ -130,7 +134,7 @@ class CheckpointManager:
         self._planner = Planner(ranks)
         self._staging = StagingBuffers()
         self._background: RankAgreement | None = None
-        self._flight: _Flight | None = None
+        self._flight: _PendingSave | None = None
         self._connect()
 
     @property
@@ -164,15 +168,15 @@ class CheckpointManager:
         self.wait()
         begun, captured_at = time.monotonic(), time.time()
         self._connect()
-        shares: list[Share] = []
+        shares: list[LocalPlan] = []
 
         def prepare() -> Listing:
             encode_facts(facts)
-            shares.append(prepare_share(model, optimizer, state, rank=self._rank, ties=ties))
+            shares.append(prepare_local_plan(model, optimizer, state, rank=self._rank, ties=ties))
             return shares[0].listing
 
         assignment = self._planner.plan(prepare, where=self._where(step))
-        flight = _Flight(
+        flight = _PendingSave(
             step=step,
             share=shares[0],
             assignment=assignment,
@@ -220,12 +224,12 @@ class CheckpointManager:
         self._flight.running.wait()
         self._end(self._flight, begun)
 
-    def leave(self, timeout_s: float) -> None:
+    def wait_locally(self, timeout_s: float) -> None:
         """Give the save in flight some seconds to end, without asking the other ranks: for a run that breaks."""
         if self._flight is not None:
             self._flight.running.wait(timeout_s)
 
-    def _end(self, flight: _Flight, begun: float) -> None:
+    def _end(self, flight: _PendingSave, begun: float) -> None:
         """Take the result of a save that has ended, or that all ranks know to have failed on some rank.
 
         ``begun``: when the loop began to wait for it.
@@ -240,9 +244,9 @@ class CheckpointManager:
             self._background, self._staging = None, StagingBuffers()  # a thread that hangs keeps the old ones
             raise
         flight.blocked_s += time.monotonic() - begun
-        self._land(flight, flight.running.result())
+        self._report(flight, flight.running.result())
 
-    def _land(self, flight: _Flight, manifest: Manifest) -> None:
+    def _report(self, flight: _PendingSave, manifest: Manifest) -> None:
         self._newest = manifest
         if self._on_saved is not None:
             self._on_saved(
@@ -254,7 +258,7 @@ class CheckpointManager:
                 )
             )
 
-    def _stage(self, flight: _Flight) -> None:
+    def _stage(self, flight: _PendingSave) -> None:
         """Replace the pieces that this rank writes with copies, and drop the others."""
         mine = {place: piece for place, piece in flight.share.pieces.items() if place in flight.assignment.mine}
         try:
@@ -262,13 +266,13 @@ class CheckpointManager:
         except Exception as error:  # the save itself reports it to all ranks
             flight.unstaged = error
 
-    def _write(self, flight: _Flight, ranks: RankAgreement | None, job: BackgroundJob[Manifest]) -> Manifest:
+    def _write(self, flight: _PendingSave, ranks: RankAgreement | None, job: BackgroundJob[Manifest]) -> Manifest:
         """Run the save itself: in the background over copies, else over the tensors."""
 
-        def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+        def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
             if flight.unstaged is not None:
                 raise flight.unstaged
-            return write_share(writer, flight.share, mine, rank=self._rank)
+            return write_local_plan(writer, flight.share, mine, rank=self._rank)
 
         def check(manifest: Manifest) -> None:
             if self._refuses:
@@ -303,11 +307,11 @@ class CheckpointManager:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Flight:
+class _PendingSave:
     """A save under way."""
 
     step: int
-    share: Share
+    share: LocalPlan
     assignment: Assignment
     facts: CheckpointFacts
     begun: float

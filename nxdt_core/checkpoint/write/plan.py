@@ -24,42 +24,43 @@ from nxdt_core.checkpoint.format.state_tree import encode_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.checkpoint.pieces import list_pieces
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Piece, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Listing, Piece, ShardInfo, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
     "Assignment",
+    "LocalPlan",
     "Planner",
     "SavePlan",
-    "Share",
     "Write",
     "agree_on_assignment",
     "assign",
     "encode_state",
     "merge",
     "plan_save",
-    "prepare_share",
-    "write_share",
+    "prepare_local_plan",
+    "write_local_plan",
 ]
 
-Write = Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]]
+
+Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, TensorPart]]
 """Writes the tensors that were assigned to this rank; returns the location of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The share of each rank."""
+    """Which rank writes which tensors."""
 
     listings: Sequence[Listing]
     """What each rank holds."""
-    mine: AbstractSet[Place]
+    mine: AbstractSet[TensorKey]
     """Tensors whose box this rank writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """One save: equal on all ranks but for what is theirs."""
+    """One save. It is equal on all ranks, except for what each rank writes."""
 
     step: int
     """The number of optimizer steps done."""
@@ -67,7 +68,7 @@ class SavePlan:
     """Further entries of the manifest; those of rank 0 count."""
     assignment: Assignment
     write: Write
-    """Writes the share of this rank; the tensors need not be in memory all at once."""
+    """Writes the tensors of this rank, which need not be in memory all at once."""
 
 
 def plan_save(
@@ -87,7 +88,7 @@ def plan_save(
     identically is written by one of them.
 
     Args:
-        storage: where to, for messages.
+        storage: the store that the save will go to; only named in messages here.
         step: the number of optimizer steps done.
         model: parameters and buffers by their global names.
         optimizer: ``<parameter name>/<state name>`` → tensor.
@@ -102,11 +103,11 @@ def plan_save(
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
     """
     rank = rank_of(ranks)
-    shares: list[Share] = []
+    shares: list[LocalPlan] = []
 
     def prepare() -> Listing:
         encode_facts(facts)
-        shares.append(prepare_share(model, optimizer, state, rank=rank, ties=ties))
+        shares.append(prepare_local_plan(model, optimizer, state, rank=rank, ties=ties))
         return shares[0].listing
 
     assignment = agree_on_assignment(ranks, prepare, where=f"{storage.uri}/{step_name(step)}")
@@ -114,7 +115,7 @@ def plan_save(
         step=step,
         facts=facts,
         assignment=assignment,
-        write=lambda writer, mine: write_share(writer, shares[0], mine, rank=rank),
+        write=lambda writer, mine: write_local_plan(writer, shares[0], mine, rank=rank),
     )
 
 
@@ -152,23 +153,23 @@ class Planner:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank brings to a save."""
+class LocalPlan:
+    """The tensors and the state of this rank, as one save takes them."""
 
-    pieces: Mapping[Place, Piece]
+    pieces: Mapping[TensorKey, Piece]
     listing: Listing
     state: bytes
     """JSON of the rank's state; its tensors are among the pieces."""
 
 
-def prepare_share(
+def prepare_local_plan(
     model: Mapping[str, torch.Tensor | Piece],
     optimizer: Mapping[str, torch.Tensor | Piece],
     state: Mapping[str, Any],
     *,
     rank: int,
     ties: Mapping[str, str] | None = None,
-) -> Share:
+) -> LocalPlan:
     """Check everything of this rank, before anything is written anywhere. The pieces are the tensors' own memory.
 
     ``ties``: as of :func:`plan_save`.
@@ -176,19 +177,19 @@ def prepare_share(
     Raises:
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
     """
-    state_tensors: dict[str, torch.Tensor] = {}
-    encoded = encode_state(state, state_tensors, rank)
-    pieces: dict[Place, Piece] = {}
-    listing: dict[Place, Held] = {}
+    encoded, state_tensors = encode_state(state, rank)
+    pieces: dict[TensorKey, Piece] = {}
+    listing: dict[TensorKey, ShardInfo] = {}
     for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
         own, held = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
         pieces |= {(section, name): piece for name, piece in own.items()}
         listing |= {(section, name): each for name, each in held.items()}
-    return Share(pieces, listing, encoded)
+    return LocalPlan(pieces, listing, encoded)
 
 
-def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> bytes:
-    """Return the JSON of ``state``; its tensors are put into ``tensors`` under names that begin with the rank."""
+def encode_state(state: Mapping[str, Any], rank: int) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """Return the JSON of ``state``, and the tensors in it under names that begin with the rank."""
+    tensors: dict[str, torch.Tensor] = {}
 
     def put_tensor(at: str, value: object) -> str | None:
         if not isinstance(value, torch.Tensor):
@@ -197,12 +198,15 @@ def encode_state(state: Mapping[str, Any], tensors: dict[str, torch.Tensor], ran
         tensors[name] = value
         return name
 
-    return json.dumps(encode_tree(state, put_tensor=put_tensor), separators=(",", ":"), allow_nan=False).encode()
+    tree = encode_tree(state, put_tensor=put_tensor)
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode(), tensors
 
 
-def write_share(writer: AttemptWriter, share: Share, mine: AbstractSet[Place], *, rank: int) -> dict[Place, TensorPart]:
+def write_local_plan(
+    writer: AttemptWriter, share: LocalPlan, mine: AbstractSet[TensorKey], *, rank: int
+) -> dict[TensorKey, TensorPart]:
     """Write this rank's state and the pieces that were assigned to it, and return the location of each piece."""
-    parts: dict[Place, TensorPart] = {}
+    parts: dict[TensorKey, TensorPart] = {}
     for section in SECTIONS:
         chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}
         parts |= {(section, name): part for name, part in write_pieces(writer, section, chosen, rank=rank).items()}
@@ -211,7 +215,7 @@ def write_share(writer: AttemptWriter, share: Share, mine: AbstractSet[Place], *
     return parts
 
 
-def assign(listings: Sequence[Listing]) -> list[set[Place]]:
+def assign(listings: Sequence[Listing]) -> list[set[TensorKey]]:
     """Return, by rank, the tensors whose box that rank writes.
 
     Large boxes are given away first, each to the holder with the fewest bytes so far; among equals, to the one that
@@ -222,7 +226,7 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
     """
     _check(listings)
     shared = _shared(listings)
-    holders: dict[tuple[Place, Box], list[int]] = defaultdict(list)
+    holders: dict[tuple[TensorKey, Box], list[int]] = defaultdict(list)
     totals = [0] * len(listings)
     for rank, listing in enumerate(listings):
         for place, held in listing.items():
@@ -230,7 +234,7 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
                 holders[place, held.box].append(rank)
                 totals[rank] += _bytes(held)
     written = [0] * len(listings)
-    chosen: list[set[Place]] = [set() for _ in listings]
+    chosen: list[set[TensorKey]] = [set() for _ in listings]
     for (place, _), ranks in sorted(holders.items(), key=lambda item: -_bytes(listings[item[1][0]][item[0][0]])):
         writer = min(ranks, key=lambda rank: (written[rank], totals[rank], rank))
         written[writer] += _bytes(listings[writer][place])
@@ -239,11 +243,11 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
 
 
 def merge(
-    listings: Sequence[Listing], parts: Sequence[Mapping[Place, TensorPart]], sections: Sequence[str]
+    listings: Sequence[Listing], parts: Sequence[Mapping[TensorKey, TensorPart]], sections: Sequence[str]
 ) -> dict[str, dict[str, TensorEntry]]:
     """Return the index of the whole checkpoint from the parts that each rank wrote."""
     shared = _shared(listings)
-    written: dict[Place, list[TensorPart]] = defaultdict(list)
+    written: dict[TensorKey, list[TensorPart]] = defaultdict(list)
     for own in parts:
         for place, part in own.items():
             written[place].append(part)
@@ -260,9 +264,9 @@ def merge(
     return index
 
 
-def _shared(listings: Sequence[Listing]) -> dict[Place, str]:
+def _shared(listings: Sequence[Listing]) -> dict[TensorKey, str]:
     """Tensors that are the same memory as another one on every rank that holds them → that one's name."""
-    owners: dict[Place, set[str | None]] = defaultdict(set)
+    owners: dict[TensorKey, set[str | None]] = defaultdict(set)
     for listing in listings:
         for place, held in listing.items():
             owners[place].add(held.same_as)
@@ -271,8 +275,8 @@ def _shared(listings: Sequence[Listing]) -> dict[Place, str]:
 
 
 def _check(listings: Sequence[Listing]) -> None:
-    first: dict[Place, Held] = {}
-    boxes: dict[Place, set[Box]] = defaultdict(set)
+    first: dict[TensorKey, ShardInfo] = {}
+    boxes: dict[TensorKey, set[Box]] = defaultdict(set)
     for listing in listings:
         for place, held in listing.items():
             known = first.setdefault(place, held)
@@ -287,9 +291,9 @@ def _check(listings: Sequence[Listing]) -> None:
             raise TensorStateUnsupported(where="/".join(place), reason=reason)
 
 
-def _elements(held: Held) -> int:
+def _elements(held: ShardInfo) -> int:
     return Box.whole(held.shape).elements
 
 
-def _bytes(held: Held) -> int:
+def _bytes(held: ShardInfo) -> int:
     return held.box.elements * ITEM_BYTES[held.dtype]

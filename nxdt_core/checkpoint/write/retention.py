@@ -12,11 +12,9 @@ from typing import Literal, final
 
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, newest_first, verify
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["PrunePlan", "Retention", "RunRetention", "delete_step", "plan_prune", "prune"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +45,13 @@ class Retention:
     def counted(self, committed: Sequence[CheckpointStatus]) -> set[int]:
         """Return the steps of those that stay as the newest, or by one of the two counts; ``committed`` ascends."""
         regular = [status for status in committed if _kind(status) != "ephemeral"]
-        best = sorted(regular, key=self._goodness, reverse=True)
+        best = sorted(regular, key=self._score, reverse=True)
         chosen = list(committed[-1:])
         chosen += regular[-self.keep_last :] if self.keep_last else []
         chosen += best if self.save_top_k < 0 else best[: self.save_top_k]
         return {status.step for status in chosen}
 
-    def _goodness(self, status: CheckpointStatus) -> tuple[bool, float, int]:
+    def _score(self, status: CheckpointStatus) -> tuple[bool, float, int]:
         metrics = {} if status.facts is None else status.facts.metrics
         value = float(status.step) if self.monitor == "step" else metrics.get(self.monitor, math.nan)
         if math.isnan(value):
@@ -194,7 +192,7 @@ class RunRetention:
 
     def _delete(self, manifest: Manifest) -> list[int]:
         if self._found is None:
-            self._found = self._look()
+            self._found = self._list_steps()
         found = self._found
         found[manifest.step] = CheckpointStatus(
             step=manifest.step,
@@ -219,7 +217,7 @@ class RunRetention:
             [found[step] for step in sorted(found)],
             self._policy,
             is_sound=lambda step: not verify(self._storage, step, deep=False),
-            passed_over=self._is_passed_over,
+            passed_over=self._is_skipped,
         )
 
     def _update_counted(self, found: dict[int, CheckpointStatus]) -> bool:
@@ -233,11 +231,11 @@ class RunRetention:
             found |= self._read(step)
         return bool(changed)
 
-    def _look(self) -> dict[int, CheckpointStatus]:
+    def _list_steps(self) -> dict[int, CheckpointStatus]:
         if not self._keeps_all:
             return self._read()
         found = {status.step: status for status in newest_first(self._storage, names_only=True)}
-        for step in filter(self._is_passed_over, list(found)):  # a permanent one stays
+        for step in filter(self._is_skipped, list(found)):  # a permanent one stays
             found |= self._read(step)
         return found
 
@@ -245,10 +243,10 @@ class RunRetention:
         return {status.step: _reduced(status) for status in newest_first(self._storage, step)}
 
     def _usable(self, found: dict[int, CheckpointStatus]) -> list[CheckpointStatus]:
-        usable = (found[step] for step in sorted(found) if not self._is_passed_over(step))
+        usable = (found[step] for step in sorted(found) if not self._is_skipped(step))
         return [status for status in usable if status.state == "committed"]
 
-    def _is_passed_over(self, step: int) -> bool:
+    def _is_skipped(self, step: int) -> bool:
         """Whether the run did not resume from ``step`` although it is later: it is damaged."""
         return step > self._resumed_step and step not in self._committed
 

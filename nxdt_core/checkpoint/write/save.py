@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
+from nxdt_core.checkpoint.commit import clear_other_attempts, commit, prepare_step, withdraw
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.digests import FAST, Algorithm
 from nxdt_core.checkpoint.format.file_names import (
@@ -24,13 +25,12 @@ from nxdt_core.checkpoint.format.file_names import (
 )
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.signing import Signer
-from nxdt_core.checkpoint.write.commit import clear_other_attempts, commit, prepare_step, withdraw
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.checkpoint.write.plan import SavePlan, merge
 from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements
-from nxdt_core.protocols.parallel.piece import Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["save"]
@@ -51,8 +51,8 @@ def save(
     Collective: it succeeds on all ranks or fails on all.
 
     Args:
-        storage: where to; every rank reaches the same store.
-        plan: of this save.
+        storage: the store to write to, the same for every rank.
+        plan: what :func:`nxdt_core.checkpoint.plan_save` returned.
         ranks: of the run; None for a process that is alone.
         add_files: called on every rank once the files of all are durable, with the manifest so far; writes further
             ones below its prefix and returns their entries.
@@ -127,7 +127,7 @@ class _Written:
     """What one rank wrote."""
 
     files: Mapping[str, FileEntry]
-    parts: Mapping[Place, TensorPart]
+    parts: Mapping[TensorKey, TensorPart]
 
 
 def _with_files(manifest: Manifest, added: Sequence[Mapping[str, FileEntry]]) -> Manifest:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import click
 
-from nxdt_core.cli.groups import LazyGroup
-from nxdt_core.cli.lazy import LazyCommand
-
-__all__ = ["VERBS", "checkpoint"]
+from nxdt_core.cli.groups import LazyCommand, LazyGroup
 
 VERBS = {
     "list": LazyCommand(

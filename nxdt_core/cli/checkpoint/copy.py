@@ -1,24 +1,38 @@
-"""``nxdt checkpoint copy``."""
+"""``nxdt checkpoint copy``: committed checkpoints from any store to any other, byte for byte. Torch-free.
+
+Every block is compared with its digest during the copy, so that a damaged source ends the copy and never spreads.
+Data files are written first and the manifest last, in one atomic write. Until then the destination holds an unfinished
+step, and a repeated copy keeps the files that are complete. A file is complete if its size is right and the file of its
+digests, which is written after it, is the one that the manifest names.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
+from nxdt_core.checkpoint.collective import in_threads
+from nxdt_core.checkpoint.commit import clear_other_attempts, commit, read_object
+from nxdt_core.checkpoint.format.digested_files import VerifiedFile
+from nxdt_core.checkpoint.format.digests import digest
+from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key, step_name, step_prefix
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
+from nxdt_core.checkpoint.signing import Signature, TrustedKeys, read_signature, write_signature
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
-from nxdt_core.cli.terminal.progress import byte_bar
-from nxdt_core.cli.terminal.table import human_size
+from nxdt_core.cli.terminal import byte_bar, human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
+from nxdt_core.protocols.store import CheckpointStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nxdt_core.checkpoint import CheckpointStatus
-    from nxdt_core.cli.checkpoint.copying import CopyReport
-    from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["copy"]
 
 
 @click.command(
@@ -50,7 +64,6 @@ def copy(
     only what one of the keys has signed is copied.
     """
     from nxdt_core.checkpoint import TrustedKeys
-    from nxdt_core.cli.checkpoint.copying import copy_checkpoint
 
     origin, found = look_for_committed(source)
     chosen = _chosen(source, found, steps)
@@ -124,3 +137,185 @@ def _facts(report: CopyReport, uri: str) -> dict[str, object]:
         "bytes_copied": report.bytes_copied,
         "bytes_kept": report.bytes_kept,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """What one call of :func:`copy_checkpoint` did. Bytes are those of data files, without their digests."""
+
+    step: int
+    was_committed: bool
+    """Whether the destination had this very checkpoint before; then only files that it had lost were copied."""
+    files: int
+    """Data files of the checkpoint."""
+    files_copied: int
+    bytes_copied: int
+    bytes_kept: int
+    """Of the files that were there already."""
+
+
+def copy_checkpoint(
+    source: CheckpointStore,
+    destination: CheckpointStore,
+    step: int,
+    *,
+    threads: int = 1,
+    deep: bool = False,
+    progress: Callable[[int], None] = lambda size_bytes: None,
+    trusted: TrustedKeys | None = None,
+) -> CopyReport:
+    """Copy the committed checkpoint of ``step`` with its signature, and commit it under the same step and attempt.
+
+    A failure leaves the destination with an unfinished step, which the next call completes.
+
+    Args:
+        source: the store to copy from; nothing in it changes.
+        destination: the store to copy to.
+        step: the step to copy.
+        threads: files that are copied at the same time; each takes a block of memory, and what the stores need.
+        deep: read the files that are there already and compare them with their digests, too.
+        progress: called from any thread with the number of bytes that are newly known to be there.
+        trusted: keys, one of which must have signed the checkpoint; None requires no signature.
+
+    Raises:
+        CheckpointNotFound: nothing is committed under ``step`` at the source.
+        CheckpointDamaged: a byte at the source is not what was written; the error names the file.
+        CheckpointNotTrusted: the source lacks a valid signature of one of the keys; nothing was copied.
+        CheckpointTooNew: a later version wrote the manifest, at the source or at the destination.
+        CopyHasOtherCheckpoint: another save of the same step is committed at the destination.
+        StorageError: one of the stores failed.
+    """
+    data, manifest = _read_source(source, step)
+    with explained_os_errors(f"{source.uri}/{manifest.prefix}"):
+        signature = read_signature(source, manifest) if trusted is None else trusted.check(source, manifest, data)
+    where = f"{destination.uri}/{step_name(step)}"
+    with explained_os_errors(where):
+        was_committed = _is_there(destination, manifest)
+        sizes = {info.key: info.size_bytes for info in destination.list(manifest.prefix)}
+        copy = _Copy(source, destination, manifest, sizes, deep, progress)
+        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+        try:
+            copied = [name for name in in_threads(copy.file, largest_first, threads=threads, stop=copy.stop) if name]
+        except CheckpointDamaged:
+            if _read_source(source, step)[0] == data:
+                raise
+            raise _not_found(source, step, "it was replaced while it was copied") from None
+        if signature is not None and _signature_there(destination, manifest) is None:
+            write_signature(destination, manifest, signature)
+        if not was_committed:
+            commit(destination, manifest, None, data=data)
+            clear_other_attempts(destination, manifest)
+            destination.after_commit(step_prefix(step))
+    bytes_copied = sum(manifest.files[name].size_bytes for name in copied)
+    return CopyReport(
+        step=step,
+        was_committed=was_committed,
+        files=len(manifest.files),
+        files_copied=len(copied),
+        bytes_copied=bytes_copied,
+        bytes_kept=sum(entry.size_bytes for entry in manifest.files.values()) - bytes_copied,
+    )
+
+
+def _read_source(source: CheckpointStore, step: int) -> tuple[bytes, Manifest]:
+    """The manifest, as bytes too: what is written at the destination are these."""
+    with explained_os_errors(f"{source.uri}/{step_name(step)}"):
+        data = read_object(source, manifest_key(step))
+    if data is None:
+        raise _not_found(source, step, "it does not exist, its save was not finished, or it was deleted")
+    return data, decode_manifest(data, step=step, where=f"{source.uri}/{manifest_key(step)}")
+
+
+def _signature_there(destination: CheckpointStore, manifest: Manifest) -> Signature | None:
+    """Return the destination's signature; None where there is none, or a damaged one, which may be replaced."""
+    try:
+        return read_signature(destination, manifest)
+    except CheckpointDamaged:
+        return None
+
+
+def _not_found(source: CheckpointStore, step: int, reason: str) -> CheckpointNotFound:
+    return CheckpointNotFound(where=f"{source.uri}/{step_name(step)}", reason=reason)
+
+
+def _is_there(destination: CheckpointStore, manifest: Manifest) -> bool:
+    """Whether this very checkpoint is committed at the destination; a damaged manifest there is taken away."""
+    key = manifest_key(manifest.step)
+    where = f"{destination.uri}/{key}"
+    data = read_object(destination, key)
+    if data is None:
+        return False
+    try:
+        found = decode_manifest(data, step=manifest.step, where=where)
+    except CheckpointDamaged:
+        destination.delete_many([key])
+        return False
+    if found.attempt == manifest.attempt:
+        return True
+    raise CopyHasOtherCheckpoint(
+        where=f"{destination.uri}/{step_name(manifest.step)}",
+        reason=f"it was saved as {found.attempt}, the one to copy as {manifest.attempt}",
+    )
+
+
+class _Copy:
+    """Copies the files of one checkpoint."""
+
+    def __init__(
+        self,
+        source: CheckpointStore,
+        destination: CheckpointStore,
+        manifest: Manifest,
+        sizes: Mapping[str, int],
+        deep: bool,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.stop = threading.Event()
+        """Set when another file has failed."""
+        self._source = source
+        self._destination = destination
+        self._manifest = manifest
+        self._sizes = sizes
+        self._deep = deep
+        self._progress = progress
+
+    def file(self, name: str) -> str | None:
+        """Copy the file ``name`` unless the destination has it; return its name if it was copied."""
+        if self._is_kept(name):
+            self._progress(self._manifest.files[name].size_bytes)
+            return None
+        key = self._manifest.prefix + name
+        with explained_os_errors(f"{self._source.uri}/{key}"):
+            file = VerifiedFile(self._source, self._manifest, name)
+        with explained_os_errors(f"{self._destination.uri}/{key}"):
+            with self._destination.open_write(key) as stream:
+                for block in self._blocks(file, key):
+                    stream.write(block)
+                    self._progress(len(block))
+            with self._destination.open_write(digests_name(key)) as stream:
+                stream.write(file.digests_file)
+        return name
+
+    def _blocks(self, file: VerifiedFile, key: str) -> Iterator[memoryview]:
+        with explained_os_errors(f"{self._source.uri}/{key}"):
+            for block in file.blocks():
+                if self.stop.is_set():
+                    raise _Stopped(key)
+                yield block
+
+    def _is_kept(self, name: str) -> bool:
+        entry, key = self._manifest.files[name], self._manifest.prefix + name
+        if (self._sizes.get(key), self._sizes.get(digests_name(key))) != (entry.size_bytes, entry.digests_bytes):
+            return False
+        if not self._deep:
+            found = read_object(self._destination, digests_name(key))
+            return digest(found or b"", self._manifest.digests) == entry.digests_digest
+        try:
+            VerifiedFile(self._destination, self._manifest, name).verify()
+        except CheckpointDamaged:
+            return False
+        return True
+
+
+class _Stopped(Exception):
+    """Ends the copy of a file after another one failed, so that the store drops what was written; no reader sees it."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
-from nxdt_core.cli.terminal.progress import byte_bar
-from nxdt_core.cli.terminal.table import print_table
+from nxdt_core.cli.terminal import byte_bar, print_table
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.format.state_tree import ValueDifference
     from nxdt_core.cli.checkpoint.difference import Difference, Side, TensorDifference
 
-__all__ = ["diff"]
 
 _ROWS = 20
 """Rows of each kind that a person is shown; ``--json`` has them all."""

@@ -18,21 +18,14 @@ from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_trees
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SUBJECTS",
-    "Difference",
-    "Side",
-    "TensorDifference",
-    "compare_checkpoints",
-]
 
 Subject = Literal["model", "optim", "state", "config"]
 SUBJECTS: tuple[Subject, ...] = ("model", "optim", "state", "config")
@@ -97,7 +90,7 @@ def compare_checkpoints(
     Args:
         first: numbers are relative to it.
         second: the other one.
-        subjects: what to compare.
+        subjects: parts of the checkpoints to compare.
         progress: called with the number of bytes of the first that were just compared.
 
     Raises:

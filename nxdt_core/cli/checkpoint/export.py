@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.ranks import on_all_ranks
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, trusted_keys
-from nxdt_core.cli.terminal.size import size
-from nxdt_core.cli.terminal.table import human_size
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, trusted_keys
+from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.train.weights.export import ExportDtype, Exported
 
-__all__ = ["export"]
+
+_UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate(("", "K", "M", "G", "T"))}}
+_UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate(("K", "M", "G", "T"), start=1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
+
+
+def size(value: str) -> int:
+    """Return the number of bytes; the ``type`` of an option."""
+    match = _SIZE.fullmatch(value.strip().upper())
+    found = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if found < 1:
+        raise click.BadParameter(f"{value!r} is not a size; write it as 5GB, 800MB or 512MiB.")
+    return found
 
 
 @click.command(

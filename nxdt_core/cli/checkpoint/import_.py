@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.ranks import on_all_ranks
-from nxdt_core.cli.terminal.table import human_size
+from nxdt_core.cli.checkpoint.store import on_all_ranks
+from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.train.weights.importing import Imported
-
-__all__ = ["import_"]
 
 
 @click.command(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
-from nxdt_core.cli.terminal.table import human_size, print_facts, print_table
+from nxdt_core.cli.terminal import human_size, print_facts, print_table
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from nxdt_core.checkpoint import Manifest
     from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-
-__all__ = ["inspect"]
 
 
 @click.command(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look
-from nxdt_core.cli.terminal.table import human_size, print_table, shade
+from nxdt_core.cli.terminal import human_size, print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from nxdt_core.checkpoint import CheckpointStatus
 
-__all__ = ["list_"]
 
 _METRICS_SHOWN = 3
 _HEADER = ("STEP", "TIME (UTC)", "STATE", "ARCHIVE", "SIZE", "MESH", "METRICS", "PROBLEM", "URI")

@@ -9,8 +9,6 @@ import click
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, own_for
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
-__all__ = ["prune"]
-
 
 @click.command(
     cls=Verb,
@@ -34,8 +32,8 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     """
     from nxdt_core.checkpoint import delete_step
     from nxdt_core.checkpoint.format.file_names import step_of
-    from nxdt_core.checkpoint.os_errors import explained_os_errors
     from nxdt_core.checkpoint.read.status import nothing_at
+    from nxdt_core.checkpoint.storage import explained_os_errors
     from nxdt_core.checkpoint.write.retention import plan_prune
     from nxdt_core.errors.checkpoints import CheckpointNotFound, NoSoundCheckpoint
 

@@ -1,9 +1,10 @@
-"""From the address that a user gives to the store and the checkpoints that it means."""
+"""What verbs of checkpoints share: the store and checkpoints that an address means, and work on several ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -11,6 +12,8 @@ from nxdt_core.cli.verb import say
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, Manifest, Ownership
+    from nxdt_core.launch.supervision.client import Client
+    from nxdt_core.protocols.ranks import RankAgreement
     from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
@@ -19,10 +22,12 @@ __all__ = [
     "look",
     "look_for_committed",
     "named_config",
+    "on_all_ranks",
     "open_one",
     "own_for",
     "trusted_keys",
 ]
+
 
 EXAMPLE_URI = "nxdt_experiments/llama-tiny/checkpoints"
 """Of a run that the documentation starts; for examples in help texts."""
@@ -100,3 +105,34 @@ def own_for(command: str, storage: CheckpointStore) -> AbstractContextManager[Ow
     from nxdt_core.checkpoint import owned
 
     return owned(storage, run=f"nxdt checkpoint {command}", say=lambda line: say(line, err=True))
+
+
+_T = TypeVar("_T")
+
+
+def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_T], None]) -> int:
+    """Call ``work`` as one of the processes that a launcher has started, or alone; rank 0 reports.
+
+    Returns:
+        The exit status. The failure of one rank ends all of them, and is reported once.
+    """
+    from nxdt_core.launch.joining import find_place
+
+    place = find_place()
+    if place.world_size == 1:
+        report(work(None))
+        return 0
+    from nxdt_core.distributed.devices import HOST
+    from nxdt_core.distributed.process_group import Ranks
+    from nxdt_core.launch.rank import as_rank
+
+    def run(client: Client) -> int:
+        ranks = Ranks(place)
+        ranks.start(HOST)
+        result = work(ranks)
+        if client.is_first:
+            report(result)
+        ranks.stop()
+        return 0
+
+    return as_rank(place, run)

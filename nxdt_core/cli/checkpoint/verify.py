@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, trusted_keys
-from nxdt_core.cli.terminal.progress import byte_bar
-from nxdt_core.cli.terminal.table import print_table, shade
+from nxdt_core.cli.terminal import byte_bar, print_table, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, TrustedKeys
     from nxdt_core.checkpoint.read.status import Depth
     from nxdt_core.protocols.store import CheckpointStore
-
-__all__ = ["verify"]
 
 
 @click.command(
@@ -82,10 +79,15 @@ class _Verdict:
 def _verdict(
     storage: CheckpointStore, status: CheckpointStatus, depth: Depth, threads: int, trusted: TrustedKeys | None
 ) -> _Verdict:
-    from nxdt_core.checkpoint.read.committed import verify_signature
+    from nxdt_core.checkpoint.commit import verify_signature
     from nxdt_core.checkpoint.read.status import find_problems
-    from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
-    from nxdt_core.errors.signing import CheckpointNotTrusted, CheckpointSignatureWrong
+    from nxdt_core.errors.checkpoints import (
+        CheckpointDamaged,
+        CheckpointNotFound,
+        CheckpointNotTrusted,
+        CheckpointSignatureWrong,
+        CheckpointTooNew,
+    )
 
     with byte_bar(status.size_bytes if depth == "bytes" else 0, f"step {status.step}") as progress:
         problems = find_problems(storage, status.step, depth, threads=threads, progress=progress)

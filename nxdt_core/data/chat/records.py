@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order, in_order_of_calls, merged
-from nxdt_core.data.files.paths import half_character
+from nxdt_core.data.files.paths import lone_surrogate
 from nxdt_core.data.files.records import Place, is_given, unread
 from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
 
@@ -97,7 +97,7 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
         found = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadMessage(place=str(place), number=number, reason=f"{what}: no JSON: {error}") from error
-    if half := half_character(value, found):
+    if half := lone_surrogate(value, found):
         raise BadMessage(place=str(place), number=number, reason=f"{what}: half a character, {half}")
     return found
 

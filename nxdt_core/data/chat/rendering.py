@@ -29,12 +29,13 @@ __all__ = [
     "ReservedTokens",
     "Span",
     "TemplateRunner",
-    "behind_answer",
     "end_of_turn",
     "prompt_ids",
     "runner_of",
     "stop_ids",
+    "text_after_answer",
 ]
+
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -120,7 +121,7 @@ class TemplateRunner:
     @cached_property
     def _ends_turns(self) -> bool:
         """Whether a text follows answers: that of calls may end with what closes the call, and not the turn."""
-        return behind_answer(self) != ""
+        return text_after_answer(self) != ""
 
     def _render(
         self,
@@ -262,7 +263,7 @@ def end_of_turn(runner: TemplateRunner, tokenizer: ChatTokenizer) -> int | None:
     Raises:
         TemplateNeedsToken: what follows looks like a special token, is several tokens, and none comes later.
     """
-    behind, reserved = (behind_answer(runner) or "").lstrip(), tokenizer.reserved_tokens()
+    behind, reserved = (text_after_answer(runner) or "").lstrip(), tokenizer.reserved_tokens()
     looks = _TOKEN.match(behind)
     token = max(filter(behind.startswith, reserved), key=len, default=looks and looks[0])
     if token is None:
@@ -276,7 +277,7 @@ def end_of_turn(runner: TemplateRunner, tokenizer: ChatTokenizer) -> int | None:
     return int(ids[0])
 
 
-def behind_answer(runner: TemplateRunner) -> str | None:
+def text_after_answer(runner: TemplateRunner) -> str | None:
     """Return the text that follows an answer; None where it cannot be seen."""
     asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
     try:

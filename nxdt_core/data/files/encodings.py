@@ -11,7 +11,8 @@ from pathlib import Path
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import TextNotUtf8
 
-__all__ = ["check_wide", "iconv_name", "not_utf8"]
+__all__ = ["check_utf8_start", "iconv_name", "not_utf8"]
+
 
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -34,7 +35,7 @@ _SHOWN = 40
 """Characters of the line that the error shows."""
 
 
-def _wide(content: bytes) -> str | None:
+def _utf16_or_32(content: bytes) -> str | None:
     """Return the name of UTF-16 or UTF-32 where ``content`` begins as such a text, with its mark or without."""
     for mark, name in _MARKS:
         if content.startswith(mark):
@@ -42,13 +43,13 @@ def _wide(content: bytes) -> str | None:
     return _ZEROS.get(tuple(byte == 0 for byte in content[:4]))
 
 
-def check_wide(path: Path, content: bytes, *, first_line: int = 1) -> None:
+def check_utf8_start(path: Path, content: bytes, *, first_line: int = 1) -> None:
     """Let ``content`` pass unless it begins as UTF-16 or UTF-32, of which plain English is UTF-8 with zeros, too.
 
     Raises:
         TextNotUtf8: it does.
     """
-    if _wide(content) is not None:
+    if _utf16_or_32(content) is not None:
         at = max(0, content[:4].find(b"\0")) if content[:1] < b"\x80" else 0
         raise not_utf8(path, content, at, first_line=first_line)
 
@@ -57,10 +58,10 @@ def iconv_name(content: bytes, at: int) -> str | None:
     """Return what ``iconv`` calls UTF-16, UTF-32 or CP1252 where ``content`` looks like it; None where it does not.
 
     Args:
-        content: of a file, or a part of it.
+        content: bytes of a file, or of a part of it.
         at: place of a byte that is not UTF-8; the lines around it decide.
     """
-    wide = _wide(content)
+    wide = _utf16_or_32(content)
     if wide is not None:
         return wide
     around = _around(content, at)
@@ -74,8 +75,8 @@ def not_utf8(path: Path, content: bytes, at: int, *, first_line: int = 1) -> Nxd
     """Return the error of ``content``, whose byte ``at`` is not UTF-8, with the command that converts the file.
 
     Args:
-        path: of the file.
-        content: of it, or a part of it.
+        path: path of the file, for errors.
+        content: bytes of the file, or of a part of it.
         at: place of the byte.
         first_line: number of the line with which ``content`` begins.
     """

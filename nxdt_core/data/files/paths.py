@@ -17,14 +17,16 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
+from pydantic import Field
+
 from nxdt_core.config.annotations import Fraction, PositiveInt, Written
-from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
+from nxdt_core.config.section import Section
+from nxdt_core.config.sources import PackageNotFound, resolve_path
 from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
-from nxdt_core.data.files.encodings import check_wide, not_utf8
+from nxdt_core.data.files.encodings import check_utf8_start, not_utf8
 from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 
@@ -38,12 +40,13 @@ __all__ = [
     "WatchedFiles",
     "decode",
     "expand",
-    "half_character",
     "json_object",
     "json_objects",
-    "near",
+    "lone_surrogate",
     "read_bytes",
+    "similar_files",
 ]
+
 
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with an object per line."""
@@ -67,7 +70,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
 
     Args:
         patterns: paths, patterns (``corpus/*.txt``) and ``package://`` paths.
-        key: of the configuration, for errors.
+        key: configuration key that names the file, for errors.
 
     Raises:
         DataFileNotFound: a path or pattern matches no file; names what is found nearby.
@@ -85,7 +88,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
         if not found and path.exists() and not path.is_dir():
             raise DataFileUnreadable(path=str(path), reason="it is not a file, and files are read more than once")
         if not found:
-            raise DataFileNotFound(key=key, path=str(pattern), candidates=near(path))
+            raise DataFileNotFound(key=key, path=str(pattern), candidates=similar_files(path))
         files += found
     return files
 
@@ -121,15 +124,15 @@ def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
     """Return the text of ``content``, which is UTF-8 and may begin with a byte order mark.
 
     Args:
-        path: of the file, for errors.
-        content: of it, or a part of it.
+        path: path of the file, for errors.
+        content: bytes of the file, or of a part of it.
         first_line: number of the line with which ``content`` begins.
 
     Raises:
         TextNotUtf8: names the byte and the line, the likeliest encoding, and the command that converts the file.
         DataFileUnreadable: the file is compressed, and its name does not end in ``.gz`` or ``.zst``.
     """
-    check_wide(path, content, first_line=first_line)
+    check_utf8_start(path, content, first_line=first_line)
     try:
         return content.decode("utf-8").removeprefix(_BOM)
     except UnicodeDecodeError as error:
@@ -144,7 +147,7 @@ def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[
 
     Args:
         path: named in errors.
-        text: of the file.
+        text: decoded text of the file.
         example: an object as it is wanted, for errors.
 
     Raises:
@@ -170,12 +173,12 @@ def json_object(path: Path, number: int, line: str | bytes, *, example: str = ""
         raise BadJsonLine(path=str(path), line=number, reason=str(error), example=example) from error
     if not isinstance(record, dict):
         raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}", example=example)
-    if half := half_character(line, record):
+    if half := lone_surrogate(line, record):
         raise BadJsonLine(path=str(path), line=number, reason=f"it holds half a character, {half}", example=example)
     return record
 
 
-def half_character(text: str, value: Any) -> str:
+def lone_surrogate(text: str, value: Any) -> str:
     """Return half of a character, as JSON writes it, that ``value`` holds, which was read from ``text``; "" for none.
 
     No tokenizer has half a character, and no encoding writes it.
@@ -188,7 +191,7 @@ def half_character(text: str, value: Any) -> str:
     return ""
 
 
-def near(path: Path) -> tuple[str, ...]:
+def similar_files(path: Path) -> tuple[str, ...]:
     """Return files with a similar name next to ``path``, or those in it where it is a directory."""
     if path.is_dir():
         return tuple(sorted(str(path / p.name) for p in path.iterdir() if p.is_file()))
@@ -234,8 +237,7 @@ def _size(path: Path) -> int | None:
 _SPELLINGS = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordFiles:
+class RecordFiles(Section):
     """Base of the configurations of data whose files hold records."""
 
     train_files: tuple[Path, ...] = ()
@@ -256,7 +258,7 @@ class RecordFiles:
     """Decides which records validate. It is not the run's seed, so that another run trains on the same records."""
     dev_choose_samples: PositiveInt | None = None
     """Use only so many records of each split's files, the first ones; ``null`` uses all."""
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = Field(default_factory=dict)
     """Names of the files' own columns, where they differ from those of a format: ``{prompt: question}`` reads the
     column ``question`` as ``prompt``."""
     bad_records: Literal["refuse", "drop"] = "refuse"

@@ -13,20 +13,20 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.templates import UnusedMode
-from nxdt_core.data.digest import digest
 from nxdt_core.data.files.compressed import bare_name
-from nxdt_core.data.files.encodings import check_wide
+from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import (
     JSON_LINES,
     PACKED,
     RecordFiles,
     decode,
     expand,
-    half_character,
     json_object,
-    near,
+    lone_surrogate,
     read_bytes,
+    similar_files,
 )
 from nxdt_core.data.files.tables import ARROW, PARQUET, TEXT_TABLES, ArrowRows, text_rows
 from nxdt_core.errors.base import NxdtError
@@ -113,7 +113,7 @@ class _Lines(Sequence[tuple[int, dict[str, Any]]]):
     """Objects of the lines of a JSONL file that are not blank, each with its number."""
 
     def __init__(self, path: Path, content: bytes, example: str) -> None:
-        check_wide(path, content)
+        check_utf8_start(path, content)
         if content.startswith(tuple(PACKED)):
             decode(path, content)
         self._path, self._content, self._example = path, content, example
@@ -148,7 +148,7 @@ def read_records(
     Args:
         patterns: paths and patterns; a directory stands for its files of one kind (Arrow, else Parquet, JSONL, JSON,
             CSV), and one that ``DatasetDict.save_to_disk`` wrote for those of ``split``.
-        key: of the configuration, for errors.
+        key: configuration key that names the file, for errors.
         example: a record as it is wanted, as JSON, for errors.
         split: of the run.
         columns: key that a format names → key that the files have it under.
@@ -178,7 +178,7 @@ def _within(path: Path, key: str, split: SplitName) -> list[Path]:
         found = [each for each in inside if bare_name(each).endswith(endings) and each.is_file()]
         if found and not (path / "dataset_dict.json").is_file():
             return found
-    candidates = tuple(str(each) for each in inside if each.is_dir()) or near(path)
+    candidates = tuple(str(each) for each in inside if each.is_dir()) or similar_files(path)
     raise DataFileNotFound(key=key, path=str(path / "*.jsonl"), candidates=candidates)
 
 
@@ -200,7 +200,7 @@ def _listed(path: Path, text: str) -> list[dict[str, Any]]:
         raise BadJsonFile(path=str(path), reason=str(error)) from error
     if not all(isinstance(record, dict) for record in found):
         raise BadJsonFile(path=str(path), reason="an entry is not an object")
-    if half := half_character(text, found):
+    if half := lone_surrogate(text, found):
         raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
     records: list[dict[str, Any]] = found
     return records

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nxdt_core.data.files.compressed import bare_name
-from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES, decode, half_character
+from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES, decode, lone_surrogate
 from nxdt_core.errors.data import ArrowUnreadable, DataFileUnreadable, DataLibraryMissing
 
 __all__ = ["ARROW", "PARQUET", "TEXT_TABLES", "ArrowRows", "text_rows"]
@@ -107,7 +107,7 @@ def _values(value: Any, kind: Any) -> Any:
     """
     if isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json":
         found = json.loads(value)
-        if half := half_character(value, found):
+        if half := lone_surrogate(value, found):
             raise ValueError(f"its JSON holds half a character, {half}")
         return found
     kind = getattr(kind, "storage_type", kind)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import TiktokenTokenizerConfig
 from nxdt_core.data.tokenizers.files import import_library, located, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile

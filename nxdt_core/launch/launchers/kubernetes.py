@@ -12,11 +12,9 @@ from typing import Any
 
 import yaml
 
-from nxdt_core.errors.clusters import LauncherNeedsOption
+from nxdt_core.errors.launch import LauncherNeedsOption
 from nxdt_core.launch.launchers.config import KubernetesOptions, header, program
-from nxdt_core.protocols.launcher import Job, Place, Submission
-
-__all__ = ["KubernetesLauncher", "manifests", "pod_spec"]
+from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 
 MANIFEST = "job.yaml"
 _CONFIG_PATH = "/etc/nxdt"
@@ -31,7 +29,7 @@ _Object = dict[str, Any]
 class KubernetesLauncher:
     """``kubectl``."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return None: pods have the variables of a node, or those that torchrun sets."""
         return None
 
@@ -47,9 +45,9 @@ def manifests(
 
     Args:
         job: the run.
-        options: of the cluster.
+        options: the launcher's options.
         launcher: who asks, for errors.
-        annotations: of the job.
+        annotations: Kubernetes annotations of the job.
 
     Raises:
         LauncherNeedsOption: there is no image.

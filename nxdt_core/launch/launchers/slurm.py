@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import SlurmOptions, exports, header, program
-from nxdt_core.protocols.launcher import Job, Place, Submission
-
-__all__ = ["SlurmLauncher"]
+from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 
 SCRIPT = "job.sbatch"
 _BEGIN = """\
@@ -49,7 +47,7 @@ exit "$status"
 class SlurmLauncher:
     """``sbatch`` and ``srun``."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place of a task of ``srun``."""
         return join_slurm(environment, socket.gethostname())
 
@@ -63,7 +61,7 @@ def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = 
 
     Args:
         job: the run.
-        options: of the cluster.
+        options: the launcher's options.
         srun_options: further options of the ``srun`` that trains.
     """
     tasks = options.tasks or ("node" if job.needs_agent else "device")

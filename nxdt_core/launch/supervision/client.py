@@ -1,7 +1,8 @@
-"""A process's connection to the supervisor: what it reports, and what ends it."""
+"""A process's connection to the supervisor: how it finds the supervisor, what it reports, and what ends it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,11 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
 from nxdt_core.errors.ranks import RankDied, RankHung
-from nxdt_core.launch.supervision.heartbeat import Heartbeat, is_stopped, keep_record, wake
+from nxdt_core.launch.supervision.heartbeat import Heartbeat, continue_stopped, enable_flight_recorder, is_stopped
 from nxdt_core.launch.supervision.messages import (
     BeatReceived,
     Done,
@@ -29,12 +33,50 @@ from nxdt_core.launch.supervision.messages import (
     decode,
     encode,
 )
-from nxdt_core.launch.supervision.rendezvous import SupervisorAddress
 from nxdt_core.launch.supervision.supervisor import keep_alive
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
-__all__ = ["Client"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorAddress:
+    """Where the supervisor listens on the host of rank 0, and the word that admits to it."""
+
+    port: int
+    token: str
+    host: str
+    """Its name, for messages."""
+    pid: int
+    """Process that serves it."""
+    in_rank_zero: bool
+    """Whether it lives in rank 0; otherwise in the launcher."""
+
+
+def publish_address(store: TCPStore, place: RankEnvironment, address: SupervisorAddress) -> None:
+    """Publish the address of the supervisor to the run's processes."""
+    store.set(_key(place), json.dumps(asdict(address)))
+
+
+def is_published(store: TCPStore, place: RankEnvironment) -> bool:
+    """Return whether there is a supervisor already, which is the launcher's."""
+    return bool(store.check([_key(place)]))
+
+
+def find_supervisor(store: TCPStore, place: RankEnvironment) -> SupervisorAddress:
+    """Wait for the supervisor's address.
+
+    Raises:
+        TimeoutError: no process published one within the store's timeout.
+    """
+    try:
+        return SupervisorAddress(**json.loads(store.get(_key(place))))
+    except DistError as error:
+        raise TimeoutError("rank 0 has not come there") from error
+
+
+def _key(place: RankEnvironment) -> str:
+    return f"nxdt/{place.attempt}/supervisor"
+
 
 _SHUTDOWN_S = 10.0
 """How long a rank that has reported its failure, or that it is done, waits to be ended."""
@@ -46,14 +88,14 @@ class Client:
 
     Args:
         place: of this process; of a launcher, only ``host`` counts.
-        supervisor: where to connect to.
+        supervisor: address of the supervisor.
         is_rank: whether this is a rank, which is ended with the others; a launcher is only informed.
 
     Raises:
         OSError: the supervisor does not answer.
     """
 
-    def __init__(self, place: Place, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
+    def __init__(self, place: RankEnvironment, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
         self.place = place
         self.on_stop: Callable[[int], None] | None = None
         """Takes the number of a signal; while it is None, a request to stop ends the run."""
@@ -86,7 +128,7 @@ class Client:
         Args:
             limit_s: seconds without progress after which it does.
         """
-        keep_record()
+        enable_flight_recorder()
         PROGRESS.supervised = True
         self._heartbeat = Heartbeat(
             self.place,
@@ -182,7 +224,7 @@ class Client:
                 raise ValueError(f"the supervisor sent {message}")
 
     def _dump(self, message: Dump) -> None:
-        wake(message.silent.get(self.place.host, ()))
+        continue_stopped(message.silent.get(self.place.host, ()))
         if self._heartbeat is not None:
             self._send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
 

@@ -21,10 +21,8 @@ from torch._C import _distributed_c10d as c10d
 
 from nxdt_core.launch.supervision.messages import Beat
 from nxdt_core.progress import PROGRESS, process_stat
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.regular_files import make_directory, regular_opener
-
-__all__ = ["Collectives", "Heartbeat", "is_stopped", "keep_record", "read_collectives", "wake"]
 
 _READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _KEPT = "256"
@@ -45,7 +43,7 @@ class Collectives:
     process group, and shapes and types of its inputs."""
 
 
-def keep_record() -> None:
+def enable_flight_recorder() -> None:
     """Let the process groups that are made from now on keep their newest collectives."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
 
@@ -102,7 +100,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        place: Place,
+        place: RankEnvironment,
         send: Callable[[Beat], None],
         *,
         limit_s: float,
@@ -185,7 +183,7 @@ class Heartbeat:
         )
 
 
-def wake(processes: Iterable[int]) -> None:
+def continue_stopped(processes: Iterable[int]) -> None:
     """Continue those of this host's processes that are stopped, so that they can write their stacks and end."""
     for pid in processes:
         if is_stopped(pid):

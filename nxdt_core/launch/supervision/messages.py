@@ -6,23 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = [
-    "Beat",
-    "BeatReceived",
-    "Done",
-    "Down",
-    "Dump",
-    "Dumped",
-    "End",
-    "Failure",
-    "FailureKind",
-    "Hello",
-    "Message",
-    "Stop",
-    "decode",
-    "encode",
-]
-
 FailureKind = Literal["mistake", "bug", "interrupt", "death"]
 """``mistake``: an ``NxdtError``; ``death``: noted by the supervisor for a connection that ended without a report."""
 

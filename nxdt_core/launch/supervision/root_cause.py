@@ -11,8 +11,6 @@ from typing import Literal
 from nxdt_core.errors.ranks import RankDied, RankHung
 from nxdt_core.launch.supervision.messages import Beat, Failure
 
-__all__ = ["BUSY_FACTOR", "INTERRUPTION", "Hang", "HangWatch", "RootCause", "decide", "hung"]
-
 BUSY_FACTOR = 3
 """How many times the limit a rank may wait for one that is busy."""
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from nxdt_core.errors.ranks import RankDied, RanksMissing
-from nxdt_core.launch.supervision.heartbeat import is_stopped, wake
+from nxdt_core.launch.supervision.heartbeat import continue_stopped, is_stopped
 from nxdt_core.launch.supervision.messages import (
     Beat,
     BeatReceived,
@@ -34,8 +34,6 @@ from nxdt_core.launch.supervision.messages import (
     encode,
 )
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, Hang, HangWatch, RootCause, decide, hung
-
-__all__ = ["Supervisor", "keep_alive"]
 
 _WINDOW_S = 1.0
 """How long after a first failure others are collected: ranks that make the same mistake make it within this."""
@@ -225,7 +223,7 @@ class Supervisor:
         silent: dict[str, list[int]] = {}
         for beat in hang.ranks if hang.kind == "silent" else ():
             silent.setdefault(beat.host, []).append(beat.pid)
-        wake(silent.get(here, ()))
+        continue_stopped(silent.get(here, ()))
         self._send(Dump(silent=silent), self._members)
         for _ in range(int(_DUMP_S / _PACE_S)):
             if {hello.rank for hello in self._members.values() if hello.rank is not None} <= set(self._dumped):

@@ -14,15 +14,13 @@ from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership, Retenti
 from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.checkpoint.write.retention import RunRetention
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.config.annotations import seconds_of
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
 from nxdt_core.train.run.metric_files import MetricFiles
 from nxdt_core.train.session import SaveFacts
 from nxdt_core.train.weights.export import HFForm
-
-__all__ = ["STEPS", "CheckpointSaver", "SaveMetrics", "StepTimes"]
 
 STEPS = 10
 """Steps before and after a save that are compared."""
@@ -269,7 +267,7 @@ class CheckpointSaver(Callback):
         """Let the save in flight of a run that breaks end; what broke it may concern this rank only, so no other is
         asked."""
         if self._manager is not None and isinstance(run.error, Exception):
-            self._manager.leave(_BREAKING_S)
+            self._manager.wait_locally(_BREAKING_S)
 
     @property
     def _manager_made(self) -> CheckpointManager:

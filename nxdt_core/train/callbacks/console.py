@@ -9,10 +9,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from nxdt_core.train.monitoring.log_lines import VALUES
+from nxdt_core.train.run.log import VALUES
 from nxdt_core.visible_text import visible
-
-__all__ = ["Console", "human"]
 
 _log = logging.getLogger(__name__)
 _BAR = "step {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}"

@@ -11,16 +11,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
+from nxdt_core.config.training_schema import EarlyStoppingParams
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
 from nxdt_core.train.callbacks.console import Console
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.parallel.ranks import RankAgreement
+    from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["EarlyStop", "NonFiniteGuard", "StopSignals", "Supervisor", "TimeLimit"]
 
 _VALIDATION = "signals in a validation"
 _BY_CALLBACK = 1
@@ -155,7 +154,7 @@ class EarlyStop(Callback):
     """Judges a metric after each validation; all ranks stop where one would.
 
     Args:
-        params: what is judged, and how.
+        params: the section ``early_stopping_callback_params``.
         min_steps: steps before which it does not stop the run.
     """
 

@@ -22,20 +22,6 @@ from nxdt_core.train.optimizers.config import (
     SGDConfig,
 )
 
-__all__ = [
-    "BUCKET_ELEMENTS",
-    "Lion",
-    "adadelta",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "adamw_fp32_state",
-    "rmsprop",
-    "rprop",
-    "sgd",
-]
-
 
 def adamw(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:
     """Torch's AdamW; learning rate and weight decay are those of each group."""

@@ -18,11 +18,9 @@ from nxdt_core.distributed.collectives import all_to_all, gather_along
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.train.optimizers.config import MuonConfig
 from nxdt_core.train.optimizers.whole_parameters import TrainedPiece, trained_pieces
-
-__all__ = ["Muon", "orthogonal"]
 
 _Place = tuple[int, ...]
 """A rank's coordinates among those that share the parameters."""
@@ -30,7 +28,7 @@ _Key = tuple[int, _Place]
 """A piece: which parameter, and the rank whose it is."""
 
 
-class Exchange:
+class ShardExchange:
     """Parameters that are cut over the same groups of ranks."""
 
     def __init__(self, shards: Sequence[ParameterShard], *, device: torch.device, dtype: torch.dtype) -> None:
@@ -39,14 +37,14 @@ class Exchange:
 
         Args:
             shards: at least one.
-            device: where tensors are that will be exchanged.
-            dtype: of these.
+            device: device of the tensors that will be exchanged.
+            dtype: dtype of these tensors.
         """
         self._groups = shards[0].groups
         self._nothing = torch.empty(0, device=device, dtype=dtype)
         self._sizes = tuple(group.size() for group in self._groups)
         self._here = tuple(group.rank() for group in self._groups)
-        self._places = list(_places(self._sizes))
+        self._places = list(_grid_positions(self._sizes))
         self._boxes = self._all_boxes(shards)
         by_size = sorted(range(len(shards)), key=lambda index: -math.prod(shards[index].shape))
         ranks = len(self._places)
@@ -93,7 +91,7 @@ class Exchange:
             owner = self._owner[index]
             if owner[axis + 1 :] != self._here[axis + 1 :]:
                 continue
-            for inner in _places(self._sizes[axis + 1 :]):
+            for inner in _grid_positions(self._sizes[axis + 1 :]):
                 sent[owner[axis]].append((index, (*self._here[: axis + 1], *inner)))
                 if owner[axis] == self._here[axis]:
                     for rank in ranks:
@@ -138,7 +136,7 @@ class Exchange:
         }
 
 
-def _places(sizes: tuple[int, ...]) -> Iterator[_Place]:
+def _grid_positions(sizes: tuple[int, ...]) -> Iterator[_Place]:
     return product(*map(range, sizes))
 
 
@@ -162,7 +160,7 @@ class Muon(torch.optim.AdamW):
             for name, parameter in zip(group["names"], group["params"], strict=True)
             if self._shards[parameter].matrix and not matches_any(config.adamw_params, name)
         }
-        self._exchanges: dict[tuple[_Groups, tuple[int, ...]], Exchange] = {}
+        self._exchanges: dict[tuple[_Groups, tuple[int, ...]], ShardExchange] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -207,11 +205,11 @@ class Muon(torch.optim.AdamW):
         piece.weight.add_(update, alpha=-lr * scale)
         piece.parameter.grad = None
 
-    def _exchange(self, pieces: list[TrainedPiece]) -> Exchange:
+    def _exchange(self, pieces: list[TrainedPiece]) -> ShardExchange:
         """Made when matrices are first updated, on all of their ranks."""
         key = (pieces[0].shard.groups, tuple(id(piece.parameter) for piece in pieces))
         if key not in self._exchanges:
-            self._exchanges[key] = Exchange(
+            self._exchanges[key] = ShardExchange(
                 [piece.shard for piece in pieces], device=pieces[0].parameter.device, dtype=self._dtype(pieces[0])
             )
         return self._exchanges[key]

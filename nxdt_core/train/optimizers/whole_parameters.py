@@ -13,11 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdt_core.distributed.bucketed_sums import sum_over
+from nxdt_core.distributed.collectives import all_reduce_bucketed
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 from nxdt_core.train.optimizers.config import AdafactorConfig, NovogradConfig
-
-__all__ = ["Adafactor", "Novograd", "TrainedPiece", "trained_pieces"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +60,17 @@ def sum_over_pieces(pieces: Sequence[TrainedPiece], values: Sequence[torch.Tenso
         by_groups.setdefault(piece.shard.groups, []).append(value)
     for groups, tensors in by_groups.items():
         for group in groups:
-            sum_over(group, tensors)
+            all_reduce_bucketed(group, tensors)
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in float32, or in float64 if it is that: what sums over many elements are made in."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def square_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all squares, a scalar on the device."""
-    return wide(tensor).square().sum()
+    return to_float32(tensor).square().sum()
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -113,7 +111,7 @@ class Adafactor(torch.optim.Optimizer):
             state["row_var"].lerp_(rows.view_as(state["row_var"]), weight)
             state["col_var"].lerp_(columns.view_as(state["col_var"]), weight)
         else:
-            piece.real(state["variance"]).lerp_(wide(piece.grad).square(), weight)
+            piece.real(state["variance"]).lerp_(to_float32(piece.grad).square(), weight)
 
     def _inverse_root(self, piece: TrainedPiece) -> torch.Tensor:
         """What this rank's gradients are multiplied with."""
@@ -141,7 +139,7 @@ def _sums(piece: TrainedPiece) -> torch.Tensor:
     shard, weight_square = piece.shard, square_sum(piece.weight)
     if not _factored(shard):
         return weight_square.reshape(1)
-    squares = wide(piece.grad).square()
+    squares = to_float32(piece.grad).square()
     rows = squares.new_zeros(shard.shape[:-1])
     columns = squares.new_zeros((*shard.shape[:-2], shard.shape[-1]))
     row_box, column_box = _boxes(shard)

@@ -13,34 +13,23 @@ from datetime import datetime
 from pathlib import Path
 
 from nxdt_core.checkpoint import open_storage
-from nxdt_core.checkpoint.ownership.store_owner import Ownership, own
+from nxdt_core.checkpoint.ownership import Ownership, own
 from nxdt_core.config import ResolvedConfig, render_show
-from nxdt_core.config.secrets.command_line import shown_words
-from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve_path
-from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.config.secrets import shown_words
+from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
-
-__all__ = [
-    "cannot_write",
-    "dated",
-    "directory_lock",
-    "keep_inputs",
-    "other_source",
-    "owned_on_rank_zero",
-    "run_dir_explained",
-]
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
 """The command line of each start of the run, one per line."""
 
 
-def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
+def with_dated_run_dir(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
     """Return the configuration; with ``use_datetime_version``, its run directory is named after the first rank's time.
 
     Collective. A run that resumes keeps its directory, and so does a run whose directory has a name. If the directory
@@ -50,17 +39,17 @@ def dated(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
     named = manager.version is not None or manager.explicit_log_dir is not None
     if not manager.use_datetime_version or named or config.run.checkpoint.resume_if_exists:
         return config
-    version = ranks.broadcast_object(_unused(config.run_dir, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+    version = ranks.broadcast_object(_unused_name(config.run_dir, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
     run_dir = config.run_dir / version
     return replace(
         config,
-        run=replace(config.run, exp_manager=replace(manager, version=version)),
+        run=config.run.changed(exp_manager=manager.changed(version=version)),
         run_dir=run_dir,
         checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
     )
 
 
-def _unused(directory: Path, name: str) -> str:
+def _unused_name(directory: Path, name: str) -> str:
     """Return ``name``, with the first number from 2 on for which the directory holds nothing of that name."""
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
     return next(each for each in names if not os.path.lexists(directory / each))
@@ -76,7 +65,7 @@ def make_run_dir(config: ResolvedConfig) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
 
 
-def other_source(config: ResolvedConfig) -> str | None:
+def previous_source(config: ResolvedConfig) -> str | None:
     """Return the file or recipe that the run was last started from, where this start is from another; else None.
 
     The configuration in the run's own directory and a mapping in memory count as the same source.

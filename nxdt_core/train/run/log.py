@@ -1,25 +1,76 @@
-"""Log files of a run, one per rank: what Python's ``logging`` gets, what the console says, and what ended it."""
+"""Log records as one JSON object per line, for programs that collect logs."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
 from io import TextIOWrapper
-from typing import cast
+from typing import Any, cast
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import Redaction, hide_secrets
+from nxdt_core.config.secrets import Redaction, hide_secrets
 from nxdt_core.errors import NxdtError
-from nxdt_core.protocols.parallel.engine import RankInfo
+from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.regular_files import make_directory, regular_opener
-from nxdt_core.train.monitoring.log_lines import JsonFormatter
 from nxdt_core.train.run.files import run_dir_explained
 from nxdt_core.visible_text import VisibleFormatter, visible
 
-__all__ = ["printed", "run_log"]
+VALUES = "nxdt_values"
+"""Attribute of a record: the values that its message shows, such as a row of ``metrics.jsonl``."""
+_CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a log record as a JSON object, on one line.
+
+    Args:
+        rank: global rank of this process.
+        redact: replaces what must not be written, in the message and in a traceback.
+    """
+
+    def __init__(self, *, rank: int, redact: Callable[[str], str] = str) -> None:
+        super().__init__()
+        self._rank = rank
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of the record."""
+        message = self._redact(record.getMessage())
+        code = _CODE.match(message)
+        trace = self.formatException(record.exc_info) if record.exc_info else None
+        time = datetime.fromtimestamp(record.created, UTC)
+        document = {
+            "time": f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03}Z",
+            "level": record.levelname,
+            "rank": self._rank,
+            "logger": record.name,
+            "message": message,
+            "code": None if code is None else code[1],
+            "data": getattr(record, VALUES, None),
+            "trace": None if trace is None else self._redact(trace),
+        }
+        return visible(strict_json(document))
+
+
+def strict_json(value: Any) -> str:
+    """Return ``value`` as JSON, which has no NaN and no infinity: they become null."""
+    return json.dumps(_finite(value), ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(below) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(below) for below in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 _OURS = logging.getLogger("nxdt_core")
 _FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"

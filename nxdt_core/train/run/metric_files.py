@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
+from nxdt_core.checkpoint.ownership import is_owned
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.base import NxdtError
-from nxdt_core.regular_files import regular_opener
-from nxdt_core.train.monitoring.log_lines import strict_json
-from nxdt_core.train.run.files import cannot_write
-
-__all__ = ["MetricFiles", "Row", "drawable", "finite", "json_object", "lines_of", "rows_by_step"]
+from nxdt_core.errors.checkpoints import StorageError, StoreInUse
+from nxdt_core.regular_files import read_text, regular_opener, replace_text
+from nxdt_core.train.run.files import cannot_write, directory_lock
+from nxdt_core.train.run.log import strict_json
 
 _ASIDE = ".replaced.jsonl"
 
@@ -50,7 +52,7 @@ class MetricFiles:
         if self._run_dir is None:
             return
         try:
-            set_later_rows_aside(self._run_dir, step)
+            move_later_rows(self._run_dir, step)
             self._open(self._run_dir, name)
         except OSError as error:
             raise cannot_write(self._run_dir, error) from error
@@ -80,7 +82,7 @@ class MetricFiles:
         return self._files[name]
 
 
-def set_later_rows_aside(run_dir: Path, step: int) -> None:
+def move_later_rows(run_dir: Path, step: int) -> None:
     """Move rows of steps after ``step``, and a last row that a crash cut short, to ``<name>.replaced.jsonl``.
 
     Files whose rows have no ``step`` are left as they are.
@@ -112,7 +114,7 @@ def _split_into(kept_path: Path, path: Path, step: int) -> None:
     with (
         open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows,
         open(kept_path, "w", encoding="utf-8", newline="\n", opener=regular_opener) as kept,
-        _Aside(path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)) as aside,
+        _ReplacedRows(path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)) as aside,
     ):
         for row in rows:
             found = _step(row)
@@ -127,14 +129,14 @@ def _split_into(kept_path: Path, path: Path, step: int) -> None:
         kept_path.replace(path)
 
 
-class _Aside:
+class _ReplacedRows:
     """A file that is made with its first row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
 
-    def __enter__(self) -> _Aside:
+    def __enter__(self) -> _ReplacedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -211,10 +213,51 @@ def finite(value: object) -> float | None:
     return float(value) if is_number else None  # type: ignore[arg-type]
 
 
-def drawable(value: float) -> bool:
+def fits_axes(value: float) -> bool:
     """Return whether axes can hold the value, and the differences and powers that they compute from it."""
     return value == 0 or _SMALLEST <= abs(value) <= _LARGEST
 
 
 def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _SAFE_DIGITS else float(digits)
+
+
+_CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")
+_LIVING = ("starting", "running")
+
+
+def mark_failed(config: ResolvedConfig, text: str, *, interrupted: bool = False) -> None:
+    """Mark the run as failed or interrupted in those of its files that still describe it as running.
+
+    Files of a run directory that a living process owns stay unchanged: they are those of another run, which this one
+    could not replace.
+
+    The first rank may have ended with a different exception because another rank had died. The code in the text then
+    replaces the name of that exception.
+
+    Args:
+        config: of the run. With ``use_datetime_version``, files below its directory are not found and stay unchanged.
+        text: what the launcher prints about the failure; the code in it becomes the error.
+        interrupted: whether a signal stopped it at once.
+    """
+    settings, code = config.run.exp_manager.monitoring, _CODE.search(text)
+    state = "interrupted" if interrupted else "failed"
+    files = {key: getattr(settings, key) for key in ("health_file", "metrics_file")}
+    paths = {key: config.run_dir / Path(name).expanduser() for key, name in files.items() if name is not None}
+    if not paths or (code and code[1] == StoreInUse.code):
+        return
+    with suppress(OSError, StorageError):
+        if is_owned(directory_lock(config.run_dir)):
+            return
+    with suppress(OSError, ValueError, KeyError, RecursionError):
+        path = paths["health_file"]
+        health = json_object(read_text(path))
+        has_consequence = health["state"] == "failed" and not str(health.get("error")).startswith("NXDT-")
+        if health["state"] in _LIVING or (code and has_consequence):
+            replace_text(path, strict_json({**health, "state": state, "error": code and code[1]}) + "\n")
+    with suppress(OSError, ValueError, KeyError, RecursionError):
+        path = paths["metrics_file"]
+        metrics = read_text(path)
+        if any(re.search(rf'^nxdt_state{{.*state="{living}"}} 1$', metrics, re.MULTILINE) for living in _LIVING):
+            none = re.sub(r"^(nxdt_state{.*}) 1$", r"\1 0", metrics, flags=re.MULTILINE)
+            replace_text(path, re.sub(rf'^(nxdt_state{{.*state="{state}"}}) 0$', r"\1 1", none, flags=re.MULTILINE))

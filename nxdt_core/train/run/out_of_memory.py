@@ -19,8 +19,6 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.ranks import OutOfMemory
 from nxdt_core.train.session import TrainSession
 
-__all__ = ["MemoryUse", "compare", "memory_errors_explained"]
-
 _HOST_ALLOCATOR = "DefaultCPUAllocator"
 """In the message of the ``RuntimeError`` that torch raises where the host has no memory left."""
 _ESTIMATE_S = 10.0

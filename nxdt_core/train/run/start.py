@@ -9,12 +9,12 @@ from pathlib import Path
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.collective import on_first_rank
+from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.formats import format_of, open_checkpoint
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.sources.node import Node
+from nxdt_core.config.tree import Node
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
     LengthUnknown,
@@ -22,23 +22,10 @@ from nxdt_core.errors.training import (
     PluginVersionChanged,
     RunAlreadyHasCheckpoints,
 )
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
-
-__all__ = [
-    "ForeignStart",
-    "Start",
-    "as_trial",
-    "check_adapter",
-    "check_versions",
-    "counts_passes",
-    "decide_base",
-    "decide_start",
-    "in_steps",
-    "with_start_step",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +55,7 @@ def decide_start(
         config: its section ``checkpoint`` says what is wanted.
         own: the run's store.
         say: prints a line about what is skipped.
-        ranks: of the run; None for a single process.
+        ranks: for collectives over all processes; None in a run of one process.
 
     Raises:
         RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
@@ -148,7 +135,7 @@ def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) 
     node = config.tree.find(key)
     kept = f"{node.shown.rstrip('/')}/{step_name(began.manifest.step)}" if node is not None and node.shown else None
     tree = config.tree.set(key, Node(uri, config.origins[key], kept))
-    return replace(config, run=replace(config.run, checkpoint=replace(wanted, resume_from=uri)), tree=tree)
+    return replace(config, run=config.run.changed(checkpoint=wanted.changed(resume_from=uri)), tree=tree)
 
 
 def _named(
@@ -174,21 +161,21 @@ def _check_fits(config: ResolvedConfig, path: Path) -> None:
     found.listing(build.model_builder(config), weights_only=True)
 
 
-def counts_passes(config: ResolvedConfig) -> bool:
+def counts_epochs(config: ResolvedConfig) -> bool:
     """Return whether a setting of the run is given in passes over the data."""
     trainer, saves = config.run.trainer, config.run.checkpoint.every_n_epochs
     passes = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch, saves)
     return any(count is not None and count > 0 for count in passes)
 
 
-def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
+def epochs_to_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
     """Return the configuration with ``max_epochs``, ``min_epochs``, ``check_val_every_n_epoch`` and ``every_n_epochs``
     as steps.
 
     Passes follow each other without a gap, so that one may end within a step; n passes are the whole steps in them.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         samples: in the training data; None where they do not know.
 
     Raises:
@@ -210,34 +197,30 @@ def in_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
     save = steps("checkpoint.every_n_epochs", run.checkpoint.every_n_epochs)
     sched = run.model.optim.sched
     if sched.max_steps == trainer.max_steps:
-        sched = replace(sched, max_steps=last)
+        sched = sched.changed(max_steps=last)
     return replace(
         config,
-        run=replace(
-            run,
-            trainer=replace(
-                trainer,
+        run=run.changed(
+            trainer=trainer.changed(
                 max_steps=last,
                 min_steps=max(trainer.min_steps or 0, least or 0),
                 val_check_interval=validation or trainer.val_check_interval,
             ),
-            checkpoint=replace(run.checkpoint, every_n_train_steps=save or run.checkpoint.every_n_train_steps),
-            model=replace(run.model, optim=replace(run.model.optim, sched=sched)),
+            checkpoint=run.checkpoint.changed(every_n_train_steps=save or run.checkpoint.every_n_train_steps),
+            model=run.model.changed(optim=run.model.optim.changed(sched=sched)),
         ),
     )
 
 
-def as_trial(config: ResolvedConfig) -> ResolvedConfig:
+def apply_fast_dev_run(config: ResolvedConfig) -> ResolvedConfig:
     """Return the configuration of the trial where it asks for one, else itself. Learning rates are those of the run."""
     run, steps = config.run, int(config.run.trainer.fast_dev_run)
     if not steps:
         return config
     return replace(
         config,
-        run=replace(
-            run,
-            trainer=replace(
-                run.trainer,
+        run=run.changed(
+            trainer=run.trainer.changed(
                 max_steps=steps,
                 max_epochs=-1,
                 val_check_interval=steps,
@@ -246,8 +229,8 @@ def as_trial(config: ResolvedConfig) -> ResolvedConfig:
                 num_sanity_val_steps=0,
                 log_every_n_steps=1,
             ),
-            checkpoint=replace(run.checkpoint, enabled=False, resume_if_exists=False),
-            exp_manager=replace(run.exp_manager, create_early_stopping_callback=False),
+            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False),
+            exp_manager=run.exp_manager.changed(create_early_stopping_callback=False),
         ),
         loggers=(),
         run_dir=config.run_dir / "fast_dev_run",

@@ -15,7 +15,7 @@ from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.resolved import Selected
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
@@ -25,19 +25,25 @@ from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.models.token_flops import token_flops
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveMetrics
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.callbacks.metrics import MetricsWriter
+from nxdt_core.train.callbacks.monitor import Monitor, MonitorReports, monitored
 from nxdt_core.train.callbacks.profiler import Profiler
 from nxdt_core.train.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
 from nxdt_core.train.data import RunData
 from nxdt_core.train.loop import fit
-from nxdt_core.train.monitoring.monitor import Monitor, MonitorReports, monitored
-from nxdt_core.train.run.files import dated, keep_inputs, other_source, owned_on_rank_zero, run_dir_explained
+from nxdt_core.train.run.files import (
+    keep_inputs,
+    owned_on_rank_zero,
+    previous_source,
+    run_dir_explained,
+    with_dated_run_dir,
+)
 from nxdt_core.train.run.log import printed, run_log
 from nxdt_core.train.run.metric_files import MetricFiles
 from nxdt_core.train.run.out_of_memory import memory_errors_explained
@@ -45,19 +51,17 @@ from nxdt_core.train.run.report import RunSummary, banner, resume_command, resum
 from nxdt_core.train.run.start import (
     ForeignStart,
     Start,
-    as_trial,
+    apply_fast_dev_run,
     check_adapter,
     check_versions,
-    counts_passes,
+    counts_epochs,
     decide_base,
     decide_start,
-    in_steps,
+    epochs_to_steps,
     with_start_step,
 )
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
-
-__all__ = ["train"]
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
     with _started(config) as engine:
         PROGRESS.spent("devices")
         ranks = engine.ranks
-        config = as_trial(dated(config, ranks))
+        config = apply_fast_dev_run(with_dated_run_dir(config, ranks))
         console = Console(
             config.run.trainer.max_steps,
             speaks=ranks.rank == 0,
@@ -130,9 +134,9 @@ class _Training:
     def train(self, config: ResolvedConfig) -> RunSummary:
         """Train from where the run begins, unless it has nothing left to do."""
         data, start = RunData(config), self._start(config)
-        if counts_passes(config):
+        if counts_epochs(config):
             data.prepare()
-            config = in_steps(config, data.train_samples)
+            config = epochs_to_steps(config, data.train_samples)
             self.console.expect(config.run.trainer.max_steps)
         self.monitor.expect(config.run.trainer.max_steps)
         if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
@@ -167,7 +171,7 @@ class _Training:
 
     def _start(self, config: ResolvedConfig) -> Start | ForeignStart | None:
         """Decide where the run begins, and check that it can begin there."""
-        other, ranks, say = other_source(config), self.engine.ranks, self.console.say
+        other, ranks, say = previous_source(config), self.engine.ranks, self.console.say
         ranks.on_rank_zero(lambda: keep_inputs(config))
         start = decide_start(config, self.own, say, ranks)
         if other is not None and _resumes(start) and start.storage.uri == self.own.uri:
@@ -337,7 +341,7 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
 
 
 def _compile_time() -> Callback:
-    from nxdt_core.train.callbacks.compile_time import CompileTime  # 0.4 s, most of it torch's compiler
+    from nxdt_core.train.callbacks.profiler import CompileTime  # 0.4 s, most of it torch's compiler
 
     return CompileTime()
 

@@ -15,13 +15,14 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.config.schema.exp_manager import EmaConfig
+from nxdt_core.config.training_schema import EmaConfig
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import CheckpointHasNoAverage
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Piece
 
-__all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "take_average"]
+__all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "pop_average"]
+
 
 AVERAGE = "ema"
 """Optimizer state ``<parameter name>/ema``: the exponential moving average of that weight, in float32."""
@@ -67,15 +68,15 @@ class WeightAverage:
             for name, weight in fresh.items():
                 self._pieces[name] = replace(piece_of(places[name], name), tensor=weight.to(torch.float32, copy=True))
 
-    def put_into(self, model: ParallelModel) -> dict[str, Piece]:
-        """Put the average in the weights' place; give what this returns to :meth:`put_back`."""
+    def swap_in(self, model: ParallelModel) -> dict[str, Piece]:
+        """Put the average in the weights' place; give what this returns to :meth:`swap_out`."""
         weights = self._weights_of(model)
         kept = {name: replace(piece, tensor=weights[name].clone()) for name, piece in self._pieces.items()}
         model.load_state_dict(self._pieces, strict=False)
         return kept
 
-    def put_back(self, model: ParallelModel, weights: Mapping[str, Piece]) -> None:
-        """Undo :meth:`put_into`; the weights are bitwise identical."""
+    def swap_out(self, model: ParallelModel, weights: Mapping[str, Piece]) -> None:
+        """Undo :meth:`swap_in`; the weights are bitwise identical."""
         model.load_state_dict(weights, strict=False)
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
@@ -83,7 +84,7 @@ class WeightAverage:
         return {f"{name}{_SUFFIX}": piece for name, piece in self._pieces.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
-        """Continue with what :func:`take_average` returned; parameters that it lacks begin with the next update."""
+        """Continue with what :func:`pop_average` returned; parameters that it lacks begin with the next update."""
         self._pieces = {name: piece_of(tensor, name) for name, tensor in state.items()}
 
     def _weights_of(self, model: ParallelModel) -> dict[str, torch.Tensor]:
@@ -94,7 +95,7 @@ class WeightAverage:
         return {name: weight.tensor if isinstance(weight, Piece) else local_of(weight) for name, weight in held.items()}
 
 
-def take_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
+def pop_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
     """Take an average out of optimizer state as it was loaded; by name of the parameter."""
     return {key.removesuffix(_SUFFIX): state.pop(key) for key in list(state) if key.endswith(_SUFFIX)}
 

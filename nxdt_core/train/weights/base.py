@@ -15,19 +15,19 @@ import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
-from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
-from nxdt_core.checkpoint.formats import format_of, open_checkpoint
+from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
+from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
-from nxdt_core.models.random.init import draw, fresh_rules, rule_for
+from nxdt_core.models.random.init import complete_init_rules, draw, rule_for
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 
@@ -140,7 +140,7 @@ def base_weights(
         config: of the run that wrote the checkpoint, on one process
             (:func:`~nxdt_core.train.weights.saved_config.saved_run`).
         storage: the store that holds the checkpoint.
-        manifest: of the checkpoint.
+        manifest: the committed manifest of the checkpoint.
         base: address of a different base: a checkpoint or a directory of another program. None uses the checkpoint
             itself if it is complete, else the weights that its run began with: ``checkpoint.resume_from``, where its
             run recorded the step, or fresh weights.
@@ -187,7 +187,7 @@ def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
         users = {user for _, user in builder.plan().tied}
         named = builder.build().named_parameters(remove_duplicate=False)
         specs = {name: TensorSpec(dtype, tuple(p.shape)) for name, p in named if name not in users}
-    rules = fresh_rules(builder, specs)
+    rules = complete_init_rules(builder, specs)
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
         for name in names:
@@ -208,10 +208,10 @@ def load_weights(
     """Replace the weights of ``model`` by those of a checkpoint. Collective.
 
     Args:
-        storage: where from.
-        manifest: of the step to load.
-        engine: of ``model``.
-        model: in its layout.
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint to load.
+        engine: the parallel engine that has laid out ``model``.
+        model: the parallel model, in its layout.
         strict: refuse a checkpoint that lacks parameters of the model or has others; otherwise what it lacks stays as
             it is, what else it has is left out, and a warning names both.
         with_optimizer: whether optimizer state will be loaded, too. Without it, a checkpoint may lack what adapters

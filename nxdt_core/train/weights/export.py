@@ -12,19 +12,19 @@ from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import hf_name
 from nxdt_core.checkpoint.format.manifest import FileEntry
-from nxdt_core.checkpoint.format.safetensors_stream import TensorSpec
+from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.export_plan import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.checkpoint.hf.directory import read_from, write_hf, write_shards
+from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf.key_map import exchange_of
 from nxdt_core.checkpoint.hf.source import HFSource
-from nxdt_core.checkpoint.hf.write import read_from, write_hf, write_shards
-from nxdt_core.checkpoint.os_errors import explained_os_errors
 from nxdt_core.checkpoint.read.status import newest_first
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template
 from nxdt_core.errors.checkpoints import CheckpointNotFound
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import HFTokenizer
 from nxdt_core.train import build
@@ -72,7 +72,7 @@ def export_hf(
         source: a checkpoint, or the root of a run's checkpoints (the newest committed one is taken).
         target: a directory or the address of another store, empty.
         dtype: of floating-point tensors; None keeps those of the checkpoint.
-        max_shard_bytes: of one file of weights.
+        max_shard_bytes: largest size of one file of weights, in bytes.
         workers: files that each rank writes at the same time.
         average: write the average of the weights (``exp_manager.ema``) instead of the weights.
         config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that the checkpoint keeps.
@@ -128,7 +128,7 @@ def plan_export(
 
     Args:
         saved: the run that wrote the checkpoint.
-        manifest: of the checkpoint.
+        manifest: the committed manifest of the checkpoint.
         index: its tensors by name; None takes those of the model.
         dtype: as of :func:`export_hf`.
         max_shard_bytes: as of :func:`export_hf`.

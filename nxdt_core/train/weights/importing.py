@@ -11,11 +11,11 @@ from typing import Any
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.formats import open_checkpoint
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.checkpoint.write.plan import SavePlan, agree_on_assignment, encode_state
 from nxdt_core.config import ResolvedConfig, load
@@ -23,14 +23,14 @@ from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.format import CheckpointReader
-from nxdt_core.protocols.parallel.piece import Listing, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Listing, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
 
-__all__ = ["Imported", "check_empty", "import_checkpoint"]
+__all__ = ["Imported", "check_empty", "described_run", "import_checkpoint"]
 
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
@@ -93,7 +93,7 @@ def import_checkpoint(
     def prepare() -> None:
         run = load(config, overrides) if config else None
         name, found = open_checkpoint(Path(source), Kernel.start() if run is None else run.kernel, format)
-        run = _described(source, name, found, overrides) if run is None else run
+        run = described_run(source, name, found, overrides) if run is None else run
         if rank_of(ranks) == 0:
             check_empty(storage)
         listing = found.listing(build.model_builder(run), weights_only=weights_only)
@@ -105,7 +105,7 @@ def import_checkpoint(
     whole = any(section == "optim" for section, _ in listing)
     train = TrainState(step=found.step, consumed_samples=found.consumed_samples) if whole else TrainState()
 
-    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
         return _write(writer, found, listing, mine, train, rank=rank_of(ranks))
 
     facts = CheckpointFacts(
@@ -130,8 +130,13 @@ def import_checkpoint(
     )
 
 
-def _described(source: str, format: str, found: CheckpointReader, overrides: Sequence[str]) -> ResolvedConfig:
-    """A run without data, of the model that the checkpoint describes."""
+def described_run(source: str, format: str, found: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Return a run without data, of the model that a checkpoint of another program describes.
+
+    Raises:
+        ForeignConfigMissing: it does not.
+        ArchitectureUnread, ConfigError: no plugin builds its model.
+    """
     keys = found.model_config()
     if keys is None:
         raise ForeignConfigMissing(path=source, format=format)
@@ -171,13 +176,13 @@ def _write(
     writer: AttemptWriter,
     found: CheckpointReader,
     listing: Listing,
-    mine: AbstractSet[Place],
+    mine: AbstractSet[TensorKey],
     train: TrainState,
     *,
     rank: int,
-) -> dict[Place, TensorPart]:
+) -> dict[TensorKey, TensorPart]:
     """Write the tensors that were given to this rank; rank 0 the state, too."""
-    parts: dict[Place, TensorPart] = {}
+    parts: dict[TensorKey, TensorPart] = {}
     for section in SECTIONS:
         held = {place[1]: each for place, each in listing.items() if place[0] == section and place in mine}
 
@@ -189,5 +194,5 @@ def _write(
     if rank == 0:
         state = {"train": train.to_dict(), "rng": {}, "extra": {}}
         with writer.file(state_name(0)) as stream:
-            stream.write(encode_state(state, {}, 0))
+            stream.write(encode_state(state, 0)[0])
     return parts

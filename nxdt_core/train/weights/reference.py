@@ -19,21 +19,21 @@ from tqdm import tqdm
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
 from nxdt_core.models.updates import updates_off
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import MapDataset
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
 from nxdt_core.train.run.files import run_dir_explained
 
 __all__ = [
+    "DatasetWithReference",
     "LogProbs",
-    "Referenced",
     "check_base_frozen",
     "compute_log_probs",
     "first_weights_digest",
@@ -67,12 +67,12 @@ class LogProbs:
         return self.values[end - self.counts[index] : end]
 
 
-class Referenced:
+class DatasetWithReference:
     """A dataset whose samples have ``reference_log_probs``.
 
     Args:
         dataset: the samples.
-        log_probs: of their labels.
+        log_probs: log-probabilities of the labels of each sample.
         model: digest of what the log-probabilities were computed with.
     """
 
@@ -114,15 +114,15 @@ def with_reference(
     engine: ParallelEngine,
     model: ParallelModel,
     weights: str | None,
-) -> Referenced:
+) -> DatasetWithReference:
     """Return ``dataset`` with the log-probabilities of its labels under ``model``, from the run's directory if stored.
 
     Collective; call it before the first step.
 
     Args:
         dataset: the samples of a split.
-        config: of the run.
-        engine: of ``model``.
+        config: the resolved configuration of the run.
+        engine: the parallel engine that has laid out ``model``.
         model: with the weights that the run begins with.
         weights: digest of where those come from; None in a resumed run, whose weights have changed since.
 
@@ -139,7 +139,7 @@ def with_reference(
 
     kept = engine.ranks.on_rank_zero(read)
     if kept is not None and weights in (None, kept[0]):
-        return Referenced(dataset, kept[1], model=kept[0])
+        return DatasetWithReference(dataset, kept[1], model=kept[0])
     if weights is None:
         raise ReferenceLost(path=str(path))
     _log.info("computing reference log-probabilities of %d samples", len(dataset))
@@ -150,7 +150,7 @@ def with_reference(
             _write(path, weights, found)
 
     engine.ranks.on_rank_zero(write)
-    return Referenced(dataset, found, model=weights)
+    return DatasetWithReference(dataset, found, model=weights)
 
 
 def compute_log_probs(
@@ -233,7 +233,7 @@ def first_weights_digest(config: ResolvedConfig, manifest: Manifest | None, fore
     """Return the digest of what a new run takes its first weights from.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         manifest: of the checkpoint with the weights, if there is one.
         foreign: path of another program's checkpoint, if the weights are from one.
     """

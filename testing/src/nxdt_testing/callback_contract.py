@@ -111,7 +111,7 @@ class CallbackContract(_InRuns):
         """Checkpoints hold ``state_dict()``, and a new process loads it."""
         state = callback.state_dict()
         with no_error("its state cannot be saved:"):
-            encode_state(state, {}, 0)
+            encode_state(state, 0)
         other = self._build(self._config(tmp_path, "other"))
         other.load_state_dict(copy.deepcopy(state))
         found = other.state_dict()

@@ -13,7 +13,7 @@ from nxdt_testing.ranks import RankPool, RanksFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.hf import write as hf_write
+from nxdt_core.checkpoint.hf import directory as hf_write
 from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, StorageFull

@@ -13,11 +13,11 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.formats import open_checkpoint
+from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.hf import reader as hf_reader
 from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.checkpoint.hf.key_map import Source
-from nxdt_core.checkpoint.hf.weights import HFWeights
+from nxdt_core.checkpoint.hf.reader import HFWeights
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull

@@ -9,8 +9,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxdt_core.checkpoint import read_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.dcp.read import NxdtReader
-from nxdt_core.dcp.write import NxdtWriter
+from nxdt_core.dcp import NxdtReader, NxdtWriter
 from nxdt_core.distributed.process_group import Ranks
 from tests.checkpoint.layouts.sharded import STEP, Layout, equal, in_group, optimizer_state, parameters, whole
 

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.dcp.read import NxdtReader
-from nxdt_core.dcp.write import NxdtWriter
+from nxdt_core.dcp import NxdtReader, NxdtWriter
 from nxdt_core.errors.checkpoints import StorageError
 from tests.calls import Call, in_turn
 from tests.checkpoint.faults import FaultyStorage

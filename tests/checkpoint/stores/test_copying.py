@@ -21,7 +21,7 @@ from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, ve
 from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.cli.checkpoint.copying import copy_checkpoint
+from nxdt_core.cli.checkpoint.copy import copy_checkpoint
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -287,7 +287,7 @@ def test_memory_does_not_grow_with_the_size_of_a_file(save: Any) -> None:
 _COPY = """
 import sys, time
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.cli.checkpoint.copying import copy_checkpoint
+from nxdt_core.cli.checkpoint.copy import copy_checkpoint
 
 def slowly(size_bytes):
     print(size_bytes, flush=True)

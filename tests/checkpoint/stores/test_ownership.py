@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
-from nxdt_core.checkpoint.ownership.lease import take_lease
-from nxdt_core.checkpoint.ownership.owner import Owner, decode_owner, this_process
-from nxdt_core.checkpoint.ownership.store_owner import Ownership, is_owned, own
+from nxdt_core.checkpoint.lease import take_lease
+from nxdt_core.checkpoint.owner import Owner, decode_owner, this_process
+from nxdt_core.checkpoint.ownership import Ownership, is_owned, own
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse
@@ -75,7 +75,7 @@ def said_nothing(line: str) -> None:
 CHILD = """
     import os, sys, time
     sys.path.insert(0, {tests!r})
-    import nxdt_core.checkpoint.ownership.store_owner as ownership
+    import nxdt_core.checkpoint.ownership as ownership
     from {module} import EXPIRY_S, STORES
     storage = STORES[sys.argv[1]](sys.argv[2])
     own = ownership.own(storage, run="first", say=lambda line: None, expiry_s=EXPIRY_S)
@@ -491,16 +491,16 @@ def test_notes_that_are_none_are_told_as_such() -> None:
 
 def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
     mine = this_process("a")
-    assert mine.fate_of(mine) == "running"
-    assert mine.fate_of(replace(mine, started="1")) == "gone"
-    assert mine.fate_of(elsewhere()) == "unknown"
+    assert mine.liveness_of(mine) == "running"
+    assert mine.liveness_of(replace(mine, started="1")) == "gone"
+    assert mine.liveness_of(elsewhere()) == "unknown"
     with subprocess.Popen(["sleep", "600"]) as other:
         found = replace(mine, pid=other.pid)
         stat = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()
-        assert mine.fate_of(replace(found, started=stat[19])) == "running"
+        assert mine.liveness_of(replace(found, started=stat[19])) == "running"
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert mine.fate_of(replace(found, started=stat[19])) == "gone", "what is left of it is nobody"
+        assert mine.liveness_of(replace(found, started=stat[19])) == "gone", "what is left of it is nobody"
 
 
 @settings(max_examples=12, deadline=None)

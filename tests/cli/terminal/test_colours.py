@@ -25,7 +25,7 @@ def used():
         call for path in SOURCES for call in re.findall(r"(?:style|secho)\((?:[^()]|\([^()]*\))*\)", path.read_text())
     ]
     names = {name for call in calls for name in re.findall(r"""fg=['"](\w+)""", call)}
-    tables = (ROOT / "nxdt_core/cli/terminal/table.py").read_text().partition("_SHADES = {")[2].partition("}")[0]
+    tables = (ROOT / "nxdt_core/cli/terminal.py").read_text().partition("_SHADES = {")[2].partition("}")[0]
     return names | set(re.findall(r': "(\w+)"', tables)), [
         each for each in calls if "bold=True" in each and "fg=" in each
     ]

@@ -7,7 +7,7 @@ import sys
 import click
 import pytest
 
-from nxdt_core.cli.terminal.table import human_size, percent, print_facts, print_table, shade, wrap
+from nxdt_core.cli.terminal import human_size, percent, print_facts, print_table, shade, wrap
 from tests.sampling import slow
 from tests.terminal import on_terminal
 
@@ -54,7 +54,7 @@ def test_sizes_have_few_digits(size, text):
 
 def test_a_narrow_terminal_splits_no_word_of_a_table_or_a_note(tmp_path):
     program = (
-        "from nxdt_core.cli.terminal.table import print_table, print_wrapped\n"
+        "from nxdt_core.cli.terminal import print_table, print_wrapped\n"
         "titles = ['GIB SENT', 'PP 0', 'PP 1', 'PP 2', 'PP 3', 'BY A RANK IN A STEP']\n"
         "print_table(titles, [['tp', *4 * ['1,568.00'], 'weights and gradients, data parallel']])\n"
         "print_wrapped('note', 'the schedule ends at step 40, but the run ends earlier: trainer.max_steps is 20')\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nxdt_core.builtins import OPTIMIZERS, SCHEDULES
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.schedule import ScheduleHorizon
-from nxdt_core.train.records import OPTIMIZERS, SCHEDULES
 
 OPTIMIZERS_THERE = """
 adamw adamw_fp32OptState sgd adam adadelta adamax adagrad rmsprop rprop novograd adafactor

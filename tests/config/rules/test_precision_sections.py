@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nxdt_core.builtins import POLICIES
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.train import build
-from nxdt_core.train.records import POLICIES
 
 THERE = "mixed_precision mixed_precisionSR mixed_precision_SR bf16SR fp32 autocast manual"
 """Spellings of NxD Training's documentation, files and code, which differ there."""

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nxdt_core.engine.compile import compile_layers
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.train.callbacks.compile_time import CompileClock
+from nxdt_core.train.callbacks.profiler import CompileClock
 from tests.graph_counts import GraphCounts
 from tests.sampling import slow
 

@@ -15,7 +15,7 @@ from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
-from nxdt_core.train.weights.reference import Referenced, check_base_frozen, compute_log_probs, with_base
+from nxdt_core.train.weights.reference import DatasetWithReference, check_base_frozen, compute_log_probs, with_base
 from tests.engine.matrix.training import whole
 
 STRATEGY = "distributed_strategy."
@@ -60,7 +60,7 @@ def follow(
     reference = traits_of(loss).reference
     if reference == "before":
         before = compute_log_probs(dataset, config=config, engine=engine, model=model_)
-        dataset = Referenced(dataset, before, model="first")
+        dataset = DatasetWithReference(dataset, before, model="first")
     elif reference == "step":
         check_base_frozen(model_, objective)
     data = config.run.data

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from nxdt_core import checkpoint
+from nxdt_core.builtins import OPTIMIZERS
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.optimizer import as_torch
 from nxdt_core.train import TrainSession, build
-from nxdt_core.train.records import OPTIMIZERS
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.engine.matrix.training import whole

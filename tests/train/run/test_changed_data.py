@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from nxdt_plugin_megatron_data.writer import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
 
 from tests.launch.launching import finish, start
 from tests.sampling import sampled

@@ -19,8 +19,8 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable, StepNotFinite
 from nxdt_core.train import train
-from nxdt_core.train.monitoring.died import mark_failed
-from nxdt_core.train.monitoring.prometheus import Sample, exposition
+from nxdt_core.train.callbacks.prometheus import Sample, exposition
+from nxdt_core.train.run.metric_files import mark_failed
 from tests import processes
 from tests.train.small import SMALL
 

@@ -23,8 +23,8 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.train import build, train
-from nxdt_core.train.monitoring.died import mark_failed
 from nxdt_core.train.run.files import directory_lock
+from nxdt_core.train.run.metric_files import mark_failed
 from nxdt_core.train.run.start import decide_start
 from tests import processes
 from tests.sampling import slow

@@ -8,7 +8,7 @@ import pytest
 from nxdt_plugin_lora.adapter import LoraAdapter
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.merging import merged_weight
-from nxdt_plugin_lora.peft.names import base_of
+from nxdt_plugin_lora.peft_names import base_of
 from nxdt_plugin_lora.targets import tables_of
 from nxdt_testing.adapter_contract import AdapterContract
 

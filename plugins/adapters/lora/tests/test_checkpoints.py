@@ -13,15 +13,15 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
-from nxdt_plugin_lora.peft.files import write_peft
-from nxdt_plugin_lora.run_files import write_options
+from nxdt_plugin_lora.merging import write_options
+from nxdt_plugin_lora.peft_files import write_peft
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import TrustedKeys
-from nxdt_core.checkpoint.hf import weights
+from nxdt_core.checkpoint.hf import reader
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.config import load
@@ -288,7 +288,7 @@ def test_files_are_opened_as_often_for_a_model_of_many_matrices(tmp_path, fresh_
             begin = [f"checkpoint.resume_from={tmp_path / size}", "checkpoint.weight_init_only=true"]
         run = str(fresh_run(size, *begin) / "checkpoints")
         with monkeypatch.context() as patch:
-            keys, files = counted(patch, LocalStorage, "open_read", 1), counted(patch, weights, "safe_open", 0)
+            keys, files = counted(patch, LocalStorage, "open_read", 1), counted(patch, reader, "safe_open", 0)
             assert main(["checkpoint", "merge-lora", run, str(tmp_path / f"merged-{size}")]) == 0
             assert main(["checkpoint", "export-lora", run, str(tmp_path / f"adapter-{size}")]) == 0
         opened.add((sum(key.endswith(".safetensors") for key in keys), len(files)))

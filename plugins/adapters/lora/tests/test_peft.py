@@ -12,9 +12,8 @@ import torch
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers, MergeUnties, NoPeftForm
 from nxdt_plugin_lora.merging import merge_lora
-from nxdt_plugin_lora.peft.config import shortened
-from nxdt_plugin_lora.peft.export import describe
-from nxdt_plugin_lora.peft.files import CONFIG, WEIGHTS, write_peft
+from nxdt_plugin_lora.peft_export import describe
+from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, shortened, write_peft
 from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint

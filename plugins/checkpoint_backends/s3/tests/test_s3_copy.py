@@ -19,9 +19,8 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, verify
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.cli.checkpoint.copying import copy_checkpoint
-from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.errors.signing import CheckpointNotSigned
+from nxdt_core.cli.checkpoint.copy import copy_checkpoint
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotSigned
 from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
 from tests.checkpoint.saving import save_checkpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from nxdt_plugin_s3 import retry
-from nxdt_plugin_s3.retry import RetryBudget
+from nxdt_plugin_s3 import connection
+from nxdt_plugin_s3.connection import RetryBudget
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 

@@ -162,7 +162,7 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from nxdt_core.data.tokens import TokenStream
-from nxdt_plugin_hf_data.tokenised import cached
+from nxdt_plugin_hf_data.loader import cached
 
 def make():
     with open(sys.argv[2], "a") as log:

@@ -7,8 +7,8 @@ import gzip
 import numpy as np
 import pytest
 import zstandard
-from nxdt_plugin_megatron_data.preprocess import blocks
-from nxdt_plugin_megatron_data.preprocess.blocks import Place, read_blocks
+from nxdt_plugin_megatron_data.preprocess import progress
+from nxdt_plugin_megatron_data.preprocess.progress import Place, read_blocks
 from nxdt_plugin_megatron_data.preprocess.records import Recipe, RecordEncoder
 from nxdt_testing.errors import raises
 
@@ -20,7 +20,7 @@ PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(progress, "_BLOCK_BYTES", 64)
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
-from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
-from nxdt_plugin_megatron_data.reader import IndexedTokens
-from nxdt_plugin_megatron_data.writer import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, IndexedWriter, bin_path, dtype_for, idx_path
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.cache import cached_indices
 from nxdt_plugin_megatron_data.dataset import Cut, IndexedDataset
-from nxdt_plugin_megatron_data.indices import Indices, build_indices, count_samples
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
+from nxdt_plugin_megatron_data.indices import Indices, build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import read_shares, split_bounds
-from nxdt_plugin_megatron_data.reader import IndexedTokens
 
 from tests import processes
 
@@ -103,7 +102,7 @@ BUILD = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from nxdt_plugin_megatron_data.cache import cached_indices
+from nxdt_plugin_megatron_data.indices import cached_indices
 from nxdt_plugin_megatron_data.indices import build_indices
 def build():
     with open(sys.argv[2], "a") as log:

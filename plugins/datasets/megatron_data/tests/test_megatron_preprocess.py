@@ -25,13 +25,12 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from nxdt_plugin_megatron_data.errors import WorkerDied
-from nxdt_plugin_megatron_data.format import bin_path, idx_path
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, idx_path
 from nxdt_plugin_megatron_data.provenance import read_note
-from nxdt_plugin_megatron_data.reader import IndexedTokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.cli import main
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.file_lock import take_file_lock
 from tests.carried import carried
 from tests.in_the_way import KINDS, PRECIOUS, put

@@ -14,7 +14,7 @@ from nxdt_core.data.sources import collate
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.train import build
-from nxdt_core.train.causal_lm import CausalLM
+from nxdt_core.train.step import CausalLM
 
 
 @pytest.fixture(scope="module")

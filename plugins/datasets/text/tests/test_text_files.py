@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from nxdt_plugin_text.files import documents
+from nxdt_plugin_text.loader import documents
 from nxdt_testing.errors import raises
 
 from nxdt_core.data.files.paths import expand, read_bytes

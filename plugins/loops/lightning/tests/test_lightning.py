@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from nxdt_plugin_lightning import NxdtDataModule, NxdtModule, NxdtStrategy
-from nxdt_plugin_lightning.accelerator import EngineAccelerator
+from nxdt_plugin_lightning.strategy import EngineAccelerator
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.checkpoints import UnsavableState

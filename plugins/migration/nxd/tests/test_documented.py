@@ -16,7 +16,7 @@ import pytest
 import yaml
 from nxdt_plugin_migrate.config.migrate import migrate
 from nxdt_plugin_migrate.config.table import schema_table, value_table
-from nxdt_plugin_migrate.environment import VARIABLES, environment_note
+from nxdt_plugin_migrate.programs import VARIABLES, environment_note
 
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.kernel import Kernel

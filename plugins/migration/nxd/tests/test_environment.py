@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from nxdt_plugin_migrate.config.legacy import core_keys
 from nxdt_plugin_migrate.config.renamed_keys import OF_ENGINE
-from nxdt_plugin_migrate.environment import VARIABLES, environment_note
+from nxdt_plugin_migrate.programs import VARIABLES, environment_note
 
 from tests.sampling import slow
 

@@ -23,7 +23,7 @@ from nxdt_plugin_migrate.errors import (
 )
 from nxdt_testing.errors import raises
 
-from nxdt_core.checkpoint.formats import open_checkpoint
+from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.model import ModelBuilder

@@ -14,7 +14,7 @@ from nxdt_core.data.sources import collate
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.step import initialize_parallel_model
-from nxdt_core.train.weights.reference import Referenced, compute_log_probs
+from nxdt_core.train.weights.reference import DatasetWithReference, compute_log_probs
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is pinned in constraints.txt")
 datasets = pytest.importorskip("datasets")
@@ -40,7 +40,7 @@ PACKING = pytest.mark.parametrize("packing", [False, True], ids=["padded", "pack
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A policy and a reference in the layout of Hugging Face, with the same tokenizer."""
-    from nxdt_core.config.sources.paths import resolve_path
+    from nxdt_core.config.sources import resolve_path
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_path(TOKENIZER))
     found = {}
@@ -97,7 +97,7 @@ def ours(
     if objective["name"] == "dpo":
         TrainSession(config, engine=engine, model=model).load_foreign(models["reference"])
         log_probs = compute_log_probs(dataset, config=config, engine=engine, model=model)
-        dataset = Referenced(dataset, log_probs, model="reference")
+        dataset = DatasetWithReference(dataset, log_probs, model="reference")
     TrainSession(config, engine=engine, model=model).load_foreign(models["policy"])
     batch = collate([dataset[index] for index in range(len(dataset))])
     found = model.run_eval([batch], build.objective(config))

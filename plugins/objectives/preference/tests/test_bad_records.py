@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, PreferenceConfig
-from nxdt_plugin_preference.dpo import Dpo
 from nxdt_plugin_preference.loader import PreferenceData
+from nxdt_plugin_preference.objectives import Dpo
 
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.sources import collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig

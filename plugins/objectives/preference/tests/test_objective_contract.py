@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig
-from nxdt_plugin_preference.dpo import Dpo
-from nxdt_plugin_preference.orpo import Orpo
+from nxdt_plugin_preference.objectives import Dpo, Orpo
 from nxdt_testing.objective_contract import ObjectiveContract
 
 

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
-from nxdt_plugin_preference.dpo import Dpo
-from nxdt_plugin_preference.loader import PreferenceData
-from nxdt_plugin_preference.orpo import Orpo
+from nxdt_plugin_preference.loader import Fitting, PreferenceData
+from nxdt_plugin_preference.objectives import Dpo, Orpo
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair
-from nxdt_plugin_preference.truncation import Fitting
 from nxdt_testing.errors import raises
 
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.files.records import Place
 from nxdt_core.data.sources import blank_like, collate

@@ -16,16 +16,15 @@ from torch import nn
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.models.random.init import fresh_rules, initialize
+from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
-from nxdt_core.train.causal_lm import CausalLM
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.step import initialize_parallel_optimizer, train_step
+from nxdt_core.train.step import CausalLM, initialize_parallel_optimizer, train_step
 from nxdt_testing.contract import copied
 from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
@@ -99,7 +98,7 @@ def fresh(builder: ModelBuilder, seed: int = SEED, dtype: torch.dtype | None = N
     module = builder.build()
     if dtype is not None:
         module.to(dtype)
-    initialize(module.named_parameters(), fresh_rules(builder, dict(module.named_parameters())), seed)
+    initialize(module.named_parameters(), complete_init_rules(builder, dict(module.named_parameters())), seed)
     return module
 
 

@@ -1,32 +1,85 @@
-"""The component ``lora``: adapts the model of a run, starts its updates, and merges them at its end."""
+"""Initial magnitudes of DoRA (arXiv:2402.09353): the norms of the base's weights."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
-from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_plugin_lora.adaptation import adapt
+from nxdt_core.distributed.placement import piece_of
+from nxdt_core.models.updates import Update
+from nxdt_core.protocols.adapter import SavedAdapter
+from nxdt_core.protocols.objective import traits_of
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
+from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.train import build
+from nxdt_plugin_lora.adaptation import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate, adapt
 from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.dora_magnitudes import init_magnitudes
+from nxdt_plugin_lora.errors import BaseIsNoReference
 from nxdt_plugin_lora.loading import check_options, load_adapter
-from nxdt_plugin_lora.reference import changes_base, check_reference
-from nxdt_plugin_lora.run_files import merge_last, write_options
+from nxdt_plugin_lora.merging import merge_last, write_options
+from nxdt_plugin_lora.peft_files import is_peft, read_config
+from nxdt_plugin_lora.peft_section import section_for
 
-__all__ = ["LoraAdapter"]
+_MAGNITUDE = "lora_magnitude"
+
+
+@torch.no_grad()
+def init_magnitudes(model: ParallelModel) -> None:
+    """Set each magnitude to the norm of its output feature's weights, so that the update starts as the identity.
+
+    Collective: each rank gathers every weight in full, one at a time.
+    """
+    parameters = dict(model.named_parameters())
+    updates = {
+        path: (part, module.get_parameter(f"{path.removesuffix('.update')}.weight"))
+        for module in model.local_modules()
+        for path, part in module.named_modules()
+        if isinstance(part, Update) and hasattr(part, _MAGNITUDE)
+    }
+    for path, (update, weight) in updates.items():
+        magnitude = parameters[f"{path}.{_MAGNITUDE}"]
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        wide = torch.promote_types(whole.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(whole, dim=update.inputs, dtype=wide)
+        piece = piece_of(magnitude)
+        piece.tensor.copy_(norms[piece.box.within(piece_of(norms).box)])
+
+
+def check_reference(model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
+    """Let a model pass whose updates are zero, or whose objective does not ask the base at every step. Collective.
+
+    Raises:
+        BaseIsNoReference: it does, and they are not.
+    """
+    if traits_of(build.objective(config)).reference == "step" and changes_base(model, ranks):
+        raise BaseIsNoReference(objective=config.run.objective.name)
+
+
+def changes_base(model: ParallelModel, ranks: RankAgreement) -> bool:
+    """Return whether an update of ``model`` has left its start. Collective."""
+    grown = {
+        f"{path}.{part.grows}"
+        for module in model.local_modules()
+        for path, part in module.named_modules()
+        if isinstance(part, (LowRankUpdate, EmbeddingUpdate, ExpertsUpdate))
+    }
+    own = any(bool(piece_of(p).tensor.any()) for name, p in model.named_parameters() if name in grown)
+    return ranks.any_rank(own)
+
 
 _log = logging.getLogger(__name__)
 
 
 class LoraAdapter:
-    """An :class:`~nxdt_core.protocols.adapter.Adapter`."""
+    """An :class:`~nxdt_core.protocols.adapter.Adapter`, which opens directories of peft."""
 
     def __init__(self, config: LoraConfig) -> None:
         self.config = config
@@ -48,6 +101,16 @@ class LoraAdapter:
             targets = adapted.targets
             _log.warning("LoRA of rank %d on %d layers: %s", self.config.lora_rank, len(targets), ", ".join(targets))
         return adapted.plan
+
+    @staticmethod
+    def saved_at(path: Path) -> SavedAdapter | None:
+        """Return the adapter that peft wrote into ``path``."""
+        if not is_peft(path):
+            return None
+        return SavedAdapter(
+            section=lambda builder: section_for(path, builder),
+            base=read_config(path).get("base_model_name_or_path"),
+        )
 
     @property
     def saves_base(self) -> bool:

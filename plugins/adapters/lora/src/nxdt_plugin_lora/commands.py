@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.ranks import on_all_ranks
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, trusted_keys
-from nxdt_core.cli.terminal.table import human_size
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, trusted_keys
+from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from nxdt_plugin_lora.merging import Merged
-
-__all__ = ["export_lora", "merge_lora"]
 
 
 @click.command(
@@ -93,9 +90,9 @@ def export_lora(
     SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory that is empty
     or not there yet.
     """
-    from nxdt_plugin_lora.peft import export
+    from nxdt_plugin_lora import peft_export
 
-    exported = export.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
+    exported = peft_export.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
     if json_output:
         print_json(asdict(exported))
         return

@@ -16,20 +16,17 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Box
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train import build
 from nxdt_core.train.weights.base import base_digest, without_base
 from nxdt_core.train.weights.saved_config import saved_adapter
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
-from nxdt_plugin_lora.peft.config import differences, unread
-from nxdt_plugin_lora.peft.files import is_peft, read_config, read_peft
-from nxdt_plugin_lora.peft.names import peft_tensors
+from nxdt_plugin_lora.peft_files import differences, is_peft, read_config, read_peft, unread
+from nxdt_plugin_lora.peft_names import peft_tensors
 from nxdt_plugin_lora.targets import tables_of
-
-__all__ = ["check_options", "load_adapter"]
 
 _COMPUTED = ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
 

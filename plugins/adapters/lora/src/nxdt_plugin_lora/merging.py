@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from nxdt_core import checkpoint
 from nxdt_core.checkpoint import SavePlan, Signer, TrustedKeys, save
-from nxdt_core.checkpoint.collective import rank_of
+from nxdt_core.checkpoint.collective import on_first_rank, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.plan import agree_on_assignment, encode_state
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.errors.training import CannotWriteRunDirectory
+from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.weights.importing import check_empty
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import MergeUnties
-from nxdt_plugin_lora.peft.names import base_of
+from nxdt_plugin_lora.peft_files import CONFIG, peft_config
+from nxdt_plugin_lora.peft_names import base_of
 from nxdt_plugin_lora.saved_run import SavedLora, open_saved
 from nxdt_plugin_lora.targets import tables_of
-
-__all__ = ["Merged", "merge_lora", "merged_weight"]
 
 _OF_THE_ADAPTER = ("adapter", "model_alignment_strategy")
 """Sections that a merged model's run has no more."""
@@ -84,7 +89,7 @@ def merge_lora(
     saved = open_saved(source, step, base=base, config=config, trusted=trusted)
     _check_ties(saved)
     held = {
-        ("model", name): Held(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
+        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
         for name, spec in saved.base.specs.items()
         if base_of(name) is None
     }
@@ -96,7 +101,7 @@ def merge_lora(
             saved.check_base()
         return held
 
-    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
         return _write(writer, saved, {name: held["model", name] for _, name in held if ("model", name) in mine}, ranks)
 
     facts = saved.manifest.facts
@@ -127,7 +132,7 @@ def merged_weight(
     Args:
         weight: [out, in], a table [rows, width], or of experts [experts, out, in].
         update: its parameters by kind.
-        config: of the run.
+        config: the resolved configuration of the run.
         table: whether it is one that is looked up.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -141,8 +146,8 @@ def merged_weight(
 
 
 def _write(
-    writer: AttemptWriter, saved: SavedLora, held: Mapping[str, Held], ranks: RankAgreement | None
-) -> dict[Place, TensorPart]:
+    writer: AttemptWriter, saved: SavedLora, held: Mapping[str, ShardInfo], ranks: RankAgreement | None
+) -> dict[TensorKey, TensorPart]:
     updated, tables = saved.updated, tables_of(build.model_builder(saved.config))
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -167,7 +172,7 @@ def _write(
             updates=facts.updates,
         )
         with writer.file(state_name(0)) as stream:
-            stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, {}, 0))
+            stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
     return {("model", name): part for name, part in written.items()}
 
 
@@ -175,3 +180,59 @@ def _check_ties(saved: SavedLora) -> None:
     for owner, user in build.model_builder(saved.config).plan().tied:
         if {owner, user} & saved.updated.keys():
             raise MergeUnties(owner=owner, user=user)
+
+
+MERGED = "-merged"
+"""Behind the address of a run's checkpoints: where the merged model is committed."""
+_DIRECTORY = "lora_adapter"
+
+_log = logging.getLogger(__name__)
+
+
+def write_options(lora: LoraConfig, run_dir: Path) -> None:
+    """Write ``lora_adapter/adapter_config.json``: the section in peft's words, targets as they are named here.
+
+    Raises:
+        CannotWriteRunDirectory: it cannot be written.
+    """
+    content = peft_config(
+        lora, base=None, targets=lora.target_modules, whole=lora.modules_to_save, modules=(), transposed=False
+    )
+    try:
+        replace_text(make_directory(run_dir / _DIRECTORY) / CONFIG, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        reason = f"{_DIRECTORY}: {error.strerror or error}"
+        raise CannotWriteRunDirectory(path=str(run_dir), reason=reason) from error
+
+
+def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
+    """Merge the checkpoint at ``uri`` into the store next to its own, unless it was already; an older merged step
+    goes. Both are reached as ``checkpoint.storage`` of ``config`` says. Collective."""
+    storage, step = build.locate(config, uri)
+    assert step is not None
+    place, _ = build.locate(config, f"{storage.uri}{MERGED}")
+
+    def is_merged() -> bool:
+        merged = {status.step for status in checkpoint.list_checkpoints(place) if status.state == "committed"}
+        made = checkpoint.read_manifest(storage, step).created
+        return step in merged and checkpoint.read_manifest(place, step).created > made
+
+    if on_first_rank(ranks, is_merged, where=place.uri):
+        return
+    merged = merge_lora(
+        storage,
+        step,
+        place,
+        ranks=ranks,
+        keep_others=True,
+        signer=build.signer(config),
+        config=config,
+        trusted=build.trusted_keys(config),
+    )
+    if ranks.rank == 0:
+        _log.warning("merged model: %s", merged.target)
+
+    def delete_older() -> list[int]:
+        return checkpoint.prune(place, 1, deep=False, passed_over=lambda other: other > step)
+
+    on_first_rank(ranks, delete_older, where=place.uri)

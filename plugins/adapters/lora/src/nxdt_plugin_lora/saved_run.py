@@ -18,9 +18,7 @@ from nxdt_core.train.weights.saved_config import saved_run
 from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoAdapterHere
-from nxdt_plugin_lora.peft.names import base_of
-
-__all__ = ["SavedLora", "open_saved"]
+from nxdt_plugin_lora.peft_names import base_of
 
 _log = logging.getLogger(__name__)
 

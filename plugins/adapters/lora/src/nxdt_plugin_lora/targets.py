@@ -16,8 +16,6 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_lora.config import ALL_LINEAR
 from nxdt_plugin_lora.errors import TargetNotFound, TargetSavedWhole
 
-__all__ = ["adaptable", "adaptable_names", "chosen_modules", "chosen_targets", "tables_of"]
-
 _SEPARATE: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -46,8 +44,8 @@ def chosen_targets(
 
     Args:
         module: the model.
-        plan: of it.
-        names: of layers.
+        plan: parallel plan of the model.
+        names: names of layers.
         whole: paths of the modules that train whole.
 
     Raises:

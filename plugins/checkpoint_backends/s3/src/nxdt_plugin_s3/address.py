@@ -9,8 +9,6 @@ from typing import Self
 from nxdt_core.errors.checkpoints import BadStorageKey
 from nxdt_plugin_s3.errors import S3BadAddress
 
-__all__ = ["Address"]
-
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _IP = re.compile(r"\d+\.\d+\.\d+\.\d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff\ud800-\udfff]")

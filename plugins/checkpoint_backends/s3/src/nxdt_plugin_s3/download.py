@@ -18,8 +18,6 @@ from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.errors import S3Failed
 from nxdt_plugin_s3.faults import status_of
 
-__all__ = ["Download"]
-
 _READ_BYTES = 2**20
 """Asked for at once of a connection."""
 

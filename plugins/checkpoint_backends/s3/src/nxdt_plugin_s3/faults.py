@@ -28,8 +28,6 @@ from nxdt_plugin_s3.errors import (
     S3WrongRegion,
 )
 
-__all__ = ["FAILURES", "Place", "code_of", "is_transient", "no_such_key", "redacted", "status_of"]
-
 FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
 """All exceptions that the SDK raises for failures on the network or on the server."""
 

@@ -1,18 +1,21 @@
 """The store of checkpoints in S3: one object per key, below the prefix of the address.
 
 An object is visible once its upload is completed, whole, and then for every reader (S3 has been strongly consistent
-since 2020); ``put_if_absent`` and ``put_if_match`` are conditional PUTs (AWS has the latter since November 2024). Any
+since 2020). ``put_if_absent`` and ``put_if_match`` are conditional PUTs (AWS has the latter since November 2024). Any
 store with these properties will do.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any, BinaryIO, cast
 
@@ -23,11 +26,41 @@ from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.download import Download
-from nxdt_plugin_s3.faults import is_transient, no_such_key, status_of
-from nxdt_plugin_s3.incomplete_uploads import abort_incomplete_uploads
+from nxdt_plugin_s3.faults import FAILURES, is_transient, no_such_key, status_of
 from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
 
-__all__ = ["S3Storage"]
+_log = logging.getLogger(__name__)
+
+
+def abort_incomplete_uploads(connection: Connection, prefix: str, older_than_s: float) -> int:
+    """Abort uploads of objects whose names begin with ``prefix``, begun longer ago than ``older_than_s`` by the
+    server's clock.
+
+    Returns:
+        How many. What goes wrong is logged, and waits for the next time.
+    """
+    aborted = 0
+    try:
+        for upload, now in _uploads(connection, prefix):
+            if upload["Initiated"] < now - timedelta(seconds=older_than_s):
+                connection.client.abort_multipart_upload(
+                    Bucket=connection.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+                aborted += 1
+    except FAILURES as error:
+        _log.warning("abandoned uploads below s3://%s/%s are left for now: %s", connection.bucket, prefix, error)
+    return aborted
+
+
+def _uploads(connection: Connection, prefix: str) -> Iterator[tuple[dict[str, Any], datetime]]:
+    """Each upload and the time at which the server said so."""
+    for page in connection.client.get_paginator("list_multipart_uploads").paginate(
+        Bucket=connection.bucket, Prefix=prefix
+    ):
+        date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+        yield from ((upload, now) for upload in page.get("Uploads", []))
+
 
 _MOST_DELETIONS = 1000
 """Of one request, https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""

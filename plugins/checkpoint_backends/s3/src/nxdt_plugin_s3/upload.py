@@ -1,4 +1,4 @@
-"""Writing one object: a single request where it fits into a part, a multipart upload with parts in parallel else.
+"""Writing one object: a single request where it fits into a part, else a multipart upload with parts in parallel.
 
 Bytes are copied once, into the buffer of the part that is being filled; a full buffer is sent as it is and comes back
 for a later part. The object appears when the upload is completed, whole, or not at all.
@@ -13,12 +13,50 @@ import threading
 from concurrent.futures import Future, wait
 from typing import Any, final
 
-from nxdt_plugin_s3.body import Body
 from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.errors import S3ObjectTooLarge
 from nxdt_plugin_s3.faults import FAILURES, code_of, status_of
 
-__all__ = ["TOKEN", "Upload", "is_ours"]
+
+@final
+class Body(io.RawIOBase):
+    """A file on ``data``."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True: uploads read it."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True: the SDK measures it, and seeks back to send it once more."""
+        return True
+
+    def tell(self) -> int:
+        """Return the bytes before the next one to be read."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a byte."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def read(self, size: int = -1, /) -> Any:
+        """Return all that is left as a view, with any ``size``: sockets take a part at once, not by 16 KiB."""
+        rest = self._data[self._position :]
+        self._position += len(rest)
+        return rest
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Copy as much as fits."""
+        rest = self._data[self._position :][: len(buffer)]
+        buffer[: len(rest)] = rest
+        self._position += len(rest)
+        return len(rest)
+
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +72,9 @@ class Upload(io.RawIOBase):
     """What a block of ``open_write`` writes to; :meth:`finish` or :meth:`abort` ends it.
 
     Args:
-        connection: to the bucket.
-        name: of the object.
-        where: its address, for messages.
+        connection: client of the bucket.
+        name: key of the object in the bucket.
+        where: address of the object, for messages.
         group: whose deadline counts.
     """
 

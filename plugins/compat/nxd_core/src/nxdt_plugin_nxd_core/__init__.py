@@ -13,15 +13,15 @@ from nxdt_core.api import ModelComponent, hookimpl
 if TYPE_CHECKING:
     from nxdt_plugin_nxd_core import parallel_layers, parallel_state
     from nxdt_plugin_nxd_core.config import NxDConfig, neuronx_distributed_config
-    from nxdt_plugin_nxd_core.files.tags import (
+    from nxdt_plugin_nxd_core.lora import LoraConfig, LoRAModel
+    from nxdt_plugin_nxd_core.model import NxDModel, initialize_parallel_model
+    from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
+    from nxdt_plugin_nxd_core.tags import (
         finalize_checkpoint,
         has_checkpoint,
         load_checkpoint,
         save_checkpoint,
     )
-    from nxdt_plugin_nxd_core.lora import LoraConfig, LoRAModel
-    from nxdt_plugin_nxd_core.model import NxDModel, initialize_parallel_model
-    from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
     from nxdt_plugin_nxd_core.zero1 import NeuronZero1Optimizer
 
 __all__ = [
@@ -49,13 +49,13 @@ _HOME = {
     "NxDConfig": "config",
     "NxDModel": "model",
     "NxDOptimizer": "optimizer",
-    "finalize_checkpoint": "files.tags",
-    "has_checkpoint": "files.tags",
+    "finalize_checkpoint": "tags",
+    "has_checkpoint": "tags",
     "initialize_parallel_model": "model",
     "initialize_parallel_optimizer": "optimizer",
-    "load_checkpoint": "files.tags",
+    "load_checkpoint": "tags",
     "neuronx_distributed_config": "config",
-    "save_checkpoint": "files.tags",
+    "save_checkpoint": "tags",
 }
 
 
@@ -65,8 +65,8 @@ def nxdt_models() -> list[ModelComponent]:
     return [
         ModelComponent(
             name="nxd-core-module",
-            target="nxdt_plugin_nxd_core.module.builder:ModuleBuilder",
-            config="nxdt_plugin_nxd_core.module.component_config:ModuleConfig",
+            target="nxdt_plugin_nxd_core.builder:ModuleBuilder",
+            config="nxdt_plugin_nxd_core.component_config:ModuleConfig",
             summary="a module that a program builds with nxdt-plugin-nxd-core",
             capabilities=frozenset({"tp", "sp", "pp", "lora"}),
             tried_before_launch=False,

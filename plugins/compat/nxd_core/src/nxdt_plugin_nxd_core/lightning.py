@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
-from nxdt_plugin_lightning.accelerator import EngineAccelerator
 from nxdt_plugin_lightning.errors import TrainerArgumentsIgnored
-from nxdt_plugin_lightning.strategy import NxdtStrategy
-from nxdt_plugin_lightning.trainer_checks import asked_processes
+from nxdt_plugin_lightning.launcher import asked_processes
+from nxdt_plugin_lightning.strategy import EngineAccelerator, NxdtStrategy
 from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import Precision
@@ -30,12 +29,12 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.calls import loss_in
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing
-from nxdt_plugin_nxd_core.files.tags import content_of, restore
 from nxdt_plugin_nxd_core.model import initialize_parallel_model
-from nxdt_plugin_nxd_core.module.calls import loss_in
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
+from nxdt_plugin_nxd_core.tags import content_of, restore
 
 __all__ = [
     "NeuronLTModule",
@@ -59,7 +58,7 @@ class NeuronLTModule(pl.LightningModule):
 
     Args:
         model_fn: returns the module; may be None where a subclass overrides ``setup``.
-        nxd_config: of ``neuronx_distributed_config``.
+        nxd_config: what ``neuronx_distributed_config`` returned.
         opt_cls: the optimizer's class.
         scheduler_cls: called with the optimizer.
         model_args, model_kwargs: passed to ``model_fn``.

@@ -13,7 +13,7 @@ from nxdt_core.engine.weights import draw_piece
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing
-from nxdt_plugin_nxd_core.module.plan import PlanWishes, plan_of
+from nxdt_plugin_nxd_core.module_plan import PlanWishes, plan_of
 
 __all__ = ["LoRAModel", "LoraConfig"]
 

@@ -11,17 +11,19 @@ from torch import nn
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.models.step_border import at_border
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import TakenArguments, binds, expect
+from nxdt_plugin_nxd_core.builder import ModuleBuilder
+from nxdt_plugin_nxd_core.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import (
     ArgumentMeansNothing,
@@ -29,9 +31,7 @@ from nxdt_plugin_nxd_core.errors import (
     ModulesDifferBetweenRanks,
     PipelineNeedsRunTrain,
 )
-from nxdt_plugin_nxd_core.module.builder import ModuleBuilder
-from nxdt_plugin_nxd_core.module.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
-from nxdt_plugin_nxd_core.module.plan import plan_of
+from nxdt_plugin_nxd_core.module_plan import plan_of
 
 __all__ = ["NxDModel", "initialize_parallel_model"]
 
@@ -56,7 +56,7 @@ def initialize_parallel_model(
     Each rank builds the whole module on its host, with the same random numbers, and keeps its part of the values.
 
     Args:
-        nxd_config: of :func:`neuronx_distributed_config`.
+        nxd_config: what :func:`neuronx_distributed_config` returned.
         model_fn: returns the module; its ``forward`` takes what ``run_train`` is called with.
         model_args, model_kwargs: passed to ``model_fn``.
         include_buffers: informative: buffers are moved to the device always.

@@ -10,8 +10,8 @@ import torch
 from nxdt_plugin_nxd_core.arguments import binds
 from nxdt_plugin_nxd_core.config import current_config
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, NotOfThisModel
-from nxdt_plugin_nxd_core.files.tags import load_checkpoint, save_checkpoint
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, core_optimizer
+from nxdt_plugin_nxd_core.tags import load_checkpoint, save_checkpoint
 
 __all__ = ["NeuronZero1Optimizer"]
 

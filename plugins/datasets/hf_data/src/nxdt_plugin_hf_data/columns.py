@@ -25,8 +25,6 @@ from nxdt_plugin_hf_data.errors import (
     WrongColumnType,
 )
 
-__all__ = ["Chunks", "TokenColumn", "TokenColumns", "chosen", "is_tokenised", "text_column", "token_columns"]
-
 _INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS = "input_ids", "labels", "attention_mask", "position_ids"
 _UNREAD = {
     **dict.fromkeys(("seq_lengths", "seq_idx", "cu_seq_lens_q"), _POSITION_IDS),

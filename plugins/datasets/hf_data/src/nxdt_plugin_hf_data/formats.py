@@ -14,11 +14,8 @@ from nxdt_core.errors.data import BadJsonLine, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import require_fetched
 from nxdt_plugin_hf_data.columns import chosen
-from nxdt_plugin_hf_data.directories import is_saved, saved_files
+from nxdt_plugin_hf_data.directories import is_saved, of_split, saved_files
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, UnknownDataFormat
-from nxdt_plugin_hf_data.splits import of_split
-
-__all__ = ["Rows", "files_of", "read_rows"]
 
 Rows = tuple[int, pa.RecordBatch]
 """Number of the first row within its file, and the rows."""

@@ -1,4 +1,4 @@
-"""The dataloader ``hf-data``: from the keys of the section to the samples of each split."""
+"""Tokens of a text column: in memory, or in a directory that later runs and other processes of the machine share."""
 
 from __future__ import annotations
 
@@ -9,22 +9,39 @@ from typing import TypeVar
 
 import numpy as np
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.mixture import mixed
-from nxdt_core.data.tokens import tokenize
+from nxdt_core.data.tokens import TokenStream, tokenize
 from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.directories import Saved, open_saved
-from nxdt_plugin_hf_data.errors import NothingToLearn
+from nxdt_plugin_hf_data.errors import CacheUnwritable, NothingToLearn
 from nxdt_plugin_hf_data.formats import files_of
-from nxdt_plugin_hf_data.interleave import Blocks, Interleave
-from nxdt_plugin_hf_data.rows_to_samples import Cutting, TextFraming
+from nxdt_plugin_hf_data.mixture import Blocks, Interleave
+from nxdt_plugin_hf_data.rows import Cutting, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
-from nxdt_plugin_hf_data.tokenised import cached
 
-__all__ = ["HfData"]
+
+def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -> TokenStream:
+    """Return what ``make`` returns, or what it returned when it was called for the same ``name``.
+
+    Raises:
+        CacheUnwritable: the directory cannot be written to, or is full.
+    """
+    if directory is None:
+        return make()
+
+    def whole() -> TokenStream:
+        made = make()
+        return TokenStream(tokens=made.tokens[:], starts=made.starts)
+
+    def unkept(error: OSError) -> None:
+        raise CacheUnwritable(path=str(directory), reason=error.strerror or str(error)) from error
+
+    return cached_arrays(directory, name, TokenStream, whole, unkept)
+
 
 _KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}
 

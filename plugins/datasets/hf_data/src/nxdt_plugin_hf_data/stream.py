@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.sampler import Permutation
 from nxdt_core.data.tokens import encode_documents
@@ -36,11 +36,7 @@ from nxdt_plugin_hf_data.errors import (
     RowTooLong,
 )
 from nxdt_plugin_hf_data.formats import read_rows
-from nxdt_plugin_hf_data.rows import row_sample
-from nxdt_plugin_hf_data.rows_to_samples import Cutting, TextFraming
-from nxdt_plugin_hf_data.vocabulary import check_columns
-
-__all__ = ["FileSource", "FileStream"]
+from nxdt_plugin_hf_data.rows import Cutting, TextFraming, check_columns, row_sample
 
 Ids = NDArray[np.integer]
 

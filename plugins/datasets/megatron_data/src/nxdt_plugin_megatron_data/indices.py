@@ -9,12 +9,15 @@ that is.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Indices", "build_indices", "count_samples"]
+from nxdt_core.data.cache import cached_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,8 @@ def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool)
     """Samples in a pass over ``tokens``.
 
     Args:
-        tokens: of all documents.
-        seq_length: of a sample.
+        tokens: number of tokens in all documents together.
+        seq_length: tokens of a sample.
         extra: each sample has one token more than that, for the last label; it is the first of the next sample.
         drop_last: leave out what is left behind the last whole sample.
     """
@@ -81,3 +84,19 @@ def _starts(ends: NDArray[np.int64], count: int, *, seq_length: int, extra: bool
     begins = np.where(places > 0, ends[places - 1], 0)
     wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
     return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)
+
+
+_log = logging.getLogger("nxdt.data")
+
+
+def cached_indices(directory: Path, name: str, build: Callable[[], Indices]) -> Indices:
+    """Return the index ``name`` of ``directory``, built where it is missing or damaged.
+
+    Where the directory cannot be written, the index stays in the memory of this process, and a warning says so.
+    """
+
+    def unkept(error: OSError) -> None:
+        reason = error.strerror or str(error)
+        _log.warning("%s: cannot keep an index there (%s); each process builds its own", directory, reason)
+
+    return cached_arrays(directory, name, Indices, build, unkept)

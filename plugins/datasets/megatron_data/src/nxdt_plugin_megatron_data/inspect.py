@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.terminal.table import human_size, print_facts
+from nxdt_core.cli.terminal import human_size, print_facts
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 if TYPE_CHECKING:
-    from nxdt_plugin_megatron_data.reader import IndexedTokens
+    from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 
-__all__ = ["inspect"]
 
 _QUANTILES = (0, 25, 50, 75, 95, 100)
 
@@ -31,7 +30,7 @@ def inspect(prefix: Path, json_output: bool) -> None:
 
     The index is checked whole, and every token is read once for the largest.
     """
-    from nxdt_plugin_megatron_data.reader import IndexedTokens
+    from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 
     if prefix.suffix in (".bin", ".idx"):
         prefix = prefix.with_suffix("")
@@ -55,7 +54,7 @@ def inspect(prefix: Path, json_output: bool) -> None:
 def _facts(source: IndexedTokens) -> dict[str, Any]:
     import numpy as np
 
-    from nxdt_plugin_megatron_data.format import bin_path
+    from nxdt_plugin_megatron_data.indexed_files import bin_path
     from nxdt_plugin_megatron_data.provenance import read_note
 
     names = ("min", "p25", "median", "p75", "p95", "max")

@@ -6,22 +6,17 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-from nxdt_core.data.digest import digest, file_digest
+from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.packing import Packing
 from nxdt_core.protocols.dataset import DataContext, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_plugin_megatron_data.blend import BlendedDataset, ChainedDataset, in_shares
-from nxdt_plugin_megatron_data.cache import cached_indices
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.dataset import Cut, IndexedDataset
+from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, Cut, IndexedDataset, in_shares
 from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
-from nxdt_plugin_megatron_data.format import bin_path
-from nxdt_plugin_megatron_data.indices import build_indices, count_samples
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path
+from nxdt_plugin_megatron_data.indices import build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
 from nxdt_plugin_megatron_data.provenance import note_path, read_note
-from nxdt_plugin_megatron_data.reader import IndexedTokens
-
-__all__ = ["MegatronData"]
 
 
 class MegatronData:

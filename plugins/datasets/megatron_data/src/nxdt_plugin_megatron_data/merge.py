@@ -12,10 +12,8 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
     from nxdt_plugin_megatron_data.provenance import Note
-    from nxdt_plugin_megatron_data.reader import IndexedTokens
-
-__all__ = ["merge"]
 
 
 @click.command(
@@ -34,9 +32,8 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool, json_output: bo
     --shard.
     """
     from nxdt_plugin_megatron_data.errors import InputInTheWay, OutputExists
-    from nxdt_plugin_megatron_data.format import bin_path
+    from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path
     from nxdt_plugin_megatron_data.preprocess.command import checked_prefix
-    from nxdt_plugin_megatron_data.reader import IndexedTokens
 
     prefix = checked_prefix(output)
     parts = [IndexedTokens(Path(each).absolute(), key="PREFIX") for each in prefixes]
@@ -67,7 +64,7 @@ def _common_note(parts: Sequence[IndexedTokens]) -> Note | None:
     import numpy as np
 
     from nxdt_plugin_megatron_data.errors import BadIndexFile, PartsDiffer
-    from nxdt_plugin_megatron_data.format import idx_path
+    from nxdt_plugin_megatron_data.indexed_files import idx_path
     from nxdt_plugin_megatron_data.provenance import Note, read_note
 
     notes = [read_note(part.prefix) for part in parts]
@@ -97,10 +94,9 @@ def _write(parts: Sequence[IndexedTokens], prefix: Path, note: Note | None) -> N
     import numpy as np
 
     from nxdt_core.regular_files import replace_text, replacing
-    from nxdt_plugin_megatron_data.format import bin_path, idx_path
+    from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, write_index
     from nxdt_plugin_megatron_data.preprocess.run import write_errors_explained
     from nxdt_plugin_megatron_data.provenance import note_path
-    from nxdt_plugin_megatron_data.writer import write_index
 
     with write_errors_explained(prefix, lambda: 0):
         prefix.parent.mkdir(parents=True, exist_ok=True)

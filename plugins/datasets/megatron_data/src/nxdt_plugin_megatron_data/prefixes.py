@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SPLITS", "Blend", "Prefixes", "find_faults", "read_blend", "read_shares", "short_names", "split_bounds"]
-
 SPLITS = ("train", "validation", "test")
 
 Prefixes = Path | tuple[float | Path, ...]

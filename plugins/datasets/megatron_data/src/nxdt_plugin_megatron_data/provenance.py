@@ -10,8 +10,6 @@ from typing import Any
 
 from nxdt_core.regular_files import read_text
 
-__all__ = ["Note", "note_path", "read_note"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:

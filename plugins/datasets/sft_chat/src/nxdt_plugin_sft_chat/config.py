@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.data.chat.templates import ChatKeys
+from pydantic import Field
 
-__all__ = ["ChatConfig", "ChatSource", "Truncation"]
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.config.section import Section
+from nxdt_core.data.chat.templates import ChatKeys
 
 Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSource:
+class ChatSource(Section):
     """One of several sources of conversations; a key that it does not set is that of ``data``."""
 
     train_files: tuple[Path, ...] = ()
@@ -27,13 +26,12 @@ class ChatSource:
     """Its share of the training samples, in relation to the other sources' weights."""
     chat_template: str | None = None
     """As ``data.chat_template``, for this source."""
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = Field(default_factory=dict)
     """As ``data.columns``, for this source."""
     dev_choose_samples: PositiveInt | None = None
     """As ``data.dev_choose_samples``, for this source."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig(ChatKeys):
     """Conversations, rendered by a chat template, with the loss on what the assistant says.
 
@@ -52,14 +50,13 @@ class ChatConfig(ChatKeys):
     """Of a conversation that is longer than a sequence: ``refuse`` it, with its place; ``drop`` it, counted;
     ``keep_start`` cuts its end off, ``keep_end`` its start, system prompt included."""
 
-    sources: Mapping[str, ChatSource] = field(default_factory=dict)
+    sources: Mapping[str, ChatSource] = Field(default_factory=dict)
     """Several sources by names that you choose, instead of the keys that name files."""
 
     def of_source(self, name: str) -> ChatConfig:
         """Return the configuration of one source alone."""
         source = self.sources[name]
-        return replace(
-            self,
+        return self.changed(
             sources={},
             train_files=source.train_files,
             validation_files=source.validation_files,

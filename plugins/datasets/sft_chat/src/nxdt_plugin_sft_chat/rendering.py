@@ -16,8 +16,6 @@ from nxdt_core.data.chat.rendering import Span, TemplateRunner
 from nxdt_core.errors.chats import EndOfTurnUntrained, TemplateRefuses
 from nxdt_plugin_sft_chat.errors import TurnsInseparable
 
-__all__ = ["Rendered", "Renderer"]
-
 _OPENED = re.compile(r"[<\[][^>\]\s]*$")
 
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)

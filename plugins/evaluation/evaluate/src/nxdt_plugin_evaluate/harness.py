@@ -26,8 +26,6 @@ from nxdt_core.errors.base import listing
 from nxdt_core.train.generate import LoadedModel, Sampling
 from nxdt_plugin_evaluate.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown, TaskUnusable
 
-__all__ = ["HarnessModel", "find_tasks", "run_tasks"]
-
 _MAX_NEW_TOKENS = 256
 """Where a task does not say; the ``hf`` model's."""
 _UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}

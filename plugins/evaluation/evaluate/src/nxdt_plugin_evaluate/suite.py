@@ -11,8 +11,6 @@ from nxdt_plugin_evaluate.errors import EvaluationLibraryMissing
 if TYPE_CHECKING:
     from nxdt_core.train.generate import LoadedModel
 
-__all__ = ["Harness"]
-
 
 class Harness:
     """Tasks of lm-evaluation-harness: a :class:`~nxdt_core.protocols.evaluation.TaskSuite`.

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.clusters import JobFileUnwritable
+from nxdt_core.errors.launch import JobFileUnwritable
 from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.regular_files import make_directory, open_regular, regular_opener
 from nxdt_plugin_ray.errors import NoPlaceOnCluster, RayMissing
-
-__all__ = ["Work", "main", "run"]
 
 _MISTAKE = 2
 """Exit status of a run that a restart would repeat."""

@@ -14,8 +14,6 @@ from nxdt_core.train.data import RunData, TrainLoader
 if TYPE_CHECKING:
     from nxdt_core.train.session import TrainSession
 
-__all__ = ["NxdtDataModule"]
-
 
 class NxdtDataModule(pl.LightningDataModule):
     """The configured data: training resumes at the position of the module's state, validation starts over each time."""

@@ -13,8 +13,6 @@ from nxdt_core.api import Callback, Run
 from nxdt_core.errors.training import LoggerCannotStart
 from nxdt_plugin_lightning.config import LoggerConfig
 
-__all__ = ["LightningLogger"]
-
 
 @final
 class LightningLogger(Callback):

@@ -12,19 +12,18 @@ import torch
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import Objective, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
-from nxdt_core.train.callbacks.validation_metrics import ValidationMetrics, scalars
+from nxdt_core.train.callbacks.metrics import ValidationMetrics, scalars
 from nxdt_core.train.data import UNNAMED, StepInput
 from nxdt_core.train.session import TrainSession
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import StepResult
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurStrategy
-
-__all__ = ["NxdtModule"]
 
 
 class NxdtModule(pl.LightningModule):
@@ -145,7 +144,7 @@ class NxdtModule(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Turn automatic garbage collections off where ``trainer.gc_interval`` says so."""
-        self.session.collections.begin(self.engine.device)
+        self.session.collections.begin(profile_of(self.engine.device).gc_interval)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Collect garbage where ``trainer.gc_interval`` says so; callbacks have done their work of the step."""

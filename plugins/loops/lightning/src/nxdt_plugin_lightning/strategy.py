@@ -1,4 +1,5 @@
-"""Lightning's strategy over a parallel engine: placement, the optimizer step, and checkpoints without pickles."""
+"""Lightning's strategy over a parallel engine: placement, the optimizer step, and checkpoints without pickles; with the
+accelerator for device types that Lightning does not know."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -21,20 +22,64 @@ from torch.distributed.nn.functional import all_gather as all_gather_with_gradie
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.launch.agreement import check_world_size
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build
 from nxdt_core.train.session import start_engine
-from nxdt_plugin_lightning.accelerator import EngineAccelerator
-from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, complete_variables
+from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, check_trainer, complete_variables
 from nxdt_plugin_lightning.module import NxdtModule
-from nxdt_plugin_lightning.trainer_checks import check_trainer
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-__all__ = ["NxdtStrategy"]
+
+@final
+class EngineAccelerator(Accelerator):
+    """The device of a parallel engine, which has chosen it; Lightning decides nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def setup_device(self, device: torch.device) -> None:
+        """Let the process use the device."""
+        if device.index is not None:
+            profile_of(device).operations.set_index(device.index)
+
+    def teardown(self) -> None:
+        """Do nothing: the engine leaves its device."""
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        """Return the highest memory use, for Lightning's ``DeviceStatsMonitor``."""
+        peak = profile_of(self._device).operations.max_memory_bytes(self._device)
+        return {} if peak is None else {"max_memory_bytes": peak}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        """Return ``devices``: a process has one."""
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return nothing: the strategy has the engine's device."""
+        return []
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return 1: each process has one device."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return True: the engine has refused a device that is not there."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """Return the name that Lightning logs."""
+        return "engine"
+
 
 _log = logging.getLogger(__name__)
 

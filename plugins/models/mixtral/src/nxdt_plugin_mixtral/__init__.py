@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nxdt_core.api import ConfigFinding, ModelComponent, hookimpl
 
 if TYPE_CHECKING:
-    from nxdt_core.kernel.contexts import ValidateConfigContext
+    from nxdt_core.kernel.hookspecs import ValidateConfigContext
 
 _NAMES = ("mixtral", "hf_mixtral")
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from nxdt_core.api import Component, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 
 
 @hookimpl
@@ -11,14 +17,14 @@ def nxdt_objectives() -> list[Component]:
     return [
         Component(
             name="dpo",
-            target="nxdt_plugin_preference.dpo:Dpo",
+            target="nxdt_plugin_preference.objectives:Dpo",
             config="nxdt_plugin_preference.config:DpoConfig",
             requires=frozenset({"reference"}),
             summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)",
         ),
         Component(
             name="orpo",
-            target="nxdt_plugin_preference.orpo:Orpo",
+            target="nxdt_plugin_preference.objectives:Orpo",
             config="nxdt_plugin_preference.config:OrpoConfig",
             summary="odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691)",
         ),
@@ -36,3 +42,12 @@ def nxdt_datasets() -> list[Component]:
             summary="prompts with a chosen and a rejected answer",
         )
     ]
+
+
+@hookimpl
+def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
+    """Give all weights the learning rate of TRL's DPO, and an adapter's five times as much."""
+    if context.find("model.optim.name") not in (None, "adam", "adamw"):
+        return {}
+    tuned = context.find("objective.name") in ("dpo", "orpo")
+    return {"model": {"optim": {"lr": 5e-6 if context.find("adapter.name") else 1e-6}}} if tuned else {}

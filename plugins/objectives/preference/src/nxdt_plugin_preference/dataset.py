@@ -8,13 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.digest import digest
+from nxdt_core.data.cache import digest
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport
+from nxdt_plugin_preference.objectives import PAIR
 from nxdt_plugin_preference.pair_arrays import PairArrays
-from nxdt_plugin_preference.pairs import PAIR
-
-__all__ = ["PairDataset"]
 
 _PADDING = -1
 """Document number of padding."""

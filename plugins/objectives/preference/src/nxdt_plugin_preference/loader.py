@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nxdt_core.data.bins import drawn_bins
+from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.chat.rendering import runner_of
-from nxdt_core.data.digest import digest
-from nxdt_core.data.files.array_cache import cached_arrays
 from nxdt_core.data.files.records import (
     BadRecords,
     Place,
@@ -19,21 +18,46 @@ from nxdt_core.data.files.records import (
     describe_unused,
     read_records,
 )
+from nxdt_core.data.packing import shuffled_bins
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_plugin_preference.config import PreferenceConfig
+from nxdt_plugin_preference.config import PreferenceConfig, TruncationMode
 from nxdt_plugin_preference.dataset import PairDataset
-from nxdt_plugin_preference.errors import EmptySplit, PairsCutAlike
+from nxdt_plugin_preference.errors import EmptySplit, NoRoomForAnswers, PairsCutAlike
 from nxdt_plugin_preference.pair_arrays import ALIKE, PairArrays, gather
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair, Renderer
-from nxdt_plugin_preference.truncation import Fitting
 
-__all__ = ["PreferenceData"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """The rule of TRL's DPO trainer up to 0.10, which NxD Training uses.
+
+    Raises:
+        NoRoomForAnswers: a prompt that is cut leaves no answer.
+    """
+
+    seq_length: int
+    max_prompt_length: int
+    mode: TruncationMode
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_length >= self.seq_length:
+            raise NoRoomForAnswers(prompt=self.max_prompt_length, sequence=self.seq_length)
+
+    def fit(self, pair: Pair) -> Pair:
+        """Return as much of the prompt and of the answers as a sequence holds; ``pair`` itself where that is all."""
+        if max(pair.lengths) <= self.seq_length:
+            return pair
+        limit = self.max_prompt_length
+        prompt = pair.prompt[:limit] if self.mode == "keep_start" else pair.prompt[-limit:]
+        left = self.seq_length - len(prompt)
+        return replace(pair, prompt=prompt, chosen=pair.chosen[:left], rejected=pair.rejected[:left], cut=True)
+
 
 _log = logging.getLogger(__name__)
 _EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
@@ -112,7 +136,7 @@ class PreferenceData:
             _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
         return PairDataset(
             pairs,
-            drawn_bins(pairs.lengths, seq_length, seed=self._context.seed) if self._config.packing else None,
+            shuffled_bins(pairs.lengths, seq_length, seed=self._context.seed) if self._config.packing else None,
             seq_length=seq_length,
             pad_id=padding_id(self._tokenizer),
             source=digest("preference", source, str(pairs.settings[0]), self._fitting, len(pairs)),

@@ -13,8 +13,6 @@ from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_plugin_preference.rendering import Pair
 
-__all__ = ["ALIKE", "PairArrays", "gather"]
-
 ALIKE = "cut to the sequence length, both answers are the same"
 _REASONS = (ALIKE, "they cannot be used")
 _PARTS = 3

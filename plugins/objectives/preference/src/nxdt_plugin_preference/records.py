@@ -27,8 +27,6 @@ from nxdt_plugin_preference.errors import (
     PromptMissing,
 )
 
-__all__ = ["Preference", "Text", "Turns", "read_preference"]
-
 Turns = tuple[Message, ...]
 
 Text = str | Turns

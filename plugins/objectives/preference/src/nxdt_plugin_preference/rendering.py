@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
-from nxdt_core.data.digest import digest
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
 from nxdt_plugin_preference.records import Preference, Turns
-
-__all__ = ["Pair", "Renderer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ class Renderer:
     is looked for when the first messages come by.
 
     Args:
-        tokenizer: of the run.
+        tokenizer: the tokenizer of the run.
         keys: choose the template, what messages may spell, and how answers end.
     """
 

@@ -18,8 +18,6 @@ from nxdt_plugin_torchao.blocks import RowBlocks, dequantised, quantised
 from nxdt_plugin_torchao.config import AdamW8bitConfig
 from nxdt_plugin_torchao.errors import No8bitStateHere
 
-__all__ = ["AdamW8bit"]
-
 _MEANS = {"exp_avg": True, "exp_avg_sq": False}
 """The running means, and whether they have signs."""
 _AT_A_TIME = 2**24

@@ -12,7 +12,10 @@ Squares that are not 0 are never rounded to 0, since AdamW divides by their root
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,12 +23,27 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_plugin_torchao.imports import without_warnings
+
+_LOGGERS = ("torchao", "torch.utils._pytree")
+"""They warn of extensions for other devices, and of torchao's own use of torch's pytrees."""
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Let an import of torchao within the block log errors alone."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
 
 with without_warnings():
     from torchao.optim.quant_utils import create_dynamic_map
 
-__all__ = ["RowBlocks", "dequantised", "quantised"]
 
 _LEAST = 1e-30
 """Least magnitude of a scaling factor: its products with the map are normal numbers of float32."""

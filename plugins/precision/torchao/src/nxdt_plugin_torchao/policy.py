@@ -11,8 +11,6 @@ from nxdt_plugin_torchao.config import Float8Config
 if TYPE_CHECKING:
     from nxdt_plugin_torchao.product import Float8Product
 
-__all__ = ["float8"]
-
 
 def float8(config: Float8Config) -> PrecisionPolicy:
     """Return the policy that multiplies in float8 in the layers that ``config`` does not skip."""

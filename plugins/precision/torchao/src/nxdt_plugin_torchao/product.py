@@ -11,11 +11,8 @@ from torch.func import functional_call
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.precision import ScaledCast
+from nxdt_plugin_torchao.blocks import without_warnings
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
-from nxdt_plugin_torchao.imports import without_warnings
-
-__all__ = ["Float8Cast", "Float8Product"]
-
 
 with without_warnings():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -40,7 +37,7 @@ class Float8Product:
         Args:
             scaling: name of a recipe of torchao.
             skip: patterns of layers that it does not cover.
-            device_type: of the run.
+            device_type: torch's device type of the run, such as ``cuda``.
             gathers: let FSDP2 gather weights in float8; for scaling of whole tensors.
 
         Raises:

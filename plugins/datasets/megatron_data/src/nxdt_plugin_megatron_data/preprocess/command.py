@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from nxdt_plugin_megatron_data.preprocess.progress import Counts
     from nxdt_plugin_megatron_data.preprocess.run import Job, Outcome
 
-__all__ = ["checked_prefix", "preprocess"]
-
 
 @click.command(
     cls=Verb,

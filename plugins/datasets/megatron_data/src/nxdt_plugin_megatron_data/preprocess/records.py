@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from nxdt_core.data.files.encodings import iconv_name
 from nxdt_core.data.tokens import encode_documents
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_plugin_megatron_data.format import dtype_for
-from nxdt_plugin_megatron_data.preprocess.named_tokenizer import NamedTokenizer
-
-__all__ = ["Encoded", "Fault", "Recipe", "RecordEncoder", "encode_here", "start_worker"]
+from nxdt_plugin_megatron_data.indexed_files import dtype_for
+from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
 
 _NOT_UTF8 = "not UTF-8"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
-from nxdt_core.data.digest import digest, file_digest
-from nxdt_core.data.files.encodings import check_wide
+from nxdt_core.data.cache import digest, file_digest
+from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import read_bytes
 from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.file_lock import take_file_lock
@@ -32,14 +32,11 @@ from nxdt_plugin_megatron_data.errors import (
     TooManyBadRecords,
     WorkerDied,
 )
-from nxdt_plugin_megatron_data.format import bin_path, dtype_for, idx_path
-from nxdt_plugin_megatron_data.preprocess.blocks import Block, Place, is_json, read_blocks
-from nxdt_plugin_megatron_data.preprocess.named_tokenizer import NamedTokenizer
-from nxdt_plugin_megatron_data.preprocess.progress import Counts, Output
+from nxdt_plugin_megatron_data.indexed_files import bin_path, dtype_for, idx_path
+from nxdt_plugin_megatron_data.preprocess.progress import Block, Counts, Output, Place, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
+from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
 from nxdt_plugin_megatron_data.provenance import Note, note_path
-
-__all__ = ["Job", "Outcome", "preprocess", "write_errors_explained"]
 
 _AHEAD_PER_WORKER = 3
 """Blocks that are read before their turn: each process finds its next one ready."""
@@ -129,7 +126,7 @@ def _content(path: Path) -> str:
 def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -> None:
     separator = job.recipe.separator
     for path in job.files:
-        check_wide(path, read_bytes(path, _HEAD_BYTES))
+        check_utf8_start(path, read_bytes(path, _HEAD_BYTES))
     blocks = _of_shard(job, output.place, separator.encode() if separator else None)
     saved = time.monotonic()
     for block, encoded in _encoded(blocks, job):

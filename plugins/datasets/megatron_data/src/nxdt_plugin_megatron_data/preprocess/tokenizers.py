@@ -1,22 +1,38 @@
-"""The tokenizer that ``--tokenizer`` names, as something that other processes can make again."""
+"""A tokenizer that processes pass to one another: each makes its own of it.
+
+Apart from :mod:`.tokenizers`, which reads options: its imports take longer than all others of a worker process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.sources.node import Node
-from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.read import read_part
+from nxdt_core.config.sources import COMMAND_LINE, apply_overrides, expand_home
+from nxdt_core.config.tree import Node
 from nxdt_core.data.tokenizers.files import holds_ranks
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
-from nxdt_plugin_megatron_data.preprocess.named_tokenizer import NamedTokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["find_tokenizer"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTokenizer:
+    """A component of kind ``tokenizer`` and its configuration."""
+
+    label: str
+    """As it was named."""
+    component: str
+    config: Any
+
+    def build(self) -> Tokenizer:
+        """Make it."""
+        component = Kernel.start().registry.get("tokenizer", self.component)
+        return cast(Tokenizer, component.load_target()(self.config))
+
 
 _SECTION = "data.tokenizer"
 _LLAMA_3_RANKS = 128_000
@@ -71,7 +87,7 @@ def _read(cls: type | None, section: Node, problems: Sequence[ConfigProblem]) ->
         raise ConfigError(source="--tokenizer-option", problems=tuple(problems))
     if cls is None:
         return None
-    config, wrong = read_part(cls, section, _SECTION, Locator(COMMAND_LINE.where))
+    config, wrong = read_part(cls, section, _SECTION)
     if wrong:
         raise ConfigError(source="--tokenizer", problems=tuple(wrong))
     return config

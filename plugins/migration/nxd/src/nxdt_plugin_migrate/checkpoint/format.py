@@ -7,8 +7,6 @@ from pathlib import Path
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_plugin_migrate.checkpoint.layout import is_neuronx
 
-__all__ = ["NeuronxFormat"]
-
 
 class NeuronxFormat:
     """A :class:`~nxdt_core.protocols.format.CheckpointFormat`: what neuronx-distributed saves."""

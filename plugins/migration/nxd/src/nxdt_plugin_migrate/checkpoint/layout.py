@@ -20,8 +20,6 @@ from pathlib import Path
 
 from nxdt_plugin_migrate.errors import NeuronxRanksMissing, NeuronxUnfinished, NeuronxUnreadable
 
-__all__ = ["NeuronxLayout", "find_layout", "is_neuronx"]
-
 _RANK = re.compile(r"dp_rank_(\d{2,})(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 
 _OF_RUNS = ("checkpoint", "done", "optim", "user_content.pt")

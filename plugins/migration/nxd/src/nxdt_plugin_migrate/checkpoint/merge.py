@@ -1,24 +1,68 @@
 """Shards of all ranks into whole tensors under their Hugging Face names.
 
 The models of ``model_source: hf`` keep Hugging Face's names, with global layer numbers on every pipeline stage, but for
-the fused projections. How each is cut is known from the layers that NxD builds; nothing in the files says it.
+the fused projections. How each is cut, attention heads among them, is known from the layers that NxD builds; nothing in
+the files says it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from nxdt_core.protocols.plan import AttentionHeads
-from nxdt_plugin_migrate.checkpoint.heads import Slots, order_of
-from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf, concatenated
+from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, concatenated
 from nxdt_plugin_migrate.errors import NeuronxReplicasDiffer
 
-__all__ = ["Merger", "Stages", "parameters_of"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Places of key and value heads over all ranks."""
+
+    query_heads: int
+    kv_heads: int
+    copies: int
+    """Slots that hold the same head."""
+    adjacent: bool
+    """Whether copies are adjacent."""
+
+    @property
+    def count(self) -> int:
+        """Slots in all."""
+        return self.kv_heads * self.copies
+
+    def of(self, head: int) -> list[int]:
+        """Slots that hold ``head``."""
+        if self.adjacent:
+            return list(range(head * self.copies, (head + 1) * self.copies))
+        return list(range(head, self.count, self.kv_heads))
+
+    def queries(self) -> list[int]:
+        """Return the position of each query head of the whole model among those of all ranks."""
+        each = self.query_heads // self.count
+        return [slot * each + at for head in range(self.kv_heads) for slot in self.of(head) for at in range(each)]
+
+    def same(self, heads: torch.Tensor) -> bool:
+        """Return whether ``heads`` [slot, …] are equal wherever they should be copies."""
+        return all(
+            torch.equal(heads[slot], heads[slots[0]])
+            for slots in (self.of(head) for head in range(self.kv_heads))
+            for slot in slots[1:]
+        )
+
+
+def order_of(heads: torch.Tensor, *, query_heads: int, kv_heads: int, copies: int) -> Slots | None:
+    """Return the slots whose order makes the copies of ``heads`` [slot, …] equal; None if neither order does."""
+    for adjacent in (False, True):
+        slots = Slots(query_heads=query_heads, kv_heads=kv_heads, copies=copies, adjacent=adjacent)
+        if slots.same(heads):
+            return slots
+    return None
+
 
 Stages = Sequence[Sequence[Mapping[str, Leaf]]]
 """By pipeline stage and tensor-parallel rank: that rank's tensors by name."""

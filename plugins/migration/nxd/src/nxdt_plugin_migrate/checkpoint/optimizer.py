@@ -16,11 +16,8 @@ from typing import Any
 import torch
 
 from nxdt_plugin_migrate.checkpoint.layout import NeuronxLayout
-from nxdt_plugin_migrate.checkpoint.lazy_tensor import Leaf, concatenated
 from nxdt_plugin_migrate.checkpoint.merge import Stages, parameters_of
-from nxdt_plugin_migrate.checkpoint.xser import RankFile
-
-__all__ = ["MASTER", "OptimizerState", "Unmergeable", "read_optimizer"]
+from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, RankFile, concatenated
 
 MASTER = "master"
 """The family of fp32 master weights."""

@@ -1,1 +1,0 @@
-"""Configurations of NxD Training, NeMo 1.x and neuronx-nemo-megatron as configurations of nxdt."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nxdt_core.config.sources.node import Node
+from nxdt_core.config.tree import Node
 from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.errors import MigrationRefused
-
-__all__ = ["FRAMEWORKS", "framework_of", "refuse_others", "require"]
 
 FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
 """Value of ``--from`` → name."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.keys import Key, keys_of
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.node import join
+from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.section import Key, keys_of
+from nxdt_core.config.tree import join
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.renamed_keys import ALIGNMENT, GONE, NEUTRAL, OF_ENGINE, RENAMED, SECTIONS
-
-__all__ = ["core_keys", "drop_dead_keys", "rename_keys", "section_class"]
 
 _CHECKPOINT = "the section checkpoint has all of saving and resuming"
 _RING, _METHOD = "model.fusions.ring_attention", "distributed_strategy.context_parallel_method"

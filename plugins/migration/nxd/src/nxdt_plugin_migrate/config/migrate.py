@@ -1,28 +1,141 @@
-"""From a file of NxD Training, NeMo or neuronx-nemo-megatron to one of this schema, with a report of every key."""
+"""Checks a document as ``nxdt config check`` does, and drops the keys that it reports as unknown or not supported."""
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from nxdt_core.config.fields.keys import section_paths
-from nxdt_core.config.fields.types import describe_value
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.files import read_source
-from nxdt_core.config.sources.node import Node, to_plain
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, WrongValue
+from nxdt_core.config.load import check
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.section import section_paths
+from nxdt_core.config.sources import expand_home, read_source
+from nxdt_core.config.tree import Node, describe_value, parse_yaml, to_plain
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey, WrongValue
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.migration import MigratedConfig
-from nxdt_plugin_migrate.config.architectures import require_decoder
-from nxdt_plugin_migrate.config.comments import read_comments
+from nxdt_core.protocols.migration import MigratedConfig, Verdict
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require
-from nxdt_plugin_migrate.config.document import Document, read_document
-from nxdt_plugin_migrate.config.drop_unsupported import drop_unsupported, unset_paths
+from nxdt_plugin_migrate.config.document import Document, read_comments, read_document
 from nxdt_plugin_migrate.config.nemo import from_nemo, from_nnm
 from nxdt_plugin_migrate.config.nxdt import from_nxdt
-from nxdt_plugin_migrate.config.render import render
+from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL
+from nxdt_plugin_migrate.config.render import TO_SET, render
+from nxdt_plugin_migrate.errors import NoDecoder
 
-__all__ = ["migrate"]
+_MODEL_CONFIG = "model.model_config"
+
+_PATHS = (
+    _MODEL_CONFIG,
+    "data.train_dir",
+    "data.val_dir",
+    "data.test_dir",
+    "data.data_prefix",
+    "data.tokenizer.type",
+    "data.tokenizer.model",
+    "data.tokenizer.vocab_file",
+    "data.tokenizer.merge_file",
+    "checkpoint.resume_from",
+)
+"""Keys whose files must exist before a run starts."""
+
+
+def drop_unsupported(document: Document, framework: str, kernel: Kernel, directory: Path) -> tuple[ConfigProblem, ...]:
+    """Drop keys that cannot be kept, and return the remaining problems.
+
+    Keys of an architecture are kept even if the model does not read them: without one, it would be another model.
+    ``directory`` is the directory of the new file; its relative paths start there.
+    """
+    given = document.value(_MODEL_CONFIG)
+    extra = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
+    while True:
+        tree, _ = parse_yaml(render(document, (), ()), "")
+        problems = check(to_plain(tree), extra, kernel=kernel)
+        refused = [each for each in problems if _can_go(each) and document.has(each.key)]
+        if not refused:
+            return problems
+        for problem in refused:
+            verdict, reason = _judgement(problem, framework)
+            if verdict == "unsupported" and not document.asks(problem.key):
+                verdict = "off"
+            document.drop(problem.key, verdict, reason)
+
+
+def _can_go(problem: ConfigProblem) -> bool:
+    architecture = problem.key in NEUTRAL and not NEUTRAL[problem.key][1]
+    return isinstance(problem, UnknownKey) and not architecture
+
+
+def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
+    assert isinstance(problem, UnknownKey)
+    near = f"; the nearest is {problem.candidates[0]}" if problem.candidates else ""
+    if framework == "nxdt":
+        return "ignored", f"{FRAMEWORKS[framework]} has no such key either{near}"
+    return "unsupported", f"nxdt has no such key{near}"
+
+
+def unset_paths(document: Document, directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for what must be set before training: missing values, and paths that do not exist.
+
+    ``directory`` is the directory of the new file; its relative paths start there.
+    """
+    for path, setting in document.settings.items():
+        if setting.value == TO_SET:
+            yield path, "; ".join(setting.reasons) or "it has no value yet"
+    for section in _PATHS:
+        for path in document.below(section):
+            value = document.value(path)
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and text != TO_SET and _is_path(path, text) and _is_missing(text, directory):
+                    yield path, f"there is no {text} here"
+
+
+def _is_path(key: str, text: str) -> bool:
+    """Whether a value names a file on this machine; a tokenizer may be named by the id of a hub, too."""
+    return "://" not in text and (not key.endswith("tokenizer.type") or text.startswith(("/", ".", "~", "$")))
+
+
+def _is_missing(text: str, directory: Path) -> bool:
+    """Whether a path leads nowhere; a prefix of files counts as there where a file begins with it."""
+    path = directory / expand_home(text)
+    return not path.exists() and not any(path.parent.glob(f"{glob.escape(path.name)}*"))
+
+
+_T5_TUNING = ("src_file_name", "max_src_seq_length", "task_name")
+
+_OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("RETRO", ("model.retro", "model.enc_num_layers", "model.enc_cross_attention", "data.knn_index")),
+    ("Hyena", ("model.hyena",)),
+    ("Mamba", ("model.hybrid_override_pattern", "model.ngroups_mamba")),
+    ("Griffin", ("model.logits_soft_cap and data.masked_lm_prob",)),
+    ("T5, BART or UL2", ("data.dataset_type", "tokenizer.num_sentinel_tokens", "model.encoder_arch")),
+    ("T5", (*(f"data.train_ds.{key}" for key in _T5_TUNING), "data.decoder_starts_with_pad")),
+    ("NeMo's older transformers (TransformerLM, BERT)", ("model.language_model", "model.encoder.library")),
+    ("an encoder with a decoder", ("model.encoder", "model.decoder", "data.seq_length_dec")),
+    ("BERT", ("model.bert_binary_head", "data.masked_lm_prob")),
+)
+"""Model → keys, any one of which shows it; ``and`` joins such as must be there together. The order matters: files of
+RETRO, Mamba and Griffin have keys of BERT, too."""
+
+
+def require_decoder(tree: Node, source: Path, kernel: Kernel) -> None:
+    """See that the model of a file of NeMo or neuronx-nemo-megatron can be meant by a decoder.
+
+    Raises:
+        NoDecoder: it is another kind of model, which would be trained as what it is not.
+    """
+    for name, marks in _OTHERS:
+        for mark in marks:
+            keys = [_found(tree, key) for key in mark.split(" and ")]
+            if all(keys):
+                models = sorted(found.record.name for found in kernel.registry.all("model"))
+                raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
+
+
+def _found(tree: Node, key: str) -> str:
+    """Path of the key: sections of data and tokenizers are below ``model`` in most files."""
+    places = (key,) if key.startswith("model.") else (f"model.{key}", key)
+    return next((place for place in places if tree.plain(place) is not None), "")
+
 
 _READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
 

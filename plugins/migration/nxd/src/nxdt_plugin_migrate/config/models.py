@@ -9,8 +9,6 @@ from nxdt_plugin_migrate.config.document import Document
 from nxdt_plugin_migrate.config.renamed_keys import LLAMA_NAMES
 from nxdt_plugin_migrate.config.render import TO_SET
 
-__all__ = ["name_model"]
-
 _LLAMA_SHAPED: Mapping[str, tuple[Any, ...]] = {
     "normalization": ("rmsnorm",),
     "activation": ("swiglu", "silu"),

@@ -19,8 +19,6 @@ from nxdt_plugin_migrate.config.nxdt_keys import (
     nxdt_keys,
 )
 
-__all__ = ["from_nxdt", "stage_ends", "take_nxdt_keys"]
-
 _STRATEGY = "model_alignment_strategy"
 _PARTS = ("sft", "dpo", "orpo", "peft")
 _LENGTH, _ENCODER_LENGTH = "data.seq_length", "model.encoder_seq_length"

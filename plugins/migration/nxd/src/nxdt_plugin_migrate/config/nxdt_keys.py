@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "DATA_READERS",
-    "DEFAULTS",
-    "IGNORED",
-    "MODEL_READERS",
-    "OPTIMIZERS",
-    "PRECISIONS",
-    "SCHEDULES",
-    "SEARCHED",
-    "UNDONE",
-    "UNREAD_VALUE",
-    "nxdt_keys",
-]
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -9,23 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = [
-    "ALIGNMENT",
-    "GONE",
-    "LLAMA_NAMES",
-    "LOSES_NOTHING",
-    "LOST",
-    "MOVED",
-    "NEUTRAL",
-    "NNM_MOVED",
-    "OF_ENGINE",
-    "RENAMED",
-    "SAID_BY",
-    "SECTIONS",
-    "current_name",
-    "why_unneeded",
-]
-
 _MANAGER = "exp_manager"
 _SAVING = f"{_MANAGER}.checkpoint_callback_params"
 

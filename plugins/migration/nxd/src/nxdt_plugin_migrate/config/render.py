@@ -10,8 +10,6 @@ import yaml
 
 from nxdt_plugin_migrate.config.document import Document, Setting
 
-__all__ = ["TO_SET", "dump", "render"]
-
 TO_SET = "???"
 """OmegaConf's mark of a value that must be given."""
 

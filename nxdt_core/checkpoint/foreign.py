@@ -1,0 +1,155 @@
+"""Checkpoints of other programs: which installed format recognises a path, its reader, and its weights in a run.
+
+Torch is imported where weights are loaded. Formats are components of the kind ``format``
+(:mod:`nxdt_core.protocols.format`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nxdt_core.checkpoint.collective import on_all_ranks
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.exchange import ForeignFormatUnknown
+from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.kernel.plugin import GUARDED, describe_failure
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.piece import Box, Listing, Piece
+from nxdt_core.protocols.ranks import RankAgreement
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["format_of", "load_format_into", "open_checkpoint", "recognise"]
+
+
+_log = logging.getLogger(__name__)
+
+_KIND = "format"
+
+
+def recognise(path: Path, kernel: Kernel) -> RegisteredComponent | None:
+    """Return the format of the checkpoint at ``path``; None where no installed format recognises it.
+
+    Raises:
+        AmbiguousComponent: several do, and ``plugins.prefer`` names none of their plugins.
+    """
+    if not path.exists():
+        return None
+    found = [component for component in kernel.registry.all(_KIND) if _recognises(component, path)]
+    return kernel.registry.choose(_KIND, str(path), found) if found else None
+
+
+def format_of(path: Path, kernel: Kernel) -> str | None:
+    """Return the name of what :func:`recognise` returns."""
+    found = recognise(path, kernel)
+    return None if found is None else found.record.name
+
+
+def open_checkpoint(path: Path, kernel: Kernel, format: str | None = None) -> tuple[str, CheckpointReader]:
+    """Return the name of the format of the checkpoint at ``path``, and its reader.
+
+    Args:
+        path: a directory or file.
+        kernel: knows the installed checkpoint formats.
+        format: name of the format; None recognises it.
+
+    Raises:
+        ForeignFormatUnknown: nothing is there, or nothing that is recognised.
+        UnknownComponent: no plugin offers a format of that name.
+        NxdtError: its files are missing or damaged.
+    """
+    if not path.exists():
+        raise _unknown(path, kernel, "it does not exist")
+    if format is None:
+        component = recognise(path, kernel)
+        if component is None:
+            raise _unknown(path, kernel, "no installed format recognises its files")
+        return component.record.name, _loaded(component).open(path)
+    component = kernel.registry.get(_KIND, format)
+    chosen = _loaded(component)
+    if not chosen.recognises(path):
+        raise _unknown(path, kernel, f"it is not of the format {format!r}")
+    return component.record.name, chosen.open(path)
+
+
+def load_format_into(
+    path: Path,
+    builder: ModelBuilder,
+    kernel: Kernel,
+    tensors: Mapping[str, torch.Tensor | Piece],
+    *,
+    ranks: RankAgreement | None = None,
+) -> None:
+    """Fill parameters in place, in any layout. A rank reads those that it holds a part of, one at a time.
+
+    Collective: it succeeds on all ranks or fails on all.
+
+    Args:
+        path: checkpoint of another program, in an installed format.
+        builder: knows names and shapes of the whole model.
+        kernel: knows the installed checkpoint formats.
+        tensors: of this rank by global name, DTensors or pieces where they are sharded.
+        ranks: of the run; None for a process that is alone.
+
+    Raises:
+        ForeignFormatUnknown: nothing there is recognised.
+        WeightsDoNotFit: its weights are not those of the model; nothing was read.
+    """
+    from nxdt_core.checkpoint.read.load import check_model  # imports torch
+
+    opened: list[tuple[CheckpointReader, Listing]] = []
+
+    def look() -> None:
+        found = open_checkpoint(path, kernel)[1]
+        opened.append((found, found.listing(builder, weights_only=True)))
+
+    on_all_ranks(ranks, look, where=str(path))
+    found, listing = opened[0]
+    index = {
+        name: TensorEntry(dtype=held.dtype, shape=held.shape)
+        for (section, name), held in listing.items()
+        if section == "model"
+    }
+    check_model(index, tensors, ranks)
+    on_all_ranks(ranks, lambda: _fill(found, [name for name in index if name in tensors], tensors), where=str(path))
+
+
+def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch.Tensor | Piece]) -> None:
+    import torch
+
+    from nxdt_core.checkpoint.pieces import storable_piece
+
+    due = found.read([("model", name) for name in names])
+    for name in names:
+        piece = storable_piece(name, tensors[name])
+        with torch.no_grad():
+            piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])
+
+
+def _loaded(component: RegisteredComponent) -> CheckpointFormat:
+    loaded: CheckpointFormat = component.load_target()()
+    return loaded
+
+
+def _recognises(component: RegisteredComponent, path: Path) -> bool:
+    """Whether a format recognises the path. One that fails is skipped with a warning: the path may be another's."""
+    try:
+        return _loaded(component).recognises(path)
+    except NxdtError as error:
+        reason = error.what()
+    except GUARDED as error:
+        reason = describe_failure(error)
+    _log.warning("The checkpoint format %r of %s is skipped: %s", component.record.name, component.dist, reason)
+    return False
+
+
+def _unknown(path: Path, kernel: Kernel, reason: str) -> NxdtError:
+    formats = [f"{each.record.name}: {each.record.summary}" for each in kernel.registry.all(_KIND)]
+    install, unusable = kernel.registry.not_offered(_KIND)
+    return ForeignFormatUnknown(path=str(path), reason=reason, formats=formats, install=install, unusable=unusable)

@@ -1,1 +1,0 @@
-"""``nxdt config``, and the checks that need a model or a tokenizer."""

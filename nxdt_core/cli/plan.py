@@ -1,0 +1,352 @@
+"""``nxdt plan``: what a run would need in a world of any size, without its devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import click
+
+from nxdt_core.cli.terminal import human_size, percent, print_facts, print_table, print_wrapped
+from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
+from nxdt_core.engine.compile_cache import check_torch_folder
+from nxdt_core.errors.launch import TwoMemorySizes
+
+if TYPE_CHECKING:
+    from nxdt_core.protocols.estimate import RankEstimate
+    from nxdt_core.train.layout_search import Search
+    from nxdt_core.train.plan import RunPlan, StepTime
+
+
+@click.command(
+    cls=Verb,
+    short_help="Estimate the memory, traffic and time of a run, without its devices.",
+    examples=(
+        "nxdt plan recipe:llama3-70b --world-size 512",
+        "nxdt plan my_run.yaml --memory-gib 80",
+        "nxdt plan recipe:llama3-8b-trn2 --device trn2",
+        "nxdt plan recipe:llama3-70b --world-size 512 --device h200",
+        "nxdt plan recipe:llama3-70b --world-size 512 --device h200 --search",
+        "nxdt plan recipe:llama3-8b distributed_strategy.zero_stage=3 data.micro_batch_size=2 --json",
+    ),
+)
+@config_arguments
+@click.option("--world-size", type=click.IntRange(1), help="Processes; by default trainer.devices x trainer.num_nodes.")
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(0, min_open=True),
+    help="Memory of one device; by default that of this machine's accelerator.",
+)
+@click.option(
+    "--device",
+    help="Take the memory that a process has on this product, and estimate the time of a step: H100, H200, trn2, ….",
+)
+@click.option(
+    "--efficiency",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the product's peak FLOP/s that kernels reach, with --device; 0.6 by default.",
+)
+@click.option("--search", is_flag=True, help="Rank the layouts that fit the product of --device by time per step.")
+@as_json
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    source: str,
+    overrides: tuple[str, ...],
+    world_size: int | None,
+    memory_gib: float | None,
+    device: str | None,
+    efficiency: float | None,
+    search: bool,
+    json_output: bool,
+) -> None:
+    """Say what a run would need: memory of each rank by what it is for, traffic, idle time, time per step, sizes.
+
+    CONFIG and KEY=VALUE are those of `nxdt train`; what that would refuse is refused here too. The model is
+    built without memory, laid out as it would be, and a micro-batch is sent through it in shapes alone: no
+    device is needed, nothing is downloaded, no data is read. Exit status 1 where a rank needs more memory than
+    there is.
+
+    --search tries sizes of tensor, pipeline, context and expert parallelism, ZeRO-1 and ZeRO-3, with less and
+    more recomputation. It prints the fastest that leave a tenth of the memory free, and the keys that select the
+    first. It takes minutes for large models.
+    """
+    from nxdt_core.config import load
+
+    if device is not None and memory_gib is not None:
+        raise TwoMemorySizes()
+    if efficiency is not None and device is None:
+        raise click.UsageError("--efficiency is that of a product: give --device too.")
+    if search and device is None:
+        raise click.UsageError("--search ranks layouts by their time on a product: give --device too.")
+    world = () if world_size is None else (f"trainer.devices={world_size}", "trainer.num_nodes=1")
+    config = load(source, (*overrides, *world))
+    for note in config.notes:
+        print_note(note)
+
+    check_torch_folder()
+    from nxdt_core.train.plan import EFFICIENCY
+    from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
+
+    if search and device is not None:
+        from nxdt_core.train.layout_search import search as find
+
+        found = find(
+            lambda settings: load(source, (*overrides, *world, *settings)),
+            product=device,
+            efficiency=EFFICIENCY if efficiency is None else efficiency,
+            trying=print_progress,
+        )
+        if json_output:
+            print_json(found.to_dict())
+        else:
+            print_ranking(found)
+        return
+    made = make(
+        config,
+        memory_bytes=None if memory_gib is None else round(memory_gib * _GIB),
+        product=device,
+        efficiency=EFFICIENCY if efficiency is None else efficiency,
+    )
+    if json_output:
+        print_json(made.to_dict())
+    else:
+        print_report(made)
+    ctx.exit(1 if made.fits is False else 0)
+
+
+_MIB, _GIB = 2**20, 2**30
+
+_PARTS = {
+    "weights": "stored, and gathered for computing",
+    "gradients": "",
+    "optimizer": "state, and float32 masters where weights are not",
+    "activations": "kept for backward, all micro-batches in flight",
+    "logits": "with their gradient and the loss",
+    "workspace": "of backward, with what it recomputes",
+    "communication": "gathered weights and gradients on their way",
+}
+
+_DIMENSIONS = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "token_shuffle": "tokens mixed before experts",
+    "pp": "to other pipeline stages",
+    "dp": "weights and gradients, data parallel",
+    "other": "",
+}
+
+
+def print_report(plan: RunPlan) -> None:
+    """Print what the run needs, the fullest rank last."""
+    print_facts(list(_facts(plan)))
+    click.echo()
+    shown = _columns(plan.estimate.ranks)
+    titles = [_title(rank, plan) for rank in shown]
+    _print_memory(plan, shown, titles)
+    if any(rank.sent for rank in shown):
+        click.echo()
+        _print_traffic(shown, titles)
+    if plan.step_time is not None:
+        click.echo()
+        _print_time(plan.step_time)
+    elif plan.product is not None:
+        click.echo()
+        print_wrapped("no time per step", f"the links of {plan.product}, or its peak in this dtype, are not known")
+    click.echo()
+    _print_verdict(plan)
+
+
+def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    found, data, sizes = plan.estimate, plan.config.run.data, plan.sizes
+    yield "run", plan.config.source
+    yield "layout", " · ".join(plan.estimate.layout)
+    trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"
+    yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP per token"
+    yield (
+        "step",
+        f"{data.global_batch_size:,} sequences of {data.seq_length:,} = {_billions(found.tokens_per_step)} tokens,"
+        f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
+        f" of {data.micro_batch_size} per rank",
+    )
+    if sizes.pp > 1:
+        yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"
+    if found.stage_layers:
+        cuts = "from model.pipeline_cuts" if plan.config.run.model.pipeline_cuts else "chosen by computation"
+        shares = f"{_runs(found.stage_layers)} layers"
+        yield "stages", f"{shares}, {cuts}; the longest rank computes {found.longest_rank:.3f} times the mean"
+    yield "checkpoint", f"{human_size(found.checkpoint_bytes)}, weights and optimizer state"
+
+
+def _runs(numbers: tuple[int, ...]) -> str:
+    """Return numbers with repeated ones counted: ``5, 14 x 6, 4``."""
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ", ".join(f"{number}" if count == 1 else f"{count} x {number}" for number, count in runs)
+
+
+def _columns(ranks: tuple[RankEstimate, ...]) -> list[RankEstimate]:
+    """The ends of the pipeline and the fullest and the emptiest rank between them."""
+    inner = ranks[1:-1]
+    shown = {rank.pp_rank: rank for rank in (ranks[0], ranks[-1])}
+    for pick in (max, min):
+        if inner:
+            rank = pick(inner, key=lambda rank: rank.memory.total)
+            shown[rank.pp_rank] = rank
+    return [shown[number] for number in sorted(shown)]
+
+
+def _title(rank: RankEstimate, plan: RunPlan) -> str:
+    return f"PP {rank.pp_rank}" if plan.sizes.pp > 1 else "EACH RANK"
+
+
+def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -> None:
+    unit, size = _unit(max(rank.memory.total for rank in shown))
+    rows = [("layers", *(str(rank.layers) for rank in shown), "")]
+    rows.append(("parameters", *(_billions(rank.parameters) for rank in shown), "that a rank computes with"))
+    for part in fields(shown[0].memory):
+        sizes = [getattr(rank.memory, part.name) for rank in shown]
+        if any(sizes):
+            rows.append((part.name, *map(size, sizes), _PARTS[part.name]))
+    fullest = plan.estimate.fullest
+    marked = fullest if len(shown) > 1 else None
+    totals = [
+        click.style(size(rank.memory.total), bold=rank is not marked, fg="yellow" if rank is marked else None)
+        for rank in shown
+    ]
+    rows.append((click.style("total", bold=True), *totals, "at the peak of a step"))
+    print_table((unit, *titles, "WHAT"), rows, right=titles)
+
+
+def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
+    unit, size = _unit(max(max(rank.sent.values(), default=0) for rank in shown))
+    rows = [
+        (dimension, *(size(rank.sent.get(dimension, 0)) for rank in shown), what)
+        for dimension, what in _DIMENSIONS.items()
+        if any(rank.sent.get(dimension) for rank in shown)
+    ]
+    print_table((f"{unit} SENT", *titles, "BY A RANK IN A STEP"), rows, right=titles)
+
+
+def _print_time(time: StepTime) -> None:
+    rows = [("compute", _seconds(time.compute), f"with kernels at {percent(time.efficiency, 0)} of the peak")]
+    if time.waiting:
+        rows.append(("pipeline", _seconds(time.waiting), "ranks wait for one another"))
+    rows += [
+        (dimension, _seconds(seconds), f"not hidden: {_DIMENSIONS.get(dimension, '')}".rstrip(": "))
+        for dimension, seconds in time.exposed.items()
+        if seconds
+    ]
+    rate = f"{time.tokens_per_second:,.0f} tokens/s per device, MFU {percent(time.mfu)}; from data sheets, not measured"
+    rows.append((click.style("total", bold=True), click.style(_seconds(time.total), bold=True), rate))
+    print_table(("SECONDS", "PER STEP", "WHAT"), rows, right=("PER STEP",))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3f}"
+
+
+def _print_verdict(plan: RunPlan) -> None:
+    fullest = plan.estimate.fullest
+    needed = fullest.memory.total
+    largest = max(_PARTS, key=lambda part: int(getattr(fullest.memory, part)))
+    who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.sizes.pp > 1 else "each rank"
+    need = f"{who} needs {human_size(needed)}, most of it {largest}"
+    if plan.memory_bytes is None:
+        print_wrapped("", f"{need}; --memory-gib compares it with a device")
+        return
+    words, colour = ("tight", "yellow") if plan.tight else ("fits", "green")
+    if not plan.fits:
+        words, colour = "does not fit", "red"
+    has = f"a device has {human_size(plan.memory_bytes)} ({percent(needed / plan.memory_bytes, 0)})"
+    print_wrapped(words, f"{need}; {has}", colour=colour)
+
+
+def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:
+    """One unit for a table, by its largest entry: its name, and how to write a size in it."""
+    name, unit = ("GIB", _GIB) if largest_bytes >= _GIB else ("MIB", _MIB)
+    return name, lambda size_bytes: f"{size_bytes / unit:,.2f}"
+
+
+def _billions(number: int) -> str:
+    """Return a count in the notation of model sizes: ``70.6B``."""
+    return _count(number).replace(" ", "").replace("G", "B")
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def _count(number: float) -> str:
+    """With the prefix that leaves one to three digits: ``70.6 G``; a unit may follow."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if number < 1000:
+            return f"{number:.0f} " if not prefix else f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} Z"
+
+
+_SHOWN = 10
+_TITLES = ("", "TP", "PP", "CP", "EP", "DP", "ZERO", "RECOMPUTES", "MEMORY", "S/STEP", "TOKENS/S", "MFU")
+
+
+def print_progress(number: int, count: int) -> None:
+    """Show on a terminal which combination of sizes is being tried."""
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K" if number == count else f"\rsizes {number} of {count}", err=True, nl=False)
+
+
+def print_ranking(search: Search) -> None:
+    """Print the fastest layouts, the configuration as it is, and the keys that select the fastest."""
+    best, given = search.found[0], search.given
+    rows = [_row(str(place), each.plan) for place, each in enumerate(search.found[:_SHOWN], start=1)]
+    rows.append(_row("given", given))
+    unused = {
+        title
+        for column, title in enumerate(_TITLES)
+        if title in ("CP", "EP") and all(row[column] == "1" for row in rows)
+    }
+    kept = [column for column, title in enumerate(_TITLES) if title not in unused]
+    titles = [_TITLES[column] for column in kept]
+    print_table(
+        titles,
+        [[row[column] for column in kept] for row in rows],
+        right=[title for title in titles if title not in ("", "RECOMPUTES")],
+        optional=("TOKENS/S", "DP"),
+    )
+    click.echo()
+    device = f"{given.product}, {human_size(given.memory_bytes or 0)} each"
+    click.echo(
+        f"{search.estimated} layouts estimated for {given.sizes.world_size:,} devices ({device}), {search.refused} not "
+        f"possible; TOKENS/S per device, from data sheets, not measured"
+    )
+    click.echo()
+    click.echo(click.style("the fastest:", bold=True))
+    for key, value in best.settings.items():
+        click.echo(f"  {key}={value}")
+
+
+def _row(name: str, plan: RunPlan) -> tuple[str, ...]:
+    sizes, time = plan.sizes, plan.step_time
+    assert time is not None
+    model = plan.config.run.model
+    recomputes = {None: "", "full": "layers"}.get(
+        model.activations_checkpoint_granularity, ", ".join(model.activations_checkpoint_recompute or ())
+    )
+    strategy = plan.config.run.distributed_strategy
+    if sizes.tp > 1 and strategy.sequence_parallel and strategy.sequence_parallel_regather:
+        recomputes = ", ".join(filter(None, (recomputes, "gathers")))
+    needed = human_size(plan.estimate.fullest.memory.total)
+    return (
+        name,
+        *(str(size) for size in (sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.dp)),
+        str(sizes.zero_stage),
+        recomputes,
+        needed if plan.fits else f"{needed}, too much",
+        f"{time.total:,.2f}" if time.total >= 1 else f"{time.total:.2g}",
+        f"{time.tokens_per_second:,.0f}",
+        percent(time.mfu),
+    )

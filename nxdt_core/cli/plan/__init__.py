@@ -1,1 +1,0 @@
-"""``nxdt plan``: the command, its report and its search."""

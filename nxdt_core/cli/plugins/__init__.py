@@ -1,1 +1,0 @@
-"""``nxdt plugins``: the commands over installed plugins, their hooks and their versions."""

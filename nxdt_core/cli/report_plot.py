@@ -1,0 +1,209 @@
+"""Elements of the page of ``nxdt report``: escaped HTML, and plots as SVG."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TypeAlias, final
+
+from nxdt_core.train.run.metric_files import fits_axes
+from nxdt_core.visible_text import visible
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Finished markup. It is not a ``str``, and only :func:`element` makes it: what is formatted is escaped again."""
+
+    html: str
+
+
+Content: TypeAlias = "Markup | str | int | Iterable[Content] | None"
+"""Text is escaped, markup stays, None is nothing."""
+
+
+def element(tag: str, *content: Content, **attributes: object) -> Markup:
+    """Return an element, with all text escaped and control characters visible.
+
+    Args:
+        tag: name of the element, such as ``table``.
+        content: markup, and text that is escaped.
+        attributes: by name, with ``_`` for ``-`` and ``class_`` for ``class``; None leaves one out.
+    """
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(visible(str(value)))}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{tag}{given}>" + ("" if tag == "meta" else f"{_inside(content)}</{tag}>"))
+
+
+def document(title: str, *body: Content, style: str, refresh_s: int | None = None) -> str:
+    """Return a whole page, whose policy lets a browser load nothing and run nothing.
+
+    Args:
+        title: title of the page.
+        body: markup of the body.
+        style: CSS without ``<``, ``>`` and ``&``, never from data.
+        refresh_s: seconds after which a browser loads the page again; None for never.
+    """
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy(style)),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        None if refresh_s is None else element("meta", http_equiv="refresh", content=refresh_s),
+        element("title", title),
+        element("style", style),
+    )
+    return f"<!doctype html>\n{element('html', head, element('body', body), lang='en').html}\n"
+
+
+def policy(style: str) -> str:
+    """Return the Content-Security-Policy of a page: its own style, no scripts, no requests, no forms."""
+    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+
+
+def _inside(content: Content) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, Markup):
+        return content.html
+    if isinstance(content, str | int):
+        return escape(visible(str(content)), quote=False)
+    return "".join(map(_inside, content))
+
+
+COLOURS = 6
+"""Number of line classes ``s0``, ``s1``, …; further lines repeat them."""
+
+_WIDTH, _HEIGHT = 420, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 10, 26
+_MOST_POINTS = 500
+_MOST_DECADES = 12
+"""Labels of a logarithmic axis."""
+
+_Point = tuple[int, float]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Maps ``low`` to ``start`` and ``high`` to ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def place(self, value: float) -> str:
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return f"{self.start + share * (self.end - self.start):.1f}"
+
+
+def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log: bool = False) -> Markup | None:
+    """Return an SVG of curves over the steps; None where there is nothing to see.
+
+    Values that no axis can hold, such as infinities, are left out.
+
+    Args:
+        lines: class of the colour, name, and value by step of each.
+        label: what a screen reader says.
+        log: whether the value axis is logarithmic.
+    """
+    drawn = [(colour, name, points) for colour, name, given in lines if (points := _scaled(given, log))]
+    steps = [step for _, _, points in drawn for step, _ in points]
+    values = [value for _, _, points in drawn for _, value in points]
+    if not steps or not any(values if not log else steps):  # a counter that stays at 0 has no picture
+        return None
+    x_ticks = [each for each in _ticks(min(steps), max(steps), 4) if min(steps) <= each <= max(steps)]
+    y_ticks = _decades(min(values), max(values)) if log else _ticks(*_widened(min(values), max(values)), 4)
+    x = _Axis(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
+    y = _Axis(min(*values, y_ticks[0]), max(*values, y_ticks[-1]), _HEIGHT - _BOTTOM, _TOP)
+    return element(
+        "svg",
+        _across(y, y_ticks, _labels([10**tick if log else tick for tick in y_ticks])),
+        [
+            element("text", text, x=x.place(tick), y=_HEIGHT - 8, text_anchor="middle")
+            for tick, text in zip(x_ticks, _labels(x_ticks), strict=True)
+        ],
+        [_curve(x, y, *each) for each in drawn],
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+        aria_label=label,
+    )
+
+
+def _across(y: _Axis, ticks: Sequence[float], labels: Sequence[str]) -> Iterator[Markup]:
+    for tick, text in zip(ticks, labels, strict=True):
+        place = y.place(tick)
+        yield element("line", class_="grid", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=place, y2=place)
+        yield element("text", text, x=_LEFT - 6, y=place, dy=4, text_anchor="end")
+
+
+def _curve(x: _Axis, y: _Axis, colour: int, name: str, points: Sequence[_Point]) -> Markup:
+    places = [(x.place(step), y.place(value)) for step, value in points]
+    dots = [element("circle", cx=across, cy=down, r=2.5) for across, down in places] if len(places) <= 30 else None
+    line = element("polyline", points=" ".join(map(",".join, places)))
+    return element("g", element("title", name), line, dots, class_=f"s{colour % COLOURS}")
+
+
+def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
+    """Points that can be drawn, thinned to the smallest and largest of each stretch of steps."""
+    kept = [(step, value) for step, value in sorted(points.items()) if fits_axes(value) and (value > 0 or not log)]
+    found = [(step, math.log10(value) if log else value) for step, value in kept]
+    if len(found) <= _MOST_POINTS:
+        return found
+    size = math.ceil(2 * len(found) / _MOST_POINTS)
+    stretches = (found[start : start + size] for start in range(0, len(found), size))
+    ends = ({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in stretches)
+    return [point for pair in ends for point in sorted(pair)]
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """Return a range that shows values which differ by less than 1 % as nearly equal, with short labels."""
+    least = 0.01 * max(abs(low), abs(high))
+    more = max(0.0, least - (high - low)) / 2
+    return low - more, high + more
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers that enclose a range."""
+    span = high - low or abs(high) or 1.0
+    size = 10 ** math.floor(math.log10(span / count))
+    step = next((size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= count), size * 10)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [number * step for number in range(first, max(last, first + 1) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Logarithms of 1, 2, 5, 10, … that enclose a range of logarithms; of many, powers of ten alone."""
+    factors = (1, 2, 5) if high - low < 3 else (1,)
+    size = math.ceil((high - low) / _MOST_DECADES) or 1
+    decades = range(math.floor(low) - size, math.ceil(high) + size + 1, size)
+    found = [decade + math.log10(factor) for decade in decades for factor in factors]
+    first = max(index for index, tick in enumerate(found) if tick <= low)
+    last = min(index for index, tick in enumerate(found) if tick >= high)
+    return found[first : last + 1]
+
+
+def _labels(values: Sequence[float]) -> list[str]:
+    """Values as text, with as many digits as tell them apart."""
+    found: list[str] = []
+    for digits in range(3, 10):
+        found = [_number(value, digits) for value in values]
+        if len(set(found)) == len(values):
+            break
+    return found
+
+
+def _number(value: float, digits: int) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / size:.{digits}g}{letter}"
+    return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+", "e")

@@ -1,1 +1,0 @@
-"""Exchange with the library peft: its directories, its configuration and the names of its tensors."""

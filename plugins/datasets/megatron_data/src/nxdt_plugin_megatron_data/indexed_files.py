@@ -1,0 +1,279 @@
+"""Megatron-Core's ``.idx`` and ``.bin`` files (``megatron/core/datasets/indexed_dataset.py``), read and written.
+
+All numbers are little-endian. ``.idx`` is a header and three arrays, with a fourth in multimodal files::
+
+    magic 9 bytes · version uint64 = 1 · dtype uint8 · sequences uint64 · document borders uint64
+    lengths int32 [sequences] · pointers int64 [sequences] · borders int64 [document borders] · (modes int8 [sequences])
+
+``.bin`` is nothing but tokens. A pointer is the byte in it at which a sequence begins. Sequence ``borders[i]`` is the
+first of document i; the last border is the number of sequences. A text that was not split into sentences is one
+sequence, and Megatron's GPT data sets know sequences only: what they call a document is one.
+
+Both files are checked whole when they are opened. The index is mapped. Tokens are read: a mapped file that is truncated
+kills the process, and a read raises an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import struct
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.files.paths import WatchedFiles
+from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
+from nxdt_core.regular_files import regular_opener, replacing, require_fetched
+from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""magic, version, code of the dtype, number of sequences, number of borders"""
+
+DTYPES: dict[int, np.dtype[np.generic]] = {
+    code: np.dtype(name) for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
+}
+"""By the code that a header carries."""
+
+_UINT16_BELOW = 65500
+"""Vocabularies that Megatron-Core's preprocessing stores as uint16."""
+
+
+def dtype_for(vocab_size: int) -> np.dtype[np.generic]:
+    """Return the type of tokens that Megatron-Core's preprocessing takes for a vocabulary."""
+    return np.dtype("<u2") if vocab_size < _UINT16_BELOW else np.dtype("<i4")
+
+
+def code_of(dtype: np.dtype[np.generic]) -> int:
+    """Return the code of a type.
+
+    Raises:
+        KeyError: the format has none for it.
+    """
+    return {known: code for code, known in DTYPES.items()}[dtype.newbyteorder("<")]
+
+
+def idx_path(prefix: Path) -> Path:
+    """``P.idx``; a prefix may hold dots."""
+    return prefix.with_name(f"{prefix.name}.idx")
+
+
+def bin_path(prefix: Path) -> Path:
+    """``P.bin``"""
+    return prefix.with_name(f"{prefix.name}.bin")
+
+
+class IndexedTokens:
+    """The sequences of one prefix. The arrays are views of the mapped index: none is read before it is used.
+
+    Args:
+        prefix: path without ``.bin`` and ``.idx``.
+        key: what named it, for errors.
+
+    Raises:
+        IndexedFileMissing: one of the two files is not there.
+        DataFileUnreadable: one of them is a Git LFS pointer, or may not be read.
+        BadIndexFile: the index is damaged, cut off, or of another format.
+        DataShorterThanIndex: the tokens end too early.
+    """
+
+    def __init__(self, prefix: Path, key: str = "data.data_prefix") -> None:
+        self.prefix = prefix
+        index, data = idx_path(prefix), bin_path(prefix)
+        for path in (index, data):
+            if not path.is_file():
+                raise IndexedFileMissing(key=key, path=str(path), candidates=_near(prefix))
+            try:
+                require_fetched(path)
+            except OSError as error:
+                raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
+        raw = _mapped(index)
+        if len(raw) < HEADER.size or raw[: len(MAGIC)].tobytes() != MAGIC:
+            raise BadIndexFile(path=str(index), reason=f"it does not begin with {MAGIC!r}")
+        _, version, code, sequences, borders = HEADER.unpack(raw[: HEADER.size].tobytes())
+        if version != VERSION or code not in DTYPES or DTYPES[code].kind not in "iu":
+            raise BadIndexFile(path=str(index), reason=f"version {version} with the type {code} of tokens is unknown")
+        sizes = [*accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * borders))]  # exact, unlike numpy's sums
+        if len(raw) not in (sizes[-1], sizes[-1] + sequences):
+            reason = f"it has {len(raw)} bytes; {sequences} sequences and {borders} document borders need {sizes[-1]}"
+            raise BadIndexFile(path=str(index), reason=reason)
+        self.dtype = DTYPES[code]
+        """Type of a token."""
+        self.lengths: NDArray[np.int32] = raw[sizes[0] : sizes[1]].view("<i4")
+        """[sequences] tokens of each."""
+        self.pointers: NDArray[np.int64] = raw[sizes[1] : sizes[2]].view("<i8")
+        """[sequences] byte of ``.bin`` at which each begins."""
+        self.borders: NDArray[np.int64] = raw[sizes[2] : sizes[3]].view("<i8")
+        """[documents + 1] first sequence of each document, and the number of sequences."""
+        self.modes: NDArray[np.int8] | None = raw[sizes[3] :].view("i1") if len(raw) > sizes[3] else None
+        """[sequences] of multimodal files; None in others."""
+        if reason := self._contradiction():
+            raise BadIndexFile(path=str(index), reason=reason)
+        found, needed = data.stat().st_size, self._bytes_needed()
+        if found < needed:
+            raise DataShorterThanIndex(path=str(data), found=found, needed=needed)
+        if self.total_tokens() > found // self.dtype.itemsize:  # indices grow with the tokens: they could be endless
+            reason = f"its sequences have {self.total_tokens()} tokens, and {data} has {found // self.dtype.itemsize}"
+            raise BadIndexFile(path=str(index), reason=reason)
+        self._data = data
+        self._file = data.open("rb", buffering=0)
+        self._data_bytes = found
+        self._index = WatchedFiles([index], may_grow=False)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sequence: int, /) -> NDArray[Any]:
+        return self.tokens(int(self.pointers[sequence]) // self.dtype.itemsize, int(self.lengths[sequence]))
+
+    def check(self) -> None:
+        """See that the index, whose arrays are mapped, has its size.
+
+        Raises:
+            DataFileChanged: it has not.
+        """
+        self._index.check()
+
+    def tokens(self, begin: int, count: int) -> NDArray[Any]:
+        """Return ``count`` tokens of ``.bin`` from token ``begin`` on, across the borders of sequences.
+
+        Raises:
+            DataFileChanged: the file has become shorter.
+            DataFileUnreadable: the disk does not give them.
+        """
+        size = self.dtype.itemsize
+        wanted, start = count * size, begin * size
+        parts: list[bytes] = []
+        try:
+            while wanted and (part := os.pread(self._file.fileno(), wanted, start)):
+                parts.append(part)
+                wanted, start = wanted - len(part), start + len(part)
+        except OSError as error:
+            raise DataFileUnreadable(path=str(self._data), reason=error.strerror or str(error)) from error
+        if wanted:
+            raise DataFileChanged(
+                path=str(self._data), before=self._data_bytes, now=os.fstat(self._file.fileno()).st_size
+            )
+        return np.frombuffer(b"".join(parts), self.dtype)
+
+    def all_tokens(self) -> Iterator[NDArray[Any]]:
+        """Yield all tokens of ``.bin`` in their order, some millions at a time."""
+        count = self._data_bytes // self.dtype.itemsize
+        for begin in range(0, count, _TOKENS):
+            yield self.tokens(begin, min(_TOKENS, count - begin))
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return max(0, len(self.borders) - 1)
+
+    def total_tokens(self) -> int:
+        """Return the tokens of all sequences."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def _contradiction(self) -> str:
+        """What in the arrays cannot be, or nothing."""
+        if len(self.borders) and (self.borders[0] != 0 or self.borders[-1] != len(self)):
+            return f"its documents end at sequence {self.borders[-1]} of {len(self)}"
+        if (np.diff(self.borders) < 0).any():
+            return "its document borders do not ascend"
+        if len(self) and (self.lengths.min() < 0 or self.pointers.min() < 0):
+            return "it holds a negative length or place"
+        if (self.pointers % self.dtype.itemsize).any():
+            return f"a sequence begins within a token of {self.dtype.itemsize} bytes"
+        return ""
+
+    def _bytes_needed(self) -> int:
+        if not len(self):
+            return 0
+        ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
+        return int(ends.max())  # unsigned, because a damaged pointer may be close to the maximum of int64
+
+
+_TOKENS = 1 << 22
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    """The bytes of a file. (An empty file cannot be mapped.)"""
+    if os.path.getsize(path) == 0:
+        return np.empty(0, np.uint8)
+    return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+
+
+def _near(prefix: Path) -> tuple[str, ...]:
+    """Return prefixes in the same directory with similar names."""
+    if not prefix.parent.is_dir():
+        return ()
+    names = sorted(path.stem for path in prefix.parent.glob("*.idx"))
+    close = difflib.get_close_matches(prefix.name, names, n=3, cutoff=0.5)
+    return tuple(str(prefix.parent / name) for name in close)
+
+
+class IndexedWriter:
+    """Appends documents; the files have their names once the block ends well, and are gone where it fails.
+
+    Example::
+
+        with IndexedWriter(Path("corpus"), np.dtype("<u2")) as writer:
+            writer.add(np.array([1, 2, 3]))
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self._prefix = prefix
+        self._dtype = dtype.newbyteorder("<")
+        self._lengths: list[int] = []
+        self._borders = [0]
+        self._part = bin_path(prefix).with_suffix(".bin.part")
+        self._bin = open(self._part, "wb", opener=regular_opener)  # noqa: SIM115
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bin.close()
+        if kind is not None:
+            self._part.unlink()
+            return
+        lengths, borders = np.array(self._lengths, np.int32), np.array(self._borders, np.int64)
+        write_index(idx_path(self._prefix), self._dtype, lengths, borders)
+        self._part.rename(bin_path(self._prefix))
+
+    def add(self, *sequences: NDArray[Any]) -> None:
+        """Append a document of one or more sequences.
+
+        Raises:
+            OverflowError: a token does not fit the type.
+        """
+        for tokens in sequences:
+            held = tokens.astype(self._dtype)
+            if (held != tokens).any():
+                raise OverflowError(f"a token of {tokens.max()} does not fit {self._dtype}")
+            self._bin.write(held.tobytes())
+            self._lengths.append(len(tokens))
+        self._borders.append(len(self._lengths))
+
+
+def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], borders: NDArray[np.int64]) -> None:
+    """Write an ``.idx`` of sequences that follow each other in ``.bin`` without gaps.
+
+    Args:
+        path: the file, replaced whole.
+        dtype: NumPy dtype of a token id.
+        lengths: [sequences] tokens of each.
+        borders: [documents + 1] first sequence of each document, and the number of sequences.
+    """
+    with replacing(path) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code_of(dtype), len(lengths), len(borders)))
+        file.write(lengths.astype("<i4").tobytes())
+        ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+        file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
+        file.write(borders.astype("<i8").tobytes())
