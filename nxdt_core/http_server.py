@@ -26,7 +26,7 @@ class Server(ThreadingHTTPServer):
 
     Args:
         host: address to listen at, IPv4 or IPv6.
-        port: its port; 0 takes a free one.
+        port: TCP port; 0 takes a free one.
         handler: answers one request.
 
     Raises:
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send a text.
 
         Args:
-            status: of HTTP.
+            status: HTTP status code.
             kind: media type.
             text: the body.
             headers: further ones, by name with ``_`` for ``-``.

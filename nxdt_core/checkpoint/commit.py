@@ -153,7 +153,7 @@ def check_weights_moved(before: Manifest | None, manifest: Manifest, *, uri: str
     Args:
         before: the newest committed checkpoint of the run.
         manifest: about to be committed.
-        uri: of the store, for the message.
+        uri: address of the store, for the message.
 
     Raises:
         SameWeightsSaved: they are the same.

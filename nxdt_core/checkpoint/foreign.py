@@ -56,7 +56,7 @@ def open_checkpoint(path: Path, kernel: Kernel, format: str | None = None) -> tu
 
     Args:
         path: a directory or file.
-        kernel: its plugins bring the formats.
+        kernel: knows the installed checkpoint formats.
         format: name of the format; None recognises it.
 
     Raises:
@@ -91,9 +91,9 @@ def load_format_into(
     Collective: it succeeds on all ranks or fails on all.
 
     Args:
-        path: of an installed checkpoint format.
-        builder: of the whole model.
-        kernel: its plugins bring the formats.
+        path: checkpoint of another program, in an installed format.
+        builder: knows names and shapes of the whole model.
+        kernel: knows the installed checkpoint formats.
         tensors: of this rank by global name, DTensors or pieces where they are sharded.
         ranks: of the run; None for a process that is alone.
 

@@ -246,10 +246,10 @@ def check_signature(signature: Signature, manifest: Manifest, data: bytes, *, wh
     """Check that the named key has signed the manifest, and that this covers the files.
 
     Args:
-        signature: as it was read.
-        manifest: of the checkpoint.
+        signature: the signature that the store has for it.
+        manifest: the committed manifest of the checkpoint.
         data: the bytes that ``manifest`` was decoded from.
-        where: of the checkpoint, for messages.
+        where: address of the checkpoint, for messages.
 
     Raises:
         CheckpointSignatureWrong: the key did not sign these bytes.

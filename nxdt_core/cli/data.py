@@ -145,8 +145,8 @@ def print_preview(found: Preview, *, title: str, ids: bool) -> None:
     """Print samples, then counts.
 
     Args:
-        found: what to show.
-        title: what the samples are of.
+        found: the preview of one dataset.
+        title: what the samples are from, for the first line.
         ids: put each token's id behind it.
     """
     coloured = _coloured()

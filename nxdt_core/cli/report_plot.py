@@ -30,8 +30,8 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
     """Return an element, with all text escaped and control characters visible.
 
     Args:
-        tag: its name.
-        content: what is inside.
+        tag: name of the element, such as ``table``.
+        content: markup, and text that is escaped.
         attributes: by name, with ``_`` for ``-`` and ``class_`` for ``class``; None leaves one out.
     """
     given = "".join(
@@ -46,8 +46,8 @@ def document(title: str, *body: Content, style: str, refresh_s: int | None = Non
     """Return a whole page, whose policy lets a browser load nothing and run nothing.
 
     Args:
-        title: of the window.
-        body: what is shown.
+        title: title of the page.
+        body: markup of the body.
         style: CSS without ``<``, ``>`` and ``&``, never from data.
         refresh_s: seconds after which a browser loads the page again; None for never.
     """

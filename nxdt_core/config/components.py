@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config.huggingface import architectures_of
@@ -17,40 +17,22 @@ from nxdt_core.errors.plugins import AmbiguousComponent
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.known import reading_model
 
-__all__ = ["Replaced", "Selection", "drop_replaced", "find_replaced", "select", "selecting_keys", "usable_class"]
-
-
-@dataclass(slots=True)
-class Selection:
-    """The components by slot, and the tree in which each is named."""
-
-    tree: Node
-    components: dict[str, RegisteredComponent | None] = field(default_factory=dict)
-    classes: dict[str, type] = field(default_factory=dict)
-    open: set[str] = field(default_factory=set)
-    problems: list[ConfigProblem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def composition(self) -> Composition:
-        """What completing and reading need to know."""
-        return Composition(components=self.components, classes=self.classes, open=frozenset(self.open))
+__all__ = ["Replaced", "Selection", "drop_replaced", "find_replaced", "selecting_keys", "usable_class"]
 
 
 _DEFAULT = "the default"
-
 _RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
 """Keys that the rules below read in addition to the selectors."""
 
 
 def selecting_keys(given: Node) -> tuple[str, ...]:
-    """Return the keys whose values :func:`select` needs. A model without a name is sought by its whole section."""
+    """Return the keys whose values :class:`Selection` needs. A model without a name is sought by its whole section."""
     whole = () if given.find("model.name") else ("model",)
     return (*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole)
 
 
-def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> Selection:
-    """Select the component of every slot.
+class Selection:
+    """The component of every slot, and the tree in which each is named.
 
     Args:
         given: What was written; names that follow from rules are added to it.
@@ -59,135 +41,99 @@ def select(given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origi
         hf: The Hugging Face configuration that ``model.model_config`` names, or nothing.
         origin: Origin of problems with keys that are not written anywhere.
     """
-    selection = Selection(tree=given)
-    for slot in SLOTS:
-        name = view.plain(slot.key)
-        if _no_mapping(given, slot.section):  # reported when it is read, as are selectors that are not text
-            selection.open.add(slot.section)
-            continue
-        if not isinstance(name, (str, type(None))):
-            selection.open.add(slot.section)
-            continue
-        written, key = _written(given, slot)
-        place = written.origin if written is not None else origin
-        implied: Implied | None = None
+
+    def __init__(self, given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> None:
+        self.tree = given
+        self.components: dict[str, RegisteredComponent | None] = {}
+        self.classes: dict[str, type] = {}
+        self.open: set[str] = set()
+        self.problems: list[ConfigProblem] = []
+        self.notes: list[str] = []
+        for slot in SLOTS:
+            around = slot.section.split(".")
+            nodes = [given.find(".".join(around[: depth + 1])) for depth in range(len(around))]
+            mappings = all(node is None or isinstance(node.value, (dict, type(None))) for node in nodes)
+            if mappings and isinstance(view.plain(slot.key), (str, type(None))):
+                self._choose(slot, view, kernel, hf, origin)
+            else:  # reported when it is read
+                self.open.add(slot.section)
+
+    def _choose(self, slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> None:
+        written, key, name = self.tree.find(slot.key), slot.key, view.plain(slot.key)
+        if written is None and slot.kind == "store" and (written := self.tree.find("checkpoint.uri")) is not None:
+            key = "checkpoint.uri"
+        written = written or self.tree.find(slot.section)
+        place = (written.origin if written is not None else origin).at(key)
+        why = ""
         try:
-            implied = _implied_name(slot, view, kernel, hf) if name is None else None
-            component = _component(slot, implied.name if implied else name, view, kernel)
+            if name is None:
+                name, why = _implied_name(slot, view, kernel, hf)
+            component = _component(slot, name, view, kernel)
         except NxdtError as error:
-            note = f" The name follows from {implied.why}." if implied else ""
-            selection.problems.append(BadComponentChoice(**place.at(key), error=error, note=note))
-            selection.open.add(slot.section)
+            note = f" The name follows from {why}." if why else ""
+            self.problems.append(BadComponentChoice(**place, error=error, note=note))
+            self.open.add(slot.section)
         else:
-            selection.components[slot.kind] = component
-            _take_class(selection, slot, component, place)
-        if implied is not None and slot.kind == "model":
-            selection.notes.append(f"{slot.key}: not given; {implied.name!r} follows from {implied.why}")
-        if implied is not None:
-            selection.tree = selection.tree.set(slot.key, Node(implied.name, implied.origin))
-    return selection
+            self.components[slot.kind] = component
+            self._take_class(slot, component, {**place, "key": slot.key})
+        if why:
+            self.tree = self.tree.set(slot.key, Node(name, _implied_origin(why)))
+            if slot.kind == "model":
+                self.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
+
+    def _take_class(self, slot: Slot, component: RegisteredComponent | None, place: Place) -> None:
+        try:
+            cls = None if component is None else usable_class(component, place)
+        except ConfigProblem as problem:
+            self.problems.append(problem)
+            self.open.add(slot.section)
+        else:
+            if cls is not None:
+                self.classes[slot.section] = cls
+
+    @property
+    def composition(self) -> Composition:
+        """What completing and reading need to know."""
+        return Composition(components=self.components, classes=self.classes, open=frozenset(self.open))
 
 
-def _no_mapping(given: Node, section: str) -> bool:
-    """Whether the section, or one around it, is something else than a mapping."""
-    parts = section.split(".")
-    around = [given.find(".".join(parts[: depth + 1])) for depth in range(len(parts))]
-    return any(node is not None and not isinstance(node.value, (dict, type(None))) for node in around)
-
-
-def _written(given: Node, slot: Slot) -> tuple[Node | None, str]:
-    """What was written that selects the component, and its key."""
-    uri = given.find("checkpoint.uri")
-    if slot.kind == "store" and given.find(slot.key) is None and uri is not None:
-        return uri, "checkpoint.uri"
-    return given.find(slot.key) or given.find(slot.section), slot.key
+def _implied_origin(why: str) -> Origin:
+    return Origin(kind="default", where="" if why == _DEFAULT else f"by {why}")
 
 
 def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
     if slot.kind == "store":
-        return _storage(name, view, kernel)
+        uri = view.plain("checkpoint.uri")
+        scheme, separator, _ = (uri if isinstance(uri, str) else "").partition("://")
+        scheme = scheme if separator else "file"
+        kernel.registry.check_scheme(scheme)
+        if name is None:
+            return kernel.registry.storage_for_scheme(scheme)
     return None if name is None else kernel.registry.get(slot.kind, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Implied:
-    """A name that a rule gives where the configuration gives none."""
-
-    name: str
-    why: str
-    plugin: str = ""
-
-    @property
-    def origin(self) -> Origin:
-        """Return where the name comes from, for ``nxdt config show``."""
-        if self.plugin:
-            return Origin(kind="plugin", where=self.plugin)
-        return Origin(kind="default", where="" if self.why == _DEFAULT else f"by {self.why}")
-
-
-def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> Implied | None:
-    if slot.kind == "model":
-        return _model_name(kernel, hf)
+def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return the name that a rule gives where the configuration gives none, and why; None and nothing: no rule does."""
     if slot.kind == "dataset":
-        return Implied("hf-data", _DEFAULT)
+        return "hf-data", _DEFAULT
     if slot.kind == "tokenizer":
-        section = view.find("data.tokenizer")
-        given = section.children if section is not None else {}
-        if any(key in given and given[key].value is not None for key in ("type", "model")):
-            return Implied("huggingface", "data.tokenizer.type")
-    return None
-
-
-def _model_name(kernel: Kernel, hf: Mapping[str, Any]) -> Implied:
+        named = any(view.plain(f"data.tokenizer.{key}") is not None for key in ("type", "model"))
+        return ("huggingface", "data.tokenizer.type") if named else (None, "")
+    if slot.kind != "model":
+        return None, ""
     architectures = architectures_of(hf)
+    if not architectures:
+        return "llama", _DEFAULT
     readers = kernel.registry.readers(architectures)
-    if readers:
-        return Implied(_only(readers, architectures[0]).record.name, f"model.model_config ({architectures[0]})")
-    if architectures:
-        return Implied(reading_model(architectures[0]) or "hf", f"model.model_config ({architectures[0]})")
-    return Implied("llama", _DEFAULT)
-
-
-def _only(readers: Sequence[RegisteredComponent], architecture: str) -> RegisteredComponent:
     if len(readers) > 1:
         raise AmbiguousComponent(
             kind="model",
-            name=architecture,
+            name=architectures[0],
             offers=tuple(component.qualified_name for component in readers),
             dists=tuple(f"{component.dist} {component.version}" for component in readers),
         )
-    return readers[0]
-
-
-def _storage(name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent:
-    uri = view.plain("checkpoint.uri")
-    uri = uri if isinstance(uri, str) else ""
-    scheme, separator, _ = uri.partition("://")
-    scheme = scheme if separator else "file"
-    kernel.registry.check_scheme(scheme)
-    if name is not None:
-        return kernel.registry.get("store", name)
-    return kernel.registry.storage_for_scheme(scheme)
-
-
-def _take_class(selection: Selection, slot: Slot, component: RegisteredComponent | None, origin: Origin) -> None:
-    """Import the class of the component's section and see that its annotations can be read."""
-    if component is None:
-        return
-    try:
-        cls = usable_class(component, origin.at(slot.key))
-    except ConfigProblem as problem:
-        selection.problems.append(problem)
-        selection.open.add(slot.section)
-        return
-    if cls is not None:
-        selection.classes[slot.section] = cls
-
-
-def _type_named(message: str) -> str:
-    """Return the type that pydantic's error names, without its module."""
-    found = re.search(r"<class '(?:.*\.)?(\w+)'>", message)
-    return f": {found[1]}" if found else ""
+    name = readers[0].record.name if readers else reading_model(architectures[0]) or "hf"
+    return name, f"model.model_config ({architectures[0]})"
 
 
 def usable_class(component: RegisteredComponent, place: Place) -> type | None:
@@ -208,7 +154,9 @@ def usable_class(component: RegisteredComponent, place: Place) -> type | None:
     try:
         cls.model_rebuild()  # type: ignore[attr-defined]
     except PydanticUserError as error:
-        reason = f"a key of {cls.__name__} has a type that no YAML value can be read into{_type_named(error.message)}"
+        named = re.search(r"<class '(?:.*\.)?(\w+)'>", error.message)
+        kind = f": {named[1]}" if named else ""
+        reason = f"a key of {cls.__name__} has a type that no YAML value can be read into{kind}"
         name, dist = component.qualified_name, component.dist
         raise BadComponentConfig(**place, component=name, dist=dist, reason=reason) from error
     return cls

@@ -20,7 +20,7 @@ from nxdt_core.config.complete import (
     tidy_given,
     with_moved_keys,
 )
-from nxdt_core.config.components import Replaced, drop_replaced, find_replaced, select, selecting_keys
+from nxdt_core.config.components import Replaced, Selection, drop_replaced, find_replaced, selecting_keys
 from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.migration import converted, explained
@@ -246,7 +246,7 @@ class _Load:
         """Select components and take in the keys that they declare."""
         view, _ = interpolate(complete(given, Composition()).tree, wanted=selecting_keys(given))
         hf = read_hf_config(view)
-        selection = select(given, view, kernel, hf.values, Origin(kind="file", where=label))
+        selection = Selection(given, view, kernel, hf.values, Origin(kind="file", where=label))
         self.problems += selection.problems
         self.notes += selection.notes
         composition = selection.composition

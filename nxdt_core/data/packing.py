@@ -139,8 +139,8 @@ def shuffled_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> li
 
     Args:
         lengths: [items], or [items, rows] of bins of several rows.
-        capacity: of a bin, or of each of its rows.
-        seed: of the run.
+        capacity: of a bin, or of each of its rows, in the unit of ``lengths``.
+        seed: any integer; the same on all ranks.
     """
     if not len(lengths):
         return []
@@ -159,7 +159,7 @@ def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[NDAr
 
     Args:
         lengths: [items], each from 1 to ``capacity``.
-        capacity: of a bin.
+        capacity: of a bin, in the unit of ``lengths``.
 
     Raises:
         ValueError: an item is longer than a bin, or has no length.
@@ -192,7 +192,7 @@ def first_fit_in_rows(lengths: NDArray[np.int64], capacity: int) -> list[NDArray
 
     Args:
         lengths: [items, rows], each from 1 to ``capacity``.
-        capacity: of a row.
+        capacity: of a row, in the unit of ``lengths``.
 
     Raises:
         ValueError: an item is longer than a row, or has no length.

@@ -41,7 +41,7 @@ class Permutation:
 
     Args:
         length: number of items, at least 1.
-        seed: of the run's data; any integer.
+        seed: any integer; the same on all ranks.
         epoch: 0, 1, 2, …; each gives another order.
     """
 

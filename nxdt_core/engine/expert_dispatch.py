@@ -34,7 +34,7 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.layers import sum_over_ranks
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import host_values
-from nxdt_core.models.moe.dispatch import LocalDispatcher, Placement, collect, spread
+from nxdt_core.models.moe.dispatch import LocalDispatcher, TokenPermutation, permute, unpermute
 from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing
 from nxdt_core.models.patterns import matches_any
@@ -62,7 +62,7 @@ class ExchangingDispatcher(LocalDispatcher):
         """Which of equal parts of the experts this process has."""
         return 0 if self.group is None else self.group.rank()
 
-    def ordered(self, routing: Routing) -> tuple[Placement, torch.Tensor]:
+    def ordered(self, routing: Routing) -> tuple[TokenPermutation, torch.Tensor]:
         """Return the rows by chunk and then by expert, and how many of each there are [chunks, experts]. A chunk has an
         equal part of the assignments, in the order of their tokens."""
         if self.chunks == 1:
@@ -71,10 +71,10 @@ class ExchangingDispatcher(LocalDispatcher):
         numbers = torch.arange(1, len(assigned) + 1, device=assigned.device)
         chunk_of = (numbers * self.chunks - 1).div(max(1, len(assigned)), rounding_mode="floor")  # as _bounds
         groups = chunk_of * experts + assigned
-        placement = Placement.ordered(groups, routing.experts.shape[1])
+        permutation = TokenPermutation.ordered(groups, routing.experts.shape[1])
         edges = torch.arange(self.chunks * experts + 1, device=assigned.device)
-        starts = torch.searchsorted(groups.index_select(0, placement.assignment_of), edges)
-        return placement, starts.diff().view(self.chunks, experts)
+        starts = torch.searchsorted(groups.index_select(0, permutation.assignment_of), edges)
+        return permutation, starts.diff().view(self.chunks, experts)
 
     def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """Compute :meth:`LocalDispatcher.run_ordered` over the ranks of the group. The host waits for the device once,
@@ -88,13 +88,13 @@ class ExchangingDispatcher(LocalDispatcher):
         narrow = rows.to(compute_dtype(rows))  # which the experts would do
         numbers = torch.arange(received.shape[2], device=rows.device).repeat(ranks)
         arrivals = [
-            Placement.ordered(numbers.repeat_interleave(here.flatten(), output_size=sum(coming)))
+            TokenPermutation.ordered(numbers.repeat_interleave(here.flatten(), output_size=sum(coming)))
             for here, coming in zip(received.unbind(1), incoming, strict=True)
         ]
 
         def compute(chunk: int, arrived: torch.Tensor) -> torch.Tensor:  # by rank of origin, then by expert
             groups = RowGroups(received[:, chunk].sum(0), None if sizes is None else sizes[chunk])
-            return collect(experts(spread(arrived, arrivals[chunk]), groups), arrivals[chunk]).squeeze(1)
+            return unpermute(experts(permute(arrived, arrivals[chunk]), groups), arrivals[chunk]).squeeze(1)
 
         if self.chunks == 1:
             arrived = all_to_all(narrow, incoming[0], outgoing[0], self.group)

@@ -171,7 +171,7 @@ def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, 
     """Import the entry module of a plugin, or its local file.
 
     Args:
-        plugin: that may be imported.
+        plugin: a plugin that the policy allows.
         strict: Also refuse a module that imports a library of :data:`HEAVY`.
 
     Returns:

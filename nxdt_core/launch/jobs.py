@@ -84,8 +84,8 @@ def prepare(
 
     Args:
         component: the launcher.
-        source: of the configuration.
-        overrides: of the configuration.
+        source: configuration file or ``recipe:NAME``.
+        overrides: ``key=value`` words of the command line.
         nodes: of the run; None takes the cluster file's, or ``trainer.num_nodes``.
         cluster: a YAML file with options of the launcher.
         given: options of the command line.

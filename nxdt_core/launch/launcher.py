@@ -162,7 +162,7 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         command: verb and options that each rank runs with the configuration's source and overrides.
 
     Raises:

@@ -45,7 +45,7 @@ def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[s
     """Carry out a command in another process, again after each loss, and return the last exit status.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         restarts: how often the command is started again.
         command: verb and options.
 

@@ -55,7 +55,7 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
     Args:
         kind: a kind of components.
         name: of the distribution, the plugin and the component.
-        directory: to be made.
+        directory: root of the new repository; is created.
         plain: of a model, take one in plain torch instead of a member of Llama's family.
 
     Returns:

@@ -45,8 +45,8 @@ def run_trial(config: ResolvedConfig, ahead: CompileAhead, say: Callable[[str], 
     It reads the run's data, and neither its checkpoints nor its directory.
 
     Args:
-        config: of the run.
-        ahead: of its engine.
+        config: the resolved configuration of the run.
+        ahead: how the run's engine compiles ahead.
         say: prints a line; called on rank 0.
 
     Returns:

@@ -38,7 +38,7 @@ def check_schedule(schedule: LRSchedule, component: RegisteredComponent, *, max_
 
     Args:
         schedule: one that no run uses, because a schedule that counts its calls is unusable afterwards.
-        component: what built it.
+        component: the component that built it.
         max_steps: steps that it is made for.
     """
     steps = sorted({0, max_steps // 2})

@@ -56,7 +56,7 @@ def step_time(
 
     Args:
         estimate: of the run.
-        sizes: of its mesh.
+        sizes: sizes of the run's device mesh.
         peak_flops: dense FLOP/s of one process in the run's compute dtype.
         links: between its processes.
         efficiency: share of the peak that kernels reach.

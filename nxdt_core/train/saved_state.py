@@ -76,11 +76,11 @@ def save_parts(
     """Return what a save takes of a run. Collective at the first call, and where the model has an adapter.
 
     Args:
-        config: of the run.
-        engine: in whose layout the model is.
-        model: of the run.
+        config: the resolved configuration of the run.
+        engine: the parallel engine that has laid out ``model``.
+        model: the parallel model of the run.
         optimizer: over ``model``; None saves weights and counters.
-        average: of the weights, where the run has one.
+        average: exponential moving average of the weights; None without one.
         state: counters of the run.
         extra: JSON-able state of the caller's loop.
         about: metrics of the checkpoint, and how retention treats it.
@@ -141,13 +141,13 @@ def load_saved(
     """Load the tensors of a checkpoint into a run. Collective.
 
     Args:
-        storage: where from.
-        manifest: of the step to load.
-        config: of the run.
-        engine: in whose layout the model is.
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint to load.
+        config: the resolved configuration of the run.
+        engine: the parallel engine that has laid out ``model``.
         model: gets the weights.
         optimizer: gets its state, unless it cannot continue with it; None leaves it and the average as they are.
-        average: of the weights, where the run has one.
+        average: exponential moving average of the weights; None without one.
         strict: whether names of parameters must be the same in both.
 
     Returns:

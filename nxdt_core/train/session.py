@@ -73,7 +73,7 @@ class TrainSession:
     it is first used; model and optimizer by :meth:`start`, or by :meth:`build_model` and :meth:`build_optimizer`.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         engine: one that other code has built.
         model: in its layout, built by ``engine``.
         optimizer: over ``model``.
@@ -222,7 +222,7 @@ class TrainSession:
         Collective: every rank reads the parameters of which it holds a part.
 
         Args:
-            path: of an installed checkpoint format.
+            path: checkpoint of another program, in an installed format.
 
         Raises:
             CheckpointNotSigned: ``checkpoint.sign.trusted`` requires a signature.
@@ -429,7 +429,7 @@ class TrainSession:
         checkpoint of another layout has none for these ranks, and they are left as they are.
 
         Args:
-            storage: where from.
+            storage: the store that holds the checkpoint.
             manifest: of the step to load; see :func:`nxdt_core.checkpoint.latest`.
             weights_only: leave optimizer state, average, counters and generators as they are. A session that has no
                 optimizer loads weights and counters.

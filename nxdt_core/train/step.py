@@ -109,7 +109,7 @@ def train_step(
     A loss or gradient that is not finite never reaches the weights: ``optimizer.skipped_steps`` counts such steps.
 
     Args:
-        model: in its layout.
+        model: the parallel model, in its layout.
         optimizer: over ``model``.
         micro_batches: this rank's part of the global batch.
         objective: the loss.

@@ -53,8 +53,8 @@ class AttemptWriter:
     """Writes the data files of one attempt and remembers their entries for the manifest.
 
     Args:
-        storage: where to.
-        prefix: of the attempt.
+        storage: the store to write to.
+        prefix: beginning of the keys of the attempt's files.
         digests: algorithm of the digests: that of the manifest.
     """
 

@@ -92,7 +92,7 @@ class DigestingWriter:
     Args:
         stream: takes the bytes.
         helper: digests a large part of a block while ``stream`` takes it; both leave the interpreter's lock.
-        algorithm: of the digests.
+        algorithm: computes the digests of blocks.
     """
 
     def __init__(self, stream: BinaryIO, helper: Executor, algorithm: Algorithm = FAST) -> None:

@@ -68,7 +68,7 @@ def hf_settings(
 
     Args:
         built: ``config.json`` as the builder writes it.
-        tokenizer: of the run.
+        tokenizer: the tokenizer of the run.
         stop_ids: tokens that end what the model writes, by the run's tokenizer and chat template.
         source: the directory that the weights came from; None: they came from elsewhere.
     """

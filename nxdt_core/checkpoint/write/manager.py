@@ -87,7 +87,7 @@ class CheckpointManager:
         manager.wait()
 
     Args:
-        storage: where to; every rank reaches the same store.
+        storage: the store to write to, the same for every rank.
         ranks: of the run; None for a process that is alone.
         asynchronous: False takes no copy, and commits before :meth:`save` returns.
         when_busy: what a save does while one is in flight: ``wait`` for that, or ``skip``.

@@ -88,7 +88,7 @@ def plan_save(
     identically is written by one of them.
 
     Args:
-        storage: where to, for messages.
+        storage: the store that the save will go to; only named in messages here.
         step: the number of optimizer steps done.
         model: parameters and buffers by their global names.
         optimizer: ``<parameter name>/<state name>`` → tensor.

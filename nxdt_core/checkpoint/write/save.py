@@ -51,8 +51,8 @@ def save(
     Collective: it succeeds on all ranks or fails on all.
 
     Args:
-        storage: where to; every rank reaches the same store.
-        plan: of this save.
+        storage: the store to write to, the same for every rank.
+        plan: what :func:`nxdt_core.checkpoint.plan_save` returned.
         ranks: of the run; None for a process that is alone.
         add_files: called on every rank once the files of all are durable, with the manifest so far; writes further
             ones below its prefix and returns their entries.

@@ -169,9 +169,9 @@ def copy_checkpoint(
     A failure leaves the destination with an unfinished step, which the next call completes.
 
     Args:
-        source: where from; nothing there is changed.
-        destination: where to.
-        step: which one.
+        source: the store to copy from; nothing in it changes.
+        destination: the store to copy to.
+        step: the step to copy.
         threads: files that are copied at the same time; each takes a block of memory, and what the stores need.
         deep: read the files that are there already and compare them with their digests, too.
         progress: called from any thread with the number of bytes that are newly known to be there.

@@ -90,7 +90,7 @@ def compare_checkpoints(
     Args:
         first: numbers are relative to it.
         second: the other one.
-        subjects: what to compare.
+        subjects: parts of the checkpoints to compare.
         progress: called with the number of bytes of the first that were just compared.
 
     Raises:

@@ -58,7 +58,7 @@ def iconv_name(content: bytes, at: int) -> str | None:
     """Return what ``iconv`` calls UTF-16, UTF-32 or CP1252 where ``content`` looks like it; None where it does not.
 
     Args:
-        content: of a file, or a part of it.
+        content: bytes of a file, or of a part of it.
         at: place of a byte that is not UTF-8; the lines around it decide.
     """
     wide = _utf16_or_32(content)
@@ -75,8 +75,8 @@ def not_utf8(path: Path, content: bytes, at: int, *, first_line: int = 1) -> Nxd
     """Return the error of ``content``, whose byte ``at`` is not UTF-8, with the command that converts the file.
 
     Args:
-        path: of the file.
-        content: of it, or a part of it.
+        path: path of the file, for errors.
+        content: bytes of the file, or of a part of it.
         at: place of the byte.
         first_line: number of the line with which ``content`` begins.
     """

@@ -70,7 +70,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
 
     Args:
         patterns: paths, patterns (``corpus/*.txt``) and ``package://`` paths.
-        key: of the configuration, for errors.
+        key: configuration key that names the file, for errors.
 
     Raises:
         DataFileNotFound: a path or pattern matches no file; names what is found nearby.
@@ -124,8 +124,8 @@ def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
     """Return the text of ``content``, which is UTF-8 and may begin with a byte order mark.
 
     Args:
-        path: of the file, for errors.
-        content: of it, or a part of it.
+        path: path of the file, for errors.
+        content: bytes of the file, or of a part of it.
         first_line: number of the line with which ``content`` begins.
 
     Raises:
@@ -147,7 +147,7 @@ def json_objects(path: Path, text: str, *, example: str = "") -> Iterator[tuple[
 
     Args:
         path: named in errors.
-        text: of the file.
+        text: decoded text of the file.
         example: an object as it is wanted, for errors.
 
     Raises:

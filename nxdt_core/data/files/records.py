@@ -148,7 +148,7 @@ def read_records(
     Args:
         patterns: paths and patterns; a directory stands for its files of one kind (Arrow, else Parquet, JSONL, JSON,
             CSV), and one that ``DatasetDict.save_to_disk`` wrote for those of ``split``.
-        key: of the configuration, for errors.
+        key: configuration key that names the file, for errors.
         example: a record as it is wanted, as JSON, for errors.
         split: of the run.
         columns: key that a format names → key that the files have it under.

@@ -37,7 +37,7 @@ def pretrained_files(content: bytes, added: Mapping[str, int], names: Mapping[st
     Empty for a model that these cannot say: one of unigrams, and one that normalises text or merges its spaces.
 
     Args:
-        content: of the model file.
+        content: bytes of the model file.
         added: tokens that texts may spell out → their ids.
         names: ``bos_token``, ``eos_token``, ``pad_token`` → the token in use, or None.
     """

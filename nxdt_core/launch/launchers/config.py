@@ -184,7 +184,7 @@ def program(options: ClusterOptions, *, module: bool = False) -> list[str]:
     """Return the words that call nxdt on a node.
 
     Args:
-        options: of the cluster.
+        options: the launcher's options.
         module: as a module behind ``torchrun``, ``-m nxdt_core``.
     """
     if module:

@@ -45,9 +45,9 @@ def manifests(
 
     Args:
         job: the run.
-        options: of the cluster.
+        options: the launcher's options.
         launcher: who asks, for errors.
-        annotations: of the job.
+        annotations: Kubernetes annotations of the job.
 
     Raises:
         LauncherNeedsOption: there is no image.

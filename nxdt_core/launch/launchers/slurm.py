@@ -61,7 +61,7 @@ def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = 
 
     Args:
         job: the run.
-        options: of the cluster.
+        options: the launcher's options.
         srun_options: further options of the ``srun`` that trains.
     """
     tasks = options.tasks or ("node" if job.needs_agent else "device")

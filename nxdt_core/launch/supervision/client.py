@@ -88,7 +88,7 @@ class Client:
 
     Args:
         place: of this process; of a launcher, only ``host`` counts.
-        supervisor: where to connect to.
+        supervisor: address of the supervisor.
         is_rank: whether this is a rank, which is ended with the others; a launcher is only informed.
 
     Raises:

@@ -91,7 +91,7 @@ class MetricsWriter(Callback):
 
     Args:
         files: the run's, on the first rank.
-        console: where a person reads along.
+        console: prints lines for the user.
         every: steps between two rows.
         flops: operations per token, for the share of the devices' peak.
         compute_dtype: dtype of the matrix products, which decides the peak.

@@ -36,7 +36,7 @@ class Monitor:
     A file that cannot be written once the run is under way is a warning, and gets no more.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         world_size: processes of the run.
         writes: whether this process writes; False on all ranks but the first.
     """

@@ -125,7 +125,7 @@ class MonitorServer:
 
     Args:
         host: address to listen at.
-        port: its port; 0 takes a free one.
+        port: TCP port; 0 takes a free one.
         texts: returns the metrics, the health document, and when they were written (seconds since 1970).
 
     Raises:

@@ -154,7 +154,7 @@ class EarlyStop(Callback):
     """Judges a metric after each validation; all ranks stop where one would.
 
     Args:
-        params: what is judged, and how.
+        params: the section ``early_stopping_callback_params``.
         min_steps: steps before which it does not stop the run.
     """
 

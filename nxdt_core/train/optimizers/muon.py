@@ -37,8 +37,8 @@ class ShardExchange:
 
         Args:
             shards: at least one.
-            device: where tensors are that will be exchanged.
-            dtype: of these.
+            device: device of the tensors that will be exchanged.
+            dtype: dtype of these tensors.
         """
         self._groups = shards[0].groups
         self._nothing = torch.empty(0, device=device, dtype=dtype)

@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a log record as a JSON object, on one line.
 
     Args:
-        rank: of this process.
+        rank: global rank of this process.
         redact: replaces what must not be written, in the message and in a traceback.
     """
 

@@ -55,7 +55,7 @@ def decide_start(
         config: its section ``checkpoint`` says what is wanted.
         own: the run's store.
         say: prints a line about what is skipped.
-        ranks: of the run; None for a single process.
+        ranks: for collectives over all processes; None in a run of one process.
 
     Raises:
         RunAlreadyHasCheckpoints: a new run would mix with an older one's checkpoints.
@@ -175,7 +175,7 @@ def epochs_to_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConf
     Passes follow each other without a gap, so that one may end within a step; n passes are the whole steps in them.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         samples: in the training data; None where they do not know.
 
     Raises:

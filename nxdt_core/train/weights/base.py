@@ -140,7 +140,7 @@ def base_weights(
         config: of the run that wrote the checkpoint, on one process
             (:func:`~nxdt_core.train.weights.saved_config.saved_run`).
         storage: the store that holds the checkpoint.
-        manifest: of the checkpoint.
+        manifest: the committed manifest of the checkpoint.
         base: address of a different base: a checkpoint or a directory of another program. None uses the checkpoint
             itself if it is complete, else the weights that its run began with: ``checkpoint.resume_from``, where its
             run recorded the step, or fresh weights.
@@ -208,10 +208,10 @@ def load_weights(
     """Replace the weights of ``model`` by those of a checkpoint. Collective.
 
     Args:
-        storage: where from.
-        manifest: of the step to load.
-        engine: of ``model``.
-        model: in its layout.
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint to load.
+        engine: the parallel engine that has laid out ``model``.
+        model: the parallel model, in its layout.
         strict: refuse a checkpoint that lacks parameters of the model or has others; otherwise what it lacks stays as
             it is, what else it has is left out, and a warning names both.
         with_optimizer: whether optimizer state will be loaded, too. Without it, a checkpoint may lack what adapters

@@ -72,7 +72,7 @@ def export_hf(
         source: a checkpoint, or the root of a run's checkpoints (the newest committed one is taken).
         target: a directory or the address of another store, empty.
         dtype: of floating-point tensors; None keeps those of the checkpoint.
-        max_shard_bytes: of one file of weights.
+        max_shard_bytes: largest size of one file of weights, in bytes.
         workers: files that each rank writes at the same time.
         average: write the average of the weights (``exp_manager.ema``) instead of the weights.
         config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that the checkpoint keeps.
@@ -128,7 +128,7 @@ def plan_export(
 
     Args:
         saved: the run that wrote the checkpoint.
-        manifest: of the checkpoint.
+        manifest: the committed manifest of the checkpoint.
         index: its tensors by name; None takes those of the model.
         dtype: as of :func:`export_hf`.
         max_shard_bytes: as of :func:`export_hf`.

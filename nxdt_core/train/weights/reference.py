@@ -72,7 +72,7 @@ class DatasetWithReference:
 
     Args:
         dataset: the samples.
-        log_probs: of their labels.
+        log_probs: log-probabilities of the labels of each sample.
         model: digest of what the log-probabilities were computed with.
     """
 
@@ -121,8 +121,8 @@ def with_reference(
 
     Args:
         dataset: the samples of a split.
-        config: of the run.
-        engine: of ``model``.
+        config: the resolved configuration of the run.
+        engine: the parallel engine that has laid out ``model``.
         model: with the weights that the run begins with.
         weights: digest of where those come from; None in a resumed run, whose weights have changed since.
 
@@ -233,7 +233,7 @@ def first_weights_digest(config: ResolvedConfig, manifest: Manifest | None, fore
     """Return the digest of what a new run takes its first weights from.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         manifest: of the checkpoint with the weights, if there is one.
         foreign: path of another program's checkpoint, if the weights are from one.
     """

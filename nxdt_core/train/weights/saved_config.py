@@ -114,8 +114,8 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     """Return the run that wrote a checkpoint.
 
     Args:
-        manifest: of the checkpoint.
-        where: its address.
+        manifest: the committed manifest of the checkpoint.
+        where: address of the checkpoint, for messages.
         config: decides in place of the configuration that the checkpoint keeps.
         base: whether the weights that the run began with are needed, where the checkpoint leaves them out.
 

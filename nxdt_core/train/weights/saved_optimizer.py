@@ -66,7 +66,7 @@ def check_shared_state(
     Args:
         state: of the optimizer, as its ``state_dict`` returns it.
         weights: of this rank by name; DTensors or pieces where they are sharded.
-        ranks: of the run.
+        ranks: for collectives over all processes of the run.
 
     Raises:
         OptimizerStateOfShards: some differs; the same on all ranks.

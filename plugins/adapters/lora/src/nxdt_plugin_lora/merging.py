@@ -132,7 +132,7 @@ def merged_weight(
     Args:
         weight: [out, in], a table [rows, width], or of experts [experts, out, in].
         update: its parameters by kind.
-        config: of the run.
+        config: the resolved configuration of the run.
         table: whether it is one that is looked up.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)

@@ -125,7 +125,7 @@ def describe(
     every target module that is called as a matrix of theirs for one; layers of that name are target parameters.
 
     Args:
-        builder: of the base.
+        builder: builder of the base model.
         lora: section of the run.
         trained: shapes of what trains, by name.
         base: name or path of the base, for peft.

@@ -68,7 +68,7 @@ def peft_config(
     """Return the file's content.
 
     Args:
-        config: of the run.
+        config: the resolved configuration of the run.
         base: name or path of the base model.
         targets: modules of transformers with an update.
         whole: modules that train whole.

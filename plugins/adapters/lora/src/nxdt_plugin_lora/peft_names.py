@@ -89,8 +89,8 @@ def peft_tensors(
     """Return the trained parameters of a model by name.
 
     Args:
-        builder: of the model, without adapters.
-        shapes: of all trained parameters, by name.
+        builder: builder of the model, without adapters.
+        shapes: shape of each trained parameter, by name.
         embeddings: names of the tables that are looked up.
 
     Raises:

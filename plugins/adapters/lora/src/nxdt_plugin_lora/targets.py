@@ -44,8 +44,8 @@ def chosen_targets(
 
     Args:
         module: the model.
-        plan: of it.
-        names: of layers.
+        plan: parallel plan of the model.
+        names: names of layers.
         whole: paths of the modules that train whole.
 
     Raises:

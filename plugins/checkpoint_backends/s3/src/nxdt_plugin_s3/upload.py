@@ -72,9 +72,9 @@ class Upload(io.RawIOBase):
     """What a block of ``open_write`` writes to; :meth:`finish` or :meth:`abort` ends it.
 
     Args:
-        connection: to the bucket.
-        name: of the object.
-        where: its address, for messages.
+        connection: client of the bucket.
+        name: key of the object in the bucket.
+        where: address of the object, for messages.
         group: whose deadline counts.
     """
 

@@ -29,7 +29,7 @@ class Groups:
     Args:
         tp, pp: sizes; the other ranks are data parallel.
         rank, world_size: of this process.
-        device_type: of the tensors that the groups communicate.
+        device_type: torch's device type of the tensors that the groups communicate.
         timeout_s: longest wait within one collective; None takes torch's default.
     """
 

@@ -36,7 +36,7 @@ class ColumnParallelLinear(nn.Linear):
         output_size: output features, of all ranks together.
         bias: whether there is one.
         gather_output: give each rank the features of all ranks.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         device: on which the weights are built; the engine moves them.
         init_method: called with the weight; the default is that of ``torch.nn.Linear``.
         sequence_parallel_enabled: informative; ``neuronx_distributed_config(sequence_parallel=True)`` decides for the

@@ -58,7 +58,7 @@ class NeuronLTModule(pl.LightningModule):
 
     Args:
         model_fn: returns the module; may be None where a subclass overrides ``setup``.
-        nxd_config: of ``neuronx_distributed_config``.
+        nxd_config: what ``neuronx_distributed_config`` returned.
         opt_cls: the optimizer's class.
         scheduler_cls: called with the optimizer.
         model_args, model_kwargs: passed to ``model_fn``.

@@ -77,7 +77,7 @@ def clip_grad_norm(
 
     Args:
         parameters: those of the model.
-        max_norm: of the gradients of the whole model.
+        max_norm: largest norm of the gradients of the whole model.
         norm_type: 2, the only norm here.
 
     Raises:

@@ -68,7 +68,7 @@ def save_checkpoint(
         num_kept_ckpts: delete all but this number of the newest tags afterwards.
         async_save: return once the model may be changed; the next save, or the end of the process, waits.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: no effect.
-        nxd_config: that of ``model``.
+        nxd_config: the configuration that ``model`` was made with.
 
     Raises:
         NotOfThisModel: a model or an optimizer of another kind.
@@ -111,7 +111,7 @@ def load_checkpoint(
 
     Args:
         path: as of :func:`save_checkpoint`.
-        tag: of the checkpoint; None is the newest.
+        tag: tag of the checkpoint; None takes the newest.
         model: its weights are replaced.
         optimizer: its state is replaced, and the options of its groups; None leaves both.
         scheduler: gets the state that was saved.

@@ -41,7 +41,7 @@ def of_split(files: Sequence[Path], directory: Path, *, key: str, split: SplitNa
     Args:
         files: at any depth of the directory.
         directory: whose own name says nothing.
-        key: of the configuration, for errors.
+        key: configuration key that names the file, for errors.
         split: which to take.
 
     Raises:

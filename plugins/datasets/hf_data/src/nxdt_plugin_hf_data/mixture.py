@@ -1,4 +1,4 @@
-"""Streams read in proportion to their weights, and a stream whose blocks are taken in a random order."""
+"""Several streams as one, and a stream in a random order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Interleave:
 
     Args:
         streams: endless ones.
-        weights: of each, above 0.
+        weights: weight of each stream, above 0.
     """
 
     def __init__(self, streams: Sequence[IterableDataset], weights: Sequence[float]) -> None:

@@ -91,7 +91,7 @@ class RowDataset:
     """A map-style dataset over rows of at most ``seq_length`` + 1 tokens.
 
     Args:
-        columns: of the dataset.
+        columns: names of the dataset's columns.
         seq_length: tokens of a sample.
         packing: how documents of a row affect each other.
         path: names the dataset in errors.

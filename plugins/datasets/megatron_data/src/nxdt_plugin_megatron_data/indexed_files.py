@@ -267,7 +267,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
 
     Args:
         path: the file, replaced whole.
-        dtype: of a token.
+        dtype: NumPy dtype of a token id.
         lengths: [sequences] tokens of each.
         borders: [documents + 1] first sequence of each document, and the number of sequences.
     """

@@ -37,8 +37,8 @@ def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool)
     """Samples in a pass over ``tokens``.
 
     Args:
-        tokens: of all documents.
-        seq_length: of a sample.
+        tokens: number of tokens in all documents together.
+        seq_length: tokens of a sample.
         extra: each sample has one token more than that, for the last label; it is the first of the next sample.
         drop_last: leave out what is left behind the last whole sample.
     """

@@ -19,10 +19,9 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
-from nxdt_plugin_nxd.layout.placement import MeshCoordinates
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.library import computes_on_host, load_library, platform
-from nxdt_plugin_nxd.neuron.compile_cache import ahead_of, check_cache
-from nxdt_plugin_nxd.neuron.environment import apply_environment, variables_of
+from nxdt_plugin_nxd.neuron.environment import ahead_of, apply_environment, check_cache, variables_of
 from nxdt_plugin_nxd.neuron.hardware import Machine, check_layout, machine_of_product, position_of
 from nxdt_plugin_nxd.neuron.lazy_device import end_of_step, join_processes, lazy_device
 

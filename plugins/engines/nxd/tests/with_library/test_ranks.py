@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from nxdt_plugin_nxd.layout.placement import MeshCoordinates
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.neuron.hardware import machine_of_product, position_of
 
 from nxdt_core.protocols.mesh import MeshSizes

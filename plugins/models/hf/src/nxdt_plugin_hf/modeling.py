@@ -1,4 +1,8 @@
-"""The module: transformers' own class, under its own names, called as this project calls models."""
+"""The module: transformers' own class, under its own names, called as this project calls models.
+
+Buffers that are saved like weights, such as the correction of DeepSeek-V3's routers (arXiv:2412.19437), become frozen
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,7 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall, attention_core
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
-from nxdt_plugin_hf.moe.blocks import end_with_sum, mixtures
-from nxdt_plugin_hf.moe.experts import replace_experts
-from nxdt_plugin_hf.moe.router_loss import router_balance
+from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, router_balance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,7 +124,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
 
     Args:
         architecture: of the model.
-        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.sharding.tracing.trace_model`.
+        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.tracing.trace_model`.
 
     Raises:
         UnsupportedArchitecture: its embedding or its head is not what it should be.

@@ -1,4 +1,4 @@
-"""Pairs as samples of two rows: chosen answers in one, rejected ones in the other, each behind its prompt."""
+"""Pairs in compact arrays, and as samples of two rows: chosen answers in one, rejected ones in the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs that are too long are cut, first the prompt, then the answers."""
+"""The dataloader ``preference``: reads, renders and cuts a split's records when the run starts."""
 
 from __future__ import annotations
 

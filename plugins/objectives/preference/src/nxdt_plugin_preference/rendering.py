@@ -45,7 +45,7 @@ class Renderer:
     is looked for when the first messages come by.
 
     Args:
-        tokenizer: of the run.
+        tokenizer: the tokenizer of the run.
         keys: choose the template, what messages may spell, and how answers end.
     """
 

@@ -37,7 +37,7 @@ class Float8Product:
         Args:
             scaling: name of a recipe of torchao.
             skip: patterns of layers that it does not cover.
-            device_type: of the run.
+            device_type: torch's device type of the run, such as ``cuda``.
             gathers: let FSDP2 gather weights in float8; for scaling of whole tensors.
 
         Raises:

@@ -149,8 +149,8 @@ class Output:
     """The files of an unfinished run: tokens, lengths, and how far they go.
 
     Args:
-        prefix: of the files that it becomes.
-        dtype: of a token.
+        prefix: path of the output, without ``.bin`` and ``.idx``.
+        dtype: NumPy dtype of a token id.
         job: digest of what decides the output.
 
     Raises:

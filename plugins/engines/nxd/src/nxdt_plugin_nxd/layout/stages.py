@@ -1,11 +1,13 @@
 """From a builder's plain module to this rank's pipeline stage with the library's layers, and its weights.
 
 The order is that of :class:`nxdt_core.protocols.plan.ParallelPlan`: adapters, pipeline cut, tensor parallel layers,
-recomputation. The module is on the meta device until :func:`materialise`.
+dropouts, recomputation. Ranks that hold the same values drop the same elements, as under the torch engine. The module
+is on the meta device until :func:`materialise`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.mesh import MeshSizes
@@ -27,12 +31,10 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_plugin_nxd.layout.dropout import place_dropouts
 from nxdt_plugin_nxd.layout.layers import apply_translation
-from nxdt_plugin_nxd.layout.placement import MeshCoordinates
-from nxdt_plugin_nxd.layout.translation import Shard, translate
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates, Shard, translate
 
-__all__ = ["LocalParameter", "Stage", "lay_out", "materialise", "parameters_of", "round_to"]
+__all__ = ["LocalParameter", "Stage", "lay_out", "materialise", "parameters_of", "place_dropouts", "round_to"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,3 +220,45 @@ def _held(stage: Stage, place: MeshCoordinates) -> Iterator[tuple[str, LocalPara
             place=place,
         )
         yield name, held
+
+
+_SALT_BITS = 62
+
+
+def place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinates, *, sequence_parallel: bool) -> None:
+    """Fill the slots of the modules of a stage that draw masks (:mod:`nxdt_core.models.random.dropout`).
+
+    Args:
+        module: one pipeline stage, whose paths are those of the whole model; changed in place.
+        plan: names the tensor blocks.
+        place: of this process; in a single process there are no salts.
+        sequence_parallel: activations outside the tensor blocks are parts of the sequence.
+    """
+    for path, part in module.named_modules():
+        if not hasattr(part, "salt"):
+            continue
+        inside = any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
+        whole = bool(getattr(part, "whole", False))
+        if isinstance(part, Dropout) and not part.dispatched:
+            part.part = _part(path, part, place, cut=inside and not whole)
+        if place.sizes.world_size > 1:
+            own = (sequence_parallel or inside) and not whole
+            name = "\0".join(map(str, (path, place.dp, 0, place.tp if own else "all")))
+            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
+
+
+def _part(path: str, dropout: Dropout, place: MeshCoordinates, *, cut: bool) -> MaskPart:
+    tensor_part = place.tp, place.sizes.tp
+    return MaskPart(
+        name=encoded_name(path),
+        sequence_parts=tensor_part,
+        features=dropout.features,
+        feature_parts=tensor_part if cut and dropout.features is None else (0, 1),
+    )
+
+
+def _upwards(path: str) -> list[str]:
+    """``a.b.c``, ``a.b``, ``a``."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -16,7 +16,7 @@ from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.sharded_logits import sharded_cross_entropies
+from nxdt_plugin_nxd.layout.layers import sharded_cross_entropies
 
 __all__ = ["ComputeContext", "GlobalBatch"]
 

@@ -27,9 +27,9 @@ from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.placement import MeshCoordinates
-from nxdt_plugin_nxd.layout.sharded_logits import whole_logits
+from nxdt_plugin_nxd.layout.layers import whole_logits
 from nxdt_plugin_nxd.layout.stages import LocalParameter, Stage, parameters_of, round_to
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.training.global_batch import ComputeContext, GlobalBatch
 from nxdt_plugin_nxd.training.parameters import (

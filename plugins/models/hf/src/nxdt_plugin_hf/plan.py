@@ -1,26 +1,31 @@
-"""Tensor parallelism by the plan that a model of transformers brings, in the words of ours."""
+"""The parallel plan of a model of transformers: tensor and pipeline parallelism by the plans that the model brings.
+
+The pipeline plan is tried out before it is used.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.plan import AttentionHeads, TensorStyle
+from nxdt_core.protocols.plan import AttentionHeads, PipelinePlan, TensorStyle
 from nxdt_plugin_hf.attention import AttentionCall
-from nxdt_plugin_hf.moe.blocks import mixtures, not_additive
-from nxdt_plugin_hf.moe.experts import TENSOR_STYLE, routed_experts
-from nxdt_plugin_hf.sharding.tracing import pattern_of
+from nxdt_plugin_hf.mixtures import TENSOR_STYLE, mixtures, not_additive, routed_experts
+from nxdt_plugin_hf.tracing import pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from nxdt_plugin_hf.modeling import CausalLM
 
-__all__ = ["TensorPlan", "tensor_plan"]
+__all__ = ["TensorPlan", "pipeline_plan", "tensor_plan"]
 
 _STYLES: Mapping[str, TensorStyle] = {
     "colwise": "column",
@@ -181,4 +186,54 @@ def _refusal(
     call = next(iter(calls.values()))
     if fused and call.heads != call.kv_heads:
         return "one matrix makes its queries, keys and values, and their heads are shared"
+    return None
+
+
+_TOKENS = 4
+
+
+def pipeline_plan(model: CausalLM, layers: str, hidden_size: int) -> tuple[PipelinePlan | None, str]:
+    """Translate ``pp_plan`` of ``model``.
+
+    Args:
+        model: whole, on the meta device; not changed.
+        layers: path of its layers.
+        hidden_size: width of what travels.
+
+    Returns:
+        The plan, or None and why there is none.
+    """
+    theirs = cast("PreTrainedModel", model).pp_plan or {}
+    if layers not in theirs:
+        return None, "transformers has no pipeline plan for it"
+    first, last = [model.embedding_path], [model.head_path]
+    modules = dict(model.named_modules())
+    for path, (takes, _) in theirs.items():
+        if path not in (layers, *first, *last) and path in modules:
+            (first if takes[0] in ("input_ids", "inputs_embeds") else last).insert(-1, path)
+    plan = PipelinePlan(hidden_size=hidden_size, first=tuple(first), layers=layers, last=tuple(last))
+    refusal = _pipeline_refusal(model, plan)
+    return (plan, "") if refusal is None else (None, refusal)
+
+
+def _pipeline_refusal(model: CausalLM, plan: PipelinePlan) -> str | None:
+    """A stage between others, without its layers, must hand on what it is given: what is left of the model changes
+    nothing, and knows nothing of the first stage's or the last's."""
+    stage = copy.deepcopy(model)
+    stage.get_submodule(plan.layers)._modules.clear()
+    for path in (*plan.first, *plan.last):
+        stage.set_submodule(path, nn.Identity())
+    left = [name for name, _ in stage.named_parameters()]
+    if left:
+        return f"its plan in transformers puts {', '.join(left)} on no stage"
+    stage.to_empty(device=HOST)
+    stage.reset_buffers()
+    hidden = torch.linspace(-1, 1, _TOKENS * plan.hidden_size).view(1, _TOKENS, plan.hidden_size)
+    try:
+        with torch.no_grad():
+            handed_on = stage.eval()(hidden, torch.arange(_TOKENS)[None])
+    except Exception as error:  # a model's own code may raise anything
+        return f"a stage without the first layers does not run ({type(error).__name__}: {error})"
+    if not isinstance(handed_on, torch.Tensor) or not torch.equal(handed_on, hidden):
+        return "its forward changes hidden states outside of its layers, on every stage"
     return None

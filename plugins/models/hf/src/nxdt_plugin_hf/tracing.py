@@ -11,7 +11,7 @@ from torch import nn
 
 from nxdt_plugin_hf.attention import IMPLEMENTATION, AttentionCall, note_calls
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
-from nxdt_plugin_hf.moe.experts import replace_experts, routed_experts
+from nxdt_plugin_hf.mixtures import replace_experts, routed_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
