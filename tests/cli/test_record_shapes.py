@@ -307,8 +307,8 @@ def test_sources_are_named_in_a_file(tmp_path, capsys):
     config = tmp_path / "mixed.yaml"
     config.write_text(
         "base: recipe:llama-tiny-sft\ndata:\n  train_files: []\n  validation_fraction: 0\n  sources:\n"
-        f"    chats: {{train_files: [{tmp_path}/a.jsonl], weight: 2}}\n"
-        f"    pairs: {{train_files: [{tmp_path}/b.jsonl], columns: {{prompt: problem, completion: solution}}}}\n"
+        "    chats: {train_files: [a.jsonl], weight: 2}\n"
+        "    pairs: {train_files: [b.jsonl], columns: {prompt: problem, completion: solution}}\n"
     )
     assert main(["data", "preview", str(config)]) == 0
     said = capsys.readouterr().out
