@@ -493,3 +493,69 @@ def test_inspect_refuses_what_is_broken(by_hand, nxdt):
     assert "there is no note" in nxdt("inspect", prefix).stdout
     bin_path(prefix).write_bytes(b"")
     refused(nxdt("inspect", prefix), "NXDT-D103", "has 0 bytes")
+
+
+@pytest.fixture
+def long_corpus(tmp_path):
+    """A plain and a packed file of several blocks each."""
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 2)
+    write_jsonl(tmp_path / "b.jsonl.gz", DOCUMENTS)
+    return "--input", "a.jsonl", "b.jsonl.gz", "--tokenizer", "byte"
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_joined_parts_are_what_is_written_without_parts(count, long_corpus, nxdt, tmp_path):
+    assert nxdt("preprocess", *long_corpus, "--output-prefix", "whole").returncode == 0
+    names = [f"part-{number}" for number in range(1, count + 1)]
+    for number, name in enumerate(names, start=1):
+        done = nxdt("preprocess", *long_corpus, "--output-prefix", name, "--shard", f"{number}/{count}")
+        assert done.returncode == 0, done.stderr
+    assert sum(len(IndexedTokens(tmp_path / name)) > 0 for name in names) > 1
+    done = nxdt("merge", *names, "--output-prefix", "joined", "--json")
+    assert json.loads(done.stdout)["documents"] == len(DOCUMENTS) * 3
+    assert content(tmp_path / "joined") == content(tmp_path / "whole")
+    assert read_note(tmp_path / "joined") == read_note(tmp_path / "whole")
+    assert nxdt("inspect", "joined").returncode == 0
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_part_resumes_where_it_stopped(kept, long_corpus, nxdt, tmp_path, monkeypatch):
+    words = ("preprocess", *long_corpus, "--output-prefix", "part", "--shard", "2/2", "--save-every", "0")
+    assert nxdt(*words).returncode == 0
+    wanted = content(tmp_path / "part")
+    append, calls = preprocess_run.Output.append, []
+
+    def stopping(self, *written):
+        calls.append(written)
+        if len(calls) > kept:
+            raise KeyboardInterrupt
+        append(self, *written)
+
+    monkeypatch.setattr(preprocess_run.Output, "append", stopping)
+    nxdt(*words, "--overwrite")
+    assert len(calls) == kept + 1
+    monkeypatch.setattr(preprocess_run.Output, "append", append)
+    assert "Resumed after" in nxdt(*words).stdout
+    assert content(tmp_path / "part") == wanted
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/0"])
+def test_a_part_that_is_none_is_named(shard, long_corpus, nxdt):
+    done = nxdt("preprocess", *long_corpus, "--output-prefix", "p", "--shard", shard)
+    assert done.returncode == 2
+    assert "is not a part such as 1/4" in done.stderr
+
+
+def test_parts_of_other_tokenizers_are_not_joined(nxdt, tmp_path, bpe):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:3])
+    for name, tokenizer in (("one", "byte"), ("other", bpe)):
+        options = () if name == "one" else ("--tokenizer-option", "eos_token=<end>")
+        nxdt("preprocess", "--input", "a.jsonl", "--output-prefix", name, "--tokenizer", tokenizer, *options)
+    done = nxdt("merge", "one", "other", "--output-prefix", "joined")
+    assert done.returncode == 2
+    assert "[NXDT-D121]" in done.stderr
+    assert "its tokenizer is" in done.stderr
+    assert nxdt("merge", "one", "--output-prefix", "one").returncode == 2
+    assert nxdt("merge", "one", "--output-prefix", "joined").returncode == 0
+    done = nxdt("merge", "one", "--output-prefix", "joined")
+    assert "[NXDT-D110]" in done.stderr
