@@ -33,7 +33,7 @@ from nxdt_plugin_preference.rendering import Pair, Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
+class TruncatedPairs:
     """The rule of TRL's DPO trainer up to 0.10, which NxD Training uses.
 
     Raises:
@@ -77,7 +77,7 @@ class PreferenceData:
         self._context = context
         self._tokenizer: Tokenizer = context.tokenizer
         limit = config.max_prompt_length
-        self._fitting = Fitting(
+        self._fitting = TruncatedPairs(
             seq_length=context.seq_length,
             max_prompt_length=context.seq_length // 2 if limit is None else limit,
             mode=config.truncation_mode,
