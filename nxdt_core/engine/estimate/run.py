@@ -1,7 +1,7 @@
 """What a run of any size would need, from one process without its devices: memory, traffic, idle time, sizes.
 
 Traffic is the bytes that a rank sends in a step: what was measured on a micro-batch, and what comes once per step. They
-are lower bounds by ring algorithms, as in :class:`nxdt_core.engine.estimate.live.WireBytes`.
+are lower bounds by ring algorithms, as in :class:`nxdt_core.engine.estimate.trace.WireBytes`.
 """
 
 from __future__ import annotations
