@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_plugin_lightning.errors import TrainerArgumentsIgnored
 from nxdt_plugin_lightning.trainer_checks import asked_processes
 
@@ -27,7 +27,7 @@ class StartedProcesses(LightningEnvironment):
     @property
     def creates_processes_externally(self) -> bool:
         """Return whether another program has started this process as one of several."""
-        return place_from_environment().world_size > 1 or super().creates_processes_externally
+        return read_rank_environment().world_size > 1 or super().creates_processes_externally
 
 
 @final
