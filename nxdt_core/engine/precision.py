@@ -28,8 +28,6 @@ from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import LinearProduct
 
-__all__ = ["CopiedMasters", "apply_product", "product_layers", "rounded_weights"]
-
 _WITH_SLOT = (ProductLinear, ColumnParallelLinear, RowParallelLinear)
 _NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
 

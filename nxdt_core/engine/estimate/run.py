@@ -29,8 +29,6 @@ from nxdt_core.protocols.estimate import Estimate, RankEstimate
 from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["estimate"]
-
 _SCALE_BYTES = 4
 """Of the largest element of a weight that travels in one byte per element, which ranks find together once per step."""
 

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["GradientUse", "LiveBytes", "MicroBatchTrace", "Phase", "StageInput", "WireBytes", "trace_micro_batch"]
-
 GradientUse = Literal["accumulated", "fresh", "sharded"]
 """Use of a parameter's gradient in backward: added to an existing one, kept as the first one, or handed to a
 reduction that leaves the whole one behind."""

@@ -42,8 +42,6 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
-__all__ = ["TensorSharder", "apply_tensor_parallel", "keep_gathered", "partial_parameters", "replicated_partials"]
-
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
     "column",
     "column_gathered",

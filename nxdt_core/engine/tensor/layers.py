@@ -31,24 +31,6 @@ from nxdt_core.errors.launch import SequenceDoesNotDivide
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.updates import Product, updated_linear
 
-__all__ = [
-    "SEQUENCE_DIM",
-    "BlockEntry",
-    "ColumnParallelLinear",
-    "FeatureShard",
-    "GatheredColumnLinear",
-    "PartialRowLinear",
-    "RowParallelLinear",
-    "SequenceParallelEmbedding",
-    "SplitRowLinear",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "WholeColumnLinear",
-    "local_part",
-    "local_vocab_rows",
-    "sum_over_ranks",
-]
-
 SEQUENCE_DIM = 1
 """Dimension of [batch, seq, hidden] that sequence parallelism cuts."""
 

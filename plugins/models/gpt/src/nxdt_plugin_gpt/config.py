@@ -9,8 +9,6 @@ from typing import Any
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.hf.exchange import config_from_hf, names_in_hf
 
-__all__ = ["GPTConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig(GPTArchitecture):

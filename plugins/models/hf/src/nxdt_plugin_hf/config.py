@@ -8,8 +8,6 @@ from typing import Any
 
 from nxdt_core.config.annotations import PositiveInt
 
-__all__ = ["HFModelConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:

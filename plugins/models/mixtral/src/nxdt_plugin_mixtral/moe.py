@@ -8,8 +8,6 @@ from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 
-__all__ = ["MoEConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
