@@ -19,7 +19,7 @@ from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.resolved import Selected
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.launch.agreement import check_world_size
@@ -108,7 +108,7 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
 def _started(config: ResolvedConfig) -> Iterator[ParallelEngine]:
     """Start the engine for a block, and stop it. After an error the groups of several ranks stay: leaving them waits
     for ranks that are stuck in them, or fails those, too."""
-    check_world_size(config, place_from_environment())
+    check_world_size(config, read_rank_environment())
     engine = build.engine(config)
     start_engine(config, engine)
     try:

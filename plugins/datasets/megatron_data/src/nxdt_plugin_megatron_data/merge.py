@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def _common_note(parts: Sequence[IndexedTokens]) -> Provenance | None:
 
     from nxdt_plugin_megatron_data.errors import BadIndexFile, PartsDiffer
     from nxdt_plugin_megatron_data.indexed_files import idx_path
-    from nxdt_plugin_megatron_data.provenance import Provenance, read_provenance
+    from nxdt_plugin_megatron_data.provenance import read_provenance
 
     notes = [read_provenance(part.prefix) for part in parts]
 
@@ -86,8 +87,7 @@ def _common_note(parts: Sequence[IndexedTokens]) -> Provenance | None:
     if len(known) < len(notes):
         return None
     inputs = tuple(dict.fromkeys(path for note in known for path in note.inputs))
-    return Provenance(**{**{key: getattr(known[0], key) for key in ("tokenizer", "fingerprint", "vocab_size", "eod_id")},
-                   "inputs": inputs})  # fmt: skip
+    return replace(known[0], inputs=inputs)
 
 
 def _write(parts: Sequence[IndexedTokens], prefix: Path, note: Provenance | None) -> None:
