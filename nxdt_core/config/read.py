@@ -17,7 +17,7 @@ from nxdt_core.config.complete import Completion, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.schema import Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, is_hidden
-from nxdt_core.config.section import LISTS, Key, Mismatch, is_model, keys_of, members, nearest_keys, read_section
+from nxdt_core.config.section import LISTS, Key, is_model, keys_of, members, nearest_keys, read_section
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.config.tree import (
     LARGEST_INTEGER,

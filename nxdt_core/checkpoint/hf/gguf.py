@@ -42,7 +42,7 @@ _PRE_TOKENIZERS = (
     ('"individual_digits": true', "smollm"),
     ('"use_regex": true', "gpt-2"),
 )
-"""What the pre-tokenizer of a ``tokenizer.json`` contains, and llama.cpp's name for one that splits alike."""
+"""What the pre-tokenizer of a ``tokenizer.json`` contains, and llama.cpp's name for one that splits in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
