@@ -45,18 +45,6 @@ class Range:
         bounds = {"ge": self.low, "le": self.high}
         return {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
 
-    def holds(self, value: float) -> bool:
-        """Return whether ``value`` is within the bounds."""
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-    def describe(self) -> str:
-        """Return a description of the bounds, to follow "an integer" or "a number"."""
-        if self.low is not None and self.high is not None:
-            return f"from {self.low:g} to {self.high:g}"
-        if self.low is not None:
-            return f"of at least {self.low:g}"
-        return "" if self.high is None else f"of at most {self.high:g}"
-
 
 @dataclass(frozen=True, slots=True)
 class DefaultsTo:

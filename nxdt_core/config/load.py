@@ -14,7 +14,7 @@ from nxdt_core.config.checks import (
     find_impossible,
 )
 from nxdt_core.config.complete import (
-    complete,
+    Completion,
     find_ungiven,
     merge_plugin_defaults,
     tidy_given,
@@ -132,7 +132,7 @@ class _Load:
         passes = given.plain("trainer.max_epochs")
         if given.plain("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
             given = given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
-        completion = complete(given, composition)
+        completion = Completion(given, composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
         filled = self._hide(filled, composition, kernel)
         reading = self.reading = read_tree(filled, composition, completion.known)
@@ -244,7 +244,7 @@ class _Load:
 
     def _compose(self, given: Node, kernel: Kernel, label: str) -> tuple[Node, Composition]:
         """Select components and take in the keys that they declare."""
-        view, _ = interpolate(complete(given, Composition()).tree, wanted=selecting_keys(given))
+        view, _ = interpolate(Completion(given, Composition()).tree, wanted=selecting_keys(given))
         hf = read_hf_config(view)
         selection = Selection(given, view, kernel, hf.values, Origin(kind="file", where=label))
         self.problems += selection.problems

@@ -13,16 +13,31 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from nxdt_core.config.annotations import DefaultsTo
-from nxdt_core.config.complete import complete, section_keys
+from nxdt_core.config.complete import Completion, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.schema import Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, is_hidden
-from nxdt_core.config.section import LISTS, Key, Mismatch, is_model, keys_of, members, nearest_keys, read_section
+from nxdt_core.config.section import LISTS, Key, is_model, keys_of, members, nearest_keys, read_section
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
-from nxdt_core.config.tree import LARGEST_INTEGER, MASK, Node, describe_value, join, mapped, to_plain, walk
+from nxdt_core.config.tree import (
+    LARGEST_INTEGER,
+    MASK,
+    KeyPath,
+    Node,
+    describe_value,
+    dotted,
+    join,
+    mapped,
+    to_plain,
+    walk,
+)
 from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
 
 __all__ = ["Reading", "located", "read_part", "read_tree"]
+
+
+class Mismatch(Exception):
+    """A value that a path or an integer cannot have; the text says what it is."""
 
 
 _NAME_BYTES = 255
@@ -106,7 +121,7 @@ def read_tree(tree: Node, composition: Composition, known: Sequence[str]) -> Rea
 
 def read_part(cls: type, node: Node, path: str) -> tuple[Any, list[ConfigProblem]]:
     """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
-    completion = complete(node, Composition(), cls, path)
+    completion = Completion(node, Composition(), cls, path)
     reader = _Reader(completion.tree, Composition(), completion.known)
     return reader.read(cls, completion.tree, path), reader.result.problems
 
@@ -184,7 +199,7 @@ class _Reader:
         try:
             value = self._leaf(keys, node, path)
         except Mismatch as mismatch:
-            self._wrong(path, node, mismatch.found, key.describe())
+            self._wrong(path, node, str(mismatch), key.describe())
             return
         self.result.values[path] = tuple(value) if isinstance(value, list) else value
         yield from ((each, value) for each in keys)
@@ -208,13 +223,13 @@ class _Reader:
             origin = (section or self.result.tree).origin
             self.result.problems.append(ComponentFinding(**origin.at(path), message=f"{error}."))
             return None
-        for fault in faults:
-            self._fault(path, fault.path, fault.found)
+        for inside, found in faults.items():
+            self._fault(path, inside, found)
         return instance
 
-    def _fault(self, path: str, inside: Sequence[str], found: str) -> None:
+    def _fault(self, path: str, inside: KeyPath, found: str) -> None:
         """Report a wrong value at its key, unless something is reported there already."""
-        where = ".".join([*([path] if path else []), *inside])
+        where = join(path, dotted(inside))
         if where not in self.keys or where in self.bad:
             return
         key, node = self.keys[where]

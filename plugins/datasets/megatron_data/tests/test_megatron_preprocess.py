@@ -26,7 +26,7 @@ import zstandard
 from click.testing import CliRunner
 from nxdt_plugin_megatron_data.errors import WorkerDied
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, idx_path
-from nxdt_plugin_megatron_data.provenance import read_note
+from nxdt_plugin_megatron_data.provenance import read_provenance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.cli import main
@@ -121,7 +121,7 @@ def test_files_of_all_kinds_become_one_pair_in_their_order(tmp_path, bpe):
     assert (said["documents"], said["tokens"], said["bad"]) == (14, sum(map(len, wanted)), 0)
     assert said["tokens_per_second"] > 0
     assert (read.dtype, read.documents) == (np.dtype("<u2"), 14)
-    note = read_note(tmp_path / "out/all")
+    note = read_provenance(tmp_path / "out/all")
     assert (note.vocab_size, note.eod_id) == (1000, 0)
     assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx", "all.nxdt.json"]
 
@@ -290,7 +290,7 @@ def test_what_is_written_whole_replaces_a_link_and_a_pipe(corpus, nxdt, tmp_path
 
 def test_a_note_that_is_a_pipe_is_no_note(corpus, tmp_path):
     os.mkfifo(tmp_path / "out.nxdt.json")
-    assert read_note(tmp_path / "out") is None
+    assert read_provenance(tmp_path / "out") is None
 
 
 def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, nxdt, tmp_path):
@@ -441,7 +441,7 @@ def test_nothing_is_replaced_unless_it_is_asked_for(small, nxdt, tmp_path):
     done = nxdt(*small, "--overwrite", "--no-append-eod")
     assert done.returncode == 0, done.stderr
     assert IndexedTokens(tmp_path / "out")[0].max() < 256
-    assert read_note(tmp_path / "out").eod_id is None
+    assert read_provenance(tmp_path / "out").eod_id is None
 
 
 def test_an_unfinished_run_of_other_files_is_not_gone_on_with(small, nxdt, tmp_path):
@@ -514,7 +514,7 @@ def test_joined_parts_are_what_is_written_without_parts(count, long_corpus, nxdt
     done = nxdt("merge", *names, "--output-prefix", "joined", "--json")
     assert json.loads(done.stdout)["documents"] == len(DOCUMENTS) * 3
     assert content(tmp_path / "joined") == content(tmp_path / "whole")
-    assert read_note(tmp_path / "joined") == read_note(tmp_path / "whole")
+    assert read_provenance(tmp_path / "joined") == read_provenance(tmp_path / "whole")
     assert nxdt("inspect", "joined").returncode == 0
 
 

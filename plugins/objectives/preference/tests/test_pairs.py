@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
-from nxdt_plugin_preference.loader import Fitting, PreferenceData
+from nxdt_plugin_preference.loader import PreferenceData, TruncatedPairs
 from nxdt_plugin_preference.objectives import Dpo, Orpo
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair
@@ -211,7 +211,7 @@ class _Spelling:
 
 @pytest.mark.parametrize(("mode", "prompt"), [("keep_start", [1, 2, 3]), ("keep_end", [4, 5, 6])])
 def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
-    fitting = Fitting(seq_length=8, max_prompt_length=3, mode=mode)
+    fitting = TruncatedPairs(seq_length=8, max_prompt_length=3, mode=mode)
     long = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7] * 3, rejected=[8] * 9)
     assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5, cut=True)
     fits = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7], rejected=[8, 8])

@@ -20,7 +20,7 @@ from nxdt_plugin_hf_data.directories import Saved, open_saved
 from nxdt_plugin_hf_data.errors import CacheUnwritable, NothingToLearn
 from nxdt_plugin_hf_data.formats import files_of
 from nxdt_plugin_hf_data.mixture import Blocks, Interleave
-from nxdt_plugin_hf_data.rows import Cutting, TextFraming
+from nxdt_plugin_hf_data.rows import SampleSettings, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
 
 
@@ -65,7 +65,7 @@ class HfData:
     def __init__(self, config: HfDataConfig, context: DataContext) -> None:
         self._config = config
         self._context = context
-        self._cutting = Cutting.of(config, context)
+        self._cutting = SampleSettings.of(config, context)
         self._weights = {name: source.weight for name, source in config.named_sources().items()}
 
     def split(self, name: SplitName) -> Split:

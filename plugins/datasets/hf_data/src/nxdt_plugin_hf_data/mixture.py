@@ -18,7 +18,7 @@ class Interleave:
 
     Args:
         streams: endless ones.
-        weights: weight of each dataset, above 0.
+        weights: weight of each stream, above 0.
     """
 
     def __init__(self, streams: Sequence[IterableDataset], weights: Sequence[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
-    from nxdt_plugin_megatron_data.provenance import Note
+    from nxdt_plugin_megatron_data.provenance import Provenance
 
 
 @click.command(
@@ -54,7 +55,7 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool, json_output: bo
         click.echo(f"Wrote {prefix}.bin and .idx: {facts['tokens']:,} tokens in {facts['documents']:,} documents.")
 
 
-def _common_note(parts: Sequence[IndexedTokens]) -> Note | None:
+def _common_note(parts: Sequence[IndexedTokens]) -> Provenance | None:
     """Return the note of all parts; None where one has none.
 
     Raises:
@@ -65,11 +66,11 @@ def _common_note(parts: Sequence[IndexedTokens]) -> Note | None:
 
     from nxdt_plugin_megatron_data.errors import BadIndexFile, PartsDiffer
     from nxdt_plugin_megatron_data.indexed_files import idx_path
-    from nxdt_plugin_megatron_data.provenance import Note, read_note
+    from nxdt_plugin_megatron_data.provenance import read_provenance
 
-    notes = [read_note(part.prefix) for part in parts]
+    notes = [read_provenance(part.prefix) for part in parts]
 
-    def made_by(part: IndexedTokens, note: Note | None) -> dict[str, Any]:
+    def made_by(part: IndexedTokens, note: Provenance | None) -> dict[str, Any]:
         kept = {} if note is None else {"tokenizer": note.fingerprint, "end-of-text token": note.eod_id}
         return {"type of tokens": part.dtype.name, **kept}
 
@@ -86,17 +87,16 @@ def _common_note(parts: Sequence[IndexedTokens]) -> Note | None:
     if len(known) < len(notes):
         return None
     inputs = tuple(dict.fromkeys(path for note in known for path in note.inputs))
-    return Note(**{**{key: getattr(known[0], key) for key in ("tokenizer", "fingerprint", "vocab_size", "eod_id")},
-                   "inputs": inputs})  # fmt: skip
+    return replace(known[0], inputs=inputs)
 
 
-def _write(parts: Sequence[IndexedTokens], prefix: Path, note: Note | None) -> None:
+def _write(parts: Sequence[IndexedTokens], prefix: Path, note: Provenance | None) -> None:
     import numpy as np
 
     from nxdt_core.regular_files import replace_text, replacing
     from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, write_index
     from nxdt_plugin_megatron_data.preprocess.run import write_errors_explained
-    from nxdt_plugin_megatron_data.provenance import note_path
+    from nxdt_plugin_megatron_data.provenance import provenance_path
 
     with write_errors_explained(prefix, lambda: 0):
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +111,6 @@ def _write(parts: Sequence[IndexedTokens], prefix: Path, note: Note | None) -> N
         lengths = np.concatenate([part.lengths for part in parts])
         write_index(idx_path(prefix), parts[0].dtype, lengths, np.concatenate([*borders, before[-1:]]))
         if note is not None:
-            replace_text(note_path(prefix), note.text())
+            replace_text(provenance_path(prefix), note.text())
         else:
-            note_path(prefix).unlink(missing_ok=True)
+            provenance_path(prefix).unlink(missing_ok=True)

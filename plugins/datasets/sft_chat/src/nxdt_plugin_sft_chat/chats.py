@@ -102,7 +102,7 @@ def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds
     roles = np.full(count, TEMPLATE, np.int8)
     turns = np.zeros(count, np.int16)
     turn = 0
-    for number, span in enumerate(_spoken(conversation, rendered)):
+    for number, span in enumerate(_message_spans(conversation, rendered)):
         part = _tokens(span, located)
         role = conversation.messages[number].role
         weights[part] = conversation.messages[number].weight
@@ -123,7 +123,7 @@ def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds
     )
 
 
-def _spoken(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:
+def _message_spans(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:
     """The position of each message's text: exact for trained messages, otherwise found by searching in order."""
     spans, place = [], 0
     for number, message in enumerate(conversation.messages):
@@ -205,7 +205,7 @@ class Chats:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _Counts:
     """Counts, by what the report has them by."""
 
     roles: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, len(_NAMES)), np.int64))
@@ -245,7 +245,7 @@ def gather(
         ChatTooLong: one does not fit, and that is refused; lists all that do not.
         FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
     """
-    tally = _Tally()
+    tally = _Counts()
     tokens, masks = bytearray(), bytearray()  # which grow in place, where arrays would be held twice
     lengths: list[int] = []
     weights: dict[int, NDArray[np.float32]] = {}
@@ -294,7 +294,7 @@ def _counting(encoded: Iterable[Encoded], unused: UnusedFields) -> Iterator[Enco
 
 
 def _fitting(
-    encoded: Iterable[Encoded], most: int, truncation: Truncation, tally: _Tally
+    encoded: Iterable[Encoded], most: int, truncation: Truncation, tally: _Counts
 ) -> Iterator[tuple[Encoded, bool]]:
     """The conversations that are kept, and whether they had to be cut."""
     first: Encoded | None = None

@@ -26,15 +26,14 @@ from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig, TruncationMode
-from nxdt_plugin_preference.dataset import PairDataset
+from nxdt_plugin_preference.dataset import ALIKE, PairArrays, PairDataset, gather
 from nxdt_plugin_preference.errors import EmptySplit, NoRoomForAnswers, PairsCutAlike
-from nxdt_plugin_preference.pair_arrays import ALIKE, PairArrays, gather
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair, Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
+class TruncatedPairs:
     """The rule of TRL's DPO trainer up to 0.10, which NxD Training uses.
 
     Raises:
@@ -78,7 +77,7 @@ class PreferenceData:
         self._context = context
         self._tokenizer: Tokenizer = context.tokenizer
         limit = config.max_prompt_length
-        self._fitting = Fitting(
+        self._fitting = TruncatedPairs(
             seq_length=context.seq_length,
             max_prompt_length=context.seq_length // 2 if limit is None else limit,
             mode=config.truncation_mode,

@@ -98,7 +98,7 @@ def preprocess(
     where it stopped when the same command is given again.
     """
     from nxdt_core.data.files.paths import expand
-    from nxdt_plugin_megatron_data.preprocess.records import Recipe
+    from nxdt_plugin_megatron_data.preprocess.records import TokenizationOptions
     from nxdt_plugin_megatron_data.preprocess.run import Job
     from nxdt_plugin_megatron_data.preprocess.run import preprocess as run
     from nxdt_plugin_megatron_data.preprocess.tokenizers import find_tokenizer
@@ -107,7 +107,7 @@ def preprocess(
         files=tuple(expand((*inputs, *more), "--input")),
         prefix=checked_prefix(prefix),
         tokenizer=find_tokenizer(tokenizer, tokenizer_option),
-        recipe=Recipe(
+        recipe=TokenizationOptions(
             text_key=text_key,
             separator=_unescaped(separator) if separator else None,
             append_eod=append_eod,

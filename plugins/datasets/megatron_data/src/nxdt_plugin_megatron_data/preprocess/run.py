@@ -34,9 +34,9 @@ from nxdt_plugin_megatron_data.errors import (
 )
 from nxdt_plugin_megatron_data.indexed_files import bin_path, dtype_for, idx_path
 from nxdt_plugin_megatron_data.preprocess.progress import Block, Counts, Output, Place, is_json, read_blocks
-from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
+from nxdt_plugin_megatron_data.preprocess.records import Encoded, TokenizationOptions, encode_here, start_worker
 from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
-from nxdt_plugin_megatron_data.provenance import Note, note_path
+from nxdt_plugin_megatron_data.provenance import Provenance, provenance_path
 
 _AHEAD_PER_WORKER = 3
 """Blocks that are read before their turn: each process finds its next one ready."""
@@ -54,7 +54,7 @@ class Job:
     files: tuple[Path, ...]
     prefix: Path
     tokenizer: NamedTokenizer
-    recipe: Recipe
+    recipe: TokenizationOptions
     workers: int
     max_bad_share: float
     save_every_s: float
@@ -91,7 +91,7 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
     tokenizer = job.tokenizer.build()
     if job.recipe.append_eod and tokenizer.eos_id is None:
         raise NoEndToken(tokenizer=job.tokenizer.label)
-    note = Note(
+    note = Provenance(
         tokenizer=job.tokenizer.label,
         fingerprint=tokenizer.fingerprint(),
         vocab_size=tokenizer.vocab_size,
@@ -207,7 +207,7 @@ def _check_bad_share(output: Output, share: float, *, at_least: int) -> None:
 def _clear(job: Job) -> None:
     """Refuse existing files, or remove them."""
     unfinished, outputs = Output.unfinished(job.prefix), (bin_path(job.prefix), idx_path(job.prefix))
-    written = (*unfinished, *outputs, note_path(job.prefix))
+    written = (*unfinished, *outputs, provenance_path(job.prefix))
     for path in written:
         if path.exists() and any(path.samefile(each) for each in job.files):
             raise InputInTheWay(path=str(path))
