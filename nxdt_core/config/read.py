@@ -7,7 +7,7 @@ Paths are made absolute: in a file they start at that file's directory, elsewher
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
@@ -17,7 +17,7 @@ from nxdt_core.config.complete import Completion, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.schema import Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, is_hidden
-from nxdt_core.config.section import LISTS, Key, keys_of, members, nearest_keys, read_section
+from nxdt_core.config.section import LISTS, Key, is_model, keys_of, members, nearest_keys, read_section
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.config.tree import (
     LARGEST_INTEGER,
@@ -75,6 +75,24 @@ def _usable(node: Node) -> Node:
         return replace(node, value=str(resolve_path(text))) if text.startswith(PACKAGE_SCHEME) else node
     except PackageNotFound as error:
         raise Mismatch(f"{text!r}, but {error}") from None
+
+
+def _on_paths(keys: tuple[Key, ...], node: Node, change: Callable[[Node], Node]) -> Node:
+    """Return the node with its paths changed, also those of sections in a mapping."""
+    if any(key.holds_path for key in keys):
+        return mapped(node, change)
+    inner = next((part for part in get_args(keys[0].annotation) if is_model(part)), None)
+    if inner is None or not isinstance(node.value, dict):
+        return node
+
+    def section(child: Node) -> Node:
+        found = {
+            name: _on_paths((keys_of(inner)[name],), each, change) if name in keys_of(inner) else each
+            for name, each in child.children.items()
+        }
+        return replace(child, value=found) if isinstance(child.value, dict) else child
+
+    return replace(node, value={name: section(child) for name, child in node.value.items()})
 
 
 @dataclass(slots=True)
@@ -187,12 +205,11 @@ class _Reader:
         yield from ((each, value) for each in keys)
 
     def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
-        if any(key.holds_path for key in keys):
-            absolute = located(node)
-            if absolute != node:
-                self.result.tree = self.result.tree.set(path, absolute)
-                self.located.add(path)
-            node = mapped(absolute, _usable)
+        absolute = _on_paths(keys, node, _located)
+        if absolute != node:
+            self.result.tree = self.result.tree.set(path, absolute)
+            self.located.add(path)
+        node = _on_paths(keys, absolute, _usable)
         for _, each in walk(node):
             if type(each.value) is int and not -LARGEST_INTEGER - 1 <= each.value <= LARGEST_INTEGER:
                 raise Mismatch("an integer of more than 64 bits")

@@ -12,7 +12,7 @@ from nxdt_core.regular_files import read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Provenance:
     """What the files do not say themselves."""
 
     tokenizer: str
@@ -30,16 +30,16 @@ class Note:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
-def note_path(prefix: Path) -> Path:
+def provenance_path(prefix: Path) -> Path:
     """``P.nxdt.json``, a name that no file of text or of a tokenizer has."""
     return prefix.with_name(f"{prefix.name}.nxdt.json")
 
 
-def read_note(prefix: Path) -> Note | None:
+def read_provenance(prefix: Path) -> Provenance | None:
     """Return the note of a prefix; None where there is none, or where the file is of another program."""
     try:
-        content: Any = json.loads(read_text(note_path(prefix), follow=True))
-        note = Note(**{**content, "inputs": tuple(content["inputs"])})
+        content: Any = json.loads(read_text(provenance_path(prefix), follow=True))
+        note = Provenance(**{**content, "inputs": tuple(content["inputs"])})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     texts = (note.tokenizer, note.fingerprint, *note.inputs)
