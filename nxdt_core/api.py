@@ -96,8 +96,8 @@ class Component:
     """Names from :data:`CAPABILITIES` for the component's kind that say what the implementation does. A configuration
     may not require a capability that its engine, model or optimizer does not declare."""
     requires: frozenset[str] = frozenset()
-    """Capabilities that the run's engine must always declare for this component. The section's dataclass reports
-    those that depend on its values (:class:`nxdt_core.config.fields.component.RequiresCapabilities`)."""
+    """Capabilities that the run's engine must always declare for this component. The section reports
+    those that depend on its values (:class:`nxdt_core.config.section.RequiresCapabilities`)."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
@@ -168,14 +168,14 @@ class AdapterComponent(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineComponent(Component):
-    """A :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`.
+    """A :class:`nxdt_core.protocols.engine.ParallelEngine`.
 
     One that declares none of ``dp``, ``tp``, ``pp`` and ``cp`` is never started in more than one process.
     """
 
     rules: str | None = None
     """``package.module:function`` of what only this engine knows of layouts: a
-    :class:`nxdt_core.protocols.parallel.rules.EngineRules`. ``nxdt config check`` calls it; its module must not import
+    :class:`nxdt_core.protocols.engine.EngineRules`. ``nxdt config check`` calls it; its module must not import
     torch."""
 
     def __post_init__(self) -> None:
@@ -272,7 +272,7 @@ KINDS: tuple[Kind, ...] = (
     _kind("evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model", name="task"),
     _kind("adapter:Adapter", "adapter.name", "changes to a model, such as LoRA", AdapterComponent),
     _kind("objective:Objective", "objective.name", "losses"),
-    _kind("parallel.engine:ParallelEngine", "parallel_engine.name", "runtimes that shard", EngineComponent, "engine"),
+    _kind("engine:ParallelEngine", "parallel_engine.name", "runtimes that shard", EngineComponent, "engine"),
     _kind("devices:DeviceProfile", "trainer.accelerator", "facts about device types", name="device"),
     _kind("launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
     _kind("callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),

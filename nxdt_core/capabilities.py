@@ -1,7 +1,7 @@
 """Capabilities: the words in which records say what an engine, a model or an optimizer does. Data alone, no imports.
 
 A record declares capabilities (``Component.capabilities``) or asks for them (``Component.requires``). The configuration
-is checked against them before anything is launched (:mod:`nxdt_core.config.validate.capabilities`): a layout, schedule,
+is checked against them before anything is launched (:mod:`nxdt_core.config.capabilities`): a layout, schedule,
 precision or adapter that the selected components do not declare is an error, never silently ignored.
 
 Nothing needs to be declared for one process in float32 without adapters. Names follow the configuration: ``pp:zbv`` is

@@ -52,7 +52,7 @@ from nxdt_core.checkpoint.read.boxes import fill
 from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import UnsavableState
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
 

@@ -144,7 +144,7 @@ def shortened(value: float) -> float:
 
 def plans() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and facts of every recipe: what it configures, and what `nxdt plan` computes."""
-    from nxdt_core.config.sources.recipes import list_recipes
+    from nxdt_core.config.sources import list_recipes
     from nxdt_core.kernel import Kernel
 
     for recipe in list_recipes(Kernel.start()):
@@ -181,7 +181,7 @@ def facts(name: str) -> dict[str, Any]:
 
 def fingerprint(name: str) -> str:
     """Return a digest of a recipe's YAML and of those that it builds on."""
-    from nxdt_core.config.sources.recipes import find_recipe
+    from nxdt_core.config.sources import find_recipe
     from nxdt_core.kernel import Kernel
 
     digest, kernel = hashlib.sha256(), Kernel.start()

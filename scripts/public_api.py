@@ -266,11 +266,10 @@ def _errors() -> Iterator[str]:
 def _keys() -> Iterator[str]:
     """Keys of the core, and of the components of this repository."""
     from nxdt_core.config.annotations import Deprecated
-    from nxdt_core.config.fields.component_slots import SLOTS
-    from nxdt_core.config.fields.keys import REQUIRED, keys_of
-    from nxdt_core.config.resolve.select import usable_class
-    from nxdt_core.config.schema.run import RunConfig
-    from nxdt_core.config.sources.node import Place
+    from nxdt_core.config.components import usable_class
+    from nxdt_core.config.schema import SLOTS, RunConfig
+    from nxdt_core.config.section import REQUIRED, keys_of
+    from nxdt_core.config.tree import Place
     from nxdt_core.kernel import Kernel
 
     def lines(cls: type, path: str) -> Iterator[str]:
@@ -279,7 +278,7 @@ def _keys() -> Iterator[str]:
                 yield from lines(key.section, f"{path}{name}.")
             else:
                 default = "" if key.default is REQUIRED else f" = {key.default}"
-                yield f"key {path}{name} : {key.shape.describe()}{default}"
+                yield f"key {path}{name} : {key.describe()}{default}"
                 going = key.mark(Deprecated)
                 if going is not None:
                     yield f"deprecated {path}{name} : since {going.since}, goes in {going.goes}, use {going.use}"

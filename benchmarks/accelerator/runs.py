@@ -20,7 +20,7 @@ from accelerator.traces import report_trace
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.parallel.estimate import Memory
+    from nxdt_core.protocols.estimate import Memory
 
 __all__ = [
     "SHAPES",

@@ -26,7 +26,7 @@ from nxdt_core.engine.context.apply import apply_context_parallel
 from nxdt_core.engine.context.blocks import zigzag_shard
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 METHODS = ("ring", "gather")

@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.distributed.devices import HOST, current_device, profile_of
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter

@@ -24,8 +24,8 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import current_device, max_memory_bytes, profile_of, reset_max_memory
-from nxdt_core.engine.chunked_loss import linear_cross_entropies
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.engine.loss import linear_cross_entropies
+from nxdt_core.models.loss import cross_entropy_sum
 
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

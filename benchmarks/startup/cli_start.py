@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxdt_core.config.sources.recipes import find_recipe
+from nxdt_core.config.sources import find_recipe
 from nxdt_core.kernel import Kernel
 from tests.distributions import write_distribution
 

@@ -15,7 +15,7 @@ import torch
 
 from nxdt_core.distributed.devices import HOST, available_type, max_memory_bytes, profile_of, reset_max_memory
 from nxdt_core.models.random.init import initialize
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 
 RULES = [InitRule(pattern="*", distribution="normal")]
 SMALL = {"hidden": 1024, "ffn": 2816, "kv": 1024, "layers": 24, "vocabulary": 32000}

@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.engine.gradients import global_norm
-from nxdt_core.engine.optimizer import TorchOptimizer
-from nxdt_core.engine.parameter_groups import parameter_groups
+from nxdt_core.engine.data.gradients import global_norm
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
+from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
 

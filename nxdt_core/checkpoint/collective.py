@@ -10,7 +10,7 @@ from typing import Generic, TypeVar, cast
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointRankFailed
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["in_threads", "on_all_ranks", "on_first_rank", "rank_of"]
 

@@ -19,8 +19,8 @@ from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.plugin import GUARDED, describe_failure
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Listing, Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Listing, Piece
+from nxdt_core.protocols.ranks import RankAgreement
 
 if TYPE_CHECKING:
     import torch

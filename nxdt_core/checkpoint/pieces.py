@@ -11,7 +11,7 @@ from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of, piece_of, placed_like
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Held, Piece
+from nxdt_core.protocols.piece import Piece, ShardInfo
 
 
 def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
@@ -30,7 +30,7 @@ def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
 
 def list_pieces(
     section: str, tensors: Mapping[str, torch.Tensor | Piece], ties: Mapping[str, str] | None = None
-) -> tuple[dict[str, Piece], dict[str, Held]]:
+) -> tuple[dict[str, Piece], dict[str, ShardInfo]]:
     """Return the pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner.
 
     Args:
@@ -44,14 +44,14 @@ def list_pieces(
     """
     pieces = {name: storable_piece(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
     owners = _owners_by_address(pieces) if ties is None else ties
-    held: dict[str, Held] = {}
+    held: dict[str, ShardInfo] = {}
     for name, piece in pieces.items():
         owner = owners.get(name)
         if owner is not None and owner not in pieces:
             owner = None  # another rank has the owner, so this one writes its own copy
         if owner is not None and (pieces[owner].shape, pieces[owner].box) != (piece.shape, piece.box):
             raise TensorStateUnsupported(where=f"{section}/{name}", reason=f"it is tied to {owner} of another shape")
-        held[name] = Held(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box, same_as=owner)
+        held[name] = ShardInfo(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box, same_as=owner)
     return pieces, held
 
 

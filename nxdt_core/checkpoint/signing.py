@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nxdt_core.checkpoint.format.digests import STRONG, Algorithm
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
 from nxdt_core.checkpoint.format.manifest import Manifest
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointDigestsWeak,

@@ -40,7 +40,8 @@ COMMANDS = {
         target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
     ),
     "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
-    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue a prompt with a checkpoint."),
+    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue prompts with a model."),
+    "chat": LazyCommand(target="nxdt_core.cli.generate:chat", summary="Talk to a model."),
     "evaluate": LazyCommand(
         target="nxdt_core.cli.evaluate:evaluate", summary="Evaluate a checkpoint on held-out records and tasks."
     ),
@@ -176,7 +177,7 @@ def _color() -> bool | None:
 
 
 def _hide_secrets_in(error: Exception) -> None:
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
 
     hide_secrets.redact_error(error)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.config.annotations import Written
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.placeholders import is_placeholder
+from nxdt_core.config.resolved import is_placeholder
+from nxdt_core.config.section import is_model, keys_of
 from nxdt_core.errors.models import VocabularyTooSmall
 
 if TYPE_CHECKING:
@@ -76,8 +75,9 @@ def _paths(value: Any) -> Iterator[Path]:
     if isinstance(value, Path):
         yield value
         return
-    if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    cls: Any = type(value)
+    if is_model(cls):
+        value = {key.name: getattr(value, key.attribute) for key in keys_of(cls).values()}
     parts = value.values() if isinstance(value, Mapping) else value
     for each in parts if not isinstance(parts, str) and isinstance(parts, Iterable) else ():
         yield from _paths(each)

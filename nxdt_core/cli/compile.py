@@ -16,7 +16,7 @@ from nxdt_core.engine.compile_cache import check_torch_folder
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
     from nxdt_core.launch.supervision.client import Client
-    from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
+    from nxdt_core.protocols.engine import CompileAhead
 
 
 @click.command(

@@ -126,7 +126,7 @@ def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     """
     from nxdt_core.cli.checks import check_layout, data_notes, vocabulary_notes
     from nxdt_core.config import load
-    from nxdt_core.config.placeholders import values_to_set
+    from nxdt_core.config.resolved import values_to_set
 
     try:
         resolved = load(source, overrides)
@@ -192,7 +192,7 @@ config.add_command(migrate)
 
 def _origins(resolved: ResolvedConfig) -> dict[str, dict[str, object]]:
     """Where each value comes from, by key path."""
-    from nxdt_core.config.secrets.messages import Redaction
+    from nxdt_core.config.secrets import Redaction
 
     redact = Redaction(resolved.tree)
     return {

@@ -68,7 +68,7 @@ def preview(
     and how much of the samples is filled.
     """
     from nxdt_core.config import load
-    from nxdt_core.config.placeholders import require_set
+    from nxdt_core.config.resolved import require_set
 
     config = load(source, overrides)
     require_set(config)

@@ -36,7 +36,7 @@ def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json
         from nxdt_core.config import load
 
         config = load(source, overrides)
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
     from nxdt_core.kernel import Kernel
     from nxdt_core.train.environment import environment, problems_of_run
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 
 from nxdt_core.cli.groups import SuggestingGroup
 from nxdt_core.cli.verb import Verb, complete_override, complete_source, print_json, print_note, say
-from nxdt_core.config.fields.types import Choice, Items, Nothing, Scalar, Shape, Table
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import RegisteredComponent
@@ -133,40 +132,43 @@ def _parameters() -> list[click.Parameter]:
 
 
 def _options(component: RegisteredComponent) -> list[click.Parameter]:
-    """An option for each key of the launcher's dataclass; its documentation is the help text."""
-    from nxdt_core.config.fields.docs import field_docs
-    from nxdt_core.config.fields.keys import keys_of
+    """An option for each key of the launcher's section; its documentation is the help text."""
+    from nxdt_core.config.reference import field_docs
+    from nxdt_core.config.section import keys_of
 
     cls = component.load_config()
     if cls is None:
         return []
     docs = field_docs(cls)
-    return [_option(name, key.shape, docs.get(name, "")) for name, key in keys_of(cls).items() if name not in _OWN]
+    return [_option(name, key.annotation, docs.get(name, "")) for name, key in keys_of(cls).items() if name not in _OWN]
 
 
-def _option(name: str, shape: Shape, text: str) -> click.Option:
+def _option(name: str, annotation: Any, text: str) -> click.Option:
     """Values that are not given are None or empty, so that the cluster file and the defaults count."""
+    from nxdt_core.config.section import LISTS, TABLES, members
+
     word, destination = name.replace("_", "-"), f"option_{name}"
-    (main,) = [each for each in getattr(shape, "members", (shape,)) if not isinstance(each, Nothing)][:1]
+    (main,) = [each for each in members(annotation) if each is not type(None)][:1]
+    origin, arguments = get_origin(main) or main, get_args(main)
     text = text or name
-    if isinstance(main, Items):
+    if origin in LISTS:
         return click.Option([f"--{word}", destination], multiple=True, metavar="TEXT", help=f"{text} May be repeated.")
-    if isinstance(main, Table):
+    if origin in TABLES:
         return click.Option(
             [f"--{word}", destination],
             multiple=True,
             metavar="NAME=VALUE",
-            type=_Pair(numbers=isinstance(main.value, Scalar) and main.value.type in (int, float)),
+            type=_Pair(numbers=bool(arguments) and arguments[-1] in (int, float)),
             help=f"{text.replace('{', '').replace('}', '')} May be repeated.",
         )
-    if isinstance(main, Choice):
-        choices = [str(each) for each in main.values if each is not None]
+    if origin is Literal:
+        choices = [str(each) for each in arguments if each is not None]
         return click.Option([f"--{word}", destination], type=click.Choice(choices), help=text)
-    if isinstance(main, Scalar) and main.type is bool:
+    if main is bool:
         return click.Option([f"--{word}/--no-{word}", destination], default=None, help=text)
-    kinds = {int: click.INT, float: click.FLOAT}
-    kind = kinds.get(main.type, click.STRING) if isinstance(main, Scalar) else click.STRING
-    return click.Option([f"--{word}", destination], type=kind, help=text)
+    return click.Option(
+        [f"--{word}", destination], type={int: click.INT, float: click.FLOAT}.get(main, click.STRING), help=text
+    )
 
 
 class _Pair(click.ParamType[tuple[str, str | float]]):
@@ -200,7 +202,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> None:
-    from nxdt_core.config.placeholders import require_set, values_to_set
+    from nxdt_core.config.resolved import require_set, values_to_set
     from nxdt_core.launch.jobs import prepare, submit, write
 
     job, config, submission = prepare(
@@ -242,7 +244,7 @@ def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> N
 
 
 def _command_line(name: str, values: dict[str, Any]) -> str:
-    from nxdt_core.config.secrets.command_line import drop_replaced
+    from nxdt_core.config.secrets import drop_replaced
 
     words = ["nxdt", "launch", name, values["source"], *drop_replaced(values["overrides"])]
     words += [f"--nodes={values['nodes']}"] if values["nodes"] is not None else []

@@ -17,7 +17,7 @@ from nxdt_core.errors.launch import TwoMemorySizes
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.parallel.estimate import RankEstimate
+    from nxdt_core.protocols.estimate import RankEstimate
     from nxdt_core.train.layout_search import Search
     from nxdt_core.train.plan import RunPlan, StepTime
 

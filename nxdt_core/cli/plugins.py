@@ -146,7 +146,7 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
     The table shows how long each entry module takes.
     """
     from nxdt_core.cli.plugin_checks import complaints
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
 
     kernel = _start_kernel(source, overrides)
     unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]

@@ -257,7 +257,7 @@ def error_text(error: NxdtError) -> str:
     last = f"More: nxdt explain {' '.join(codes[:_EXPLAINED])}"
     if sys.stderr.isatty():
         return "\n".join([*_terminal_lines(error, problems), *([""] if problems else []), click.style(last, dim=True)])
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
 
     code, _, rest = hide_secrets(str(error)).partition(" ")
     return f"{click.style(code, fg='red', bold=True)} {rest}\n  {last}"
@@ -279,7 +279,7 @@ def _terminal_lines(error: NxdtError, problems: tuple[ConfigProblem, ...]) -> It
 
 def _indented_lines(code: str, place: str, text: str, indent: str) -> Iterator[str]:
     """Lines of one problem; those after the first are indented further."""
-    from nxdt_core.config.secrets.messages import hide_secrets
+    from nxdt_core.config.secrets import hide_secrets
 
     text = visible(hide_secrets(text))
     place = visible(hide_secrets(place))

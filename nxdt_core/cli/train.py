@@ -97,7 +97,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
     from nxdt_core.cli.checks import vocabulary_notes
     from nxdt_core.config import load
     from nxdt_core.config.migration import environment_notes
-    from nxdt_core.config.placeholders import require_set
+    from nxdt_core.config.resolved import require_set
 
     config = load(source, overrides)
     require_set(config)

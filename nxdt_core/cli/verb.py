@@ -61,9 +61,9 @@ class Verb(click.Command):
 
 def _keys_like(option: str) -> list[str]:
     """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
-    from nxdt_core.config.fields.component_slots import Composition
-    from nxdt_core.config.resolve.defaults import complete
-    from nxdt_core.config.sources.node import Node, Origin
+    from nxdt_core.config.complete import complete
+    from nxdt_core.config.schema import Composition
+    from nxdt_core.config.tree import Node, Origin
 
     name = option.lstrip("-").replace("-", "_")
     known = complete(Node({}, Origin(kind="file", where="")), Composition()).known
@@ -109,7 +109,7 @@ def print_note(text: str) -> None:
 
 def without_secrets(text: str) -> str:
     """Return a message without the secrets of the configurations that this process has read."""
-    from nxdt_core.config.secrets.messages import hide_secrets  # not for `nxdt --help`
+    from nxdt_core.config.secrets import hide_secrets  # not for `nxdt --help`
 
     return hide_secrets(text)
 
@@ -153,7 +153,7 @@ def complete_override(ctx: click.Context, param: click.Parameter, incomplete: st
 
 
 def _recipes() -> list[str]:
-    from nxdt_core.config.sources.recipes import list_recipes
+    from nxdt_core.config.sources import list_recipes
     from nxdt_core.kernel import Kernel
 
     return [recipe.name for recipe in list_recipes(Kernel.start())]
@@ -161,11 +161,10 @@ def _recipes() -> list[str]:
 
 def _classes(section: str) -> Iterator[type]:
     """The dataclasses with the keys of a section: the core's, and those of all components that it may select."""
-    from nxdt_core.config.fields.component_slots import SLOTS
-    from nxdt_core.config.fields.keys import keys_of
-    from nxdt_core.config.resolve.select import usable_class
-    from nxdt_core.config.schema.run import RunConfig
-    from nxdt_core.config.sources.node import Place
+    from nxdt_core.config.components import usable_class
+    from nxdt_core.config.schema import SLOTS, RunConfig
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.tree import Place
     from nxdt_core.errors import NxdtError
     from nxdt_core.kernel import Kernel
 
@@ -188,8 +187,8 @@ def _classes(section: str) -> Iterator[type]:
 
 def _keys(section: str) -> list[str]:
     """Keys of a section as ``section.key=``, and its sections as ``section.name.``."""
-    from nxdt_core.config.fields.keys import keys_of
-    from nxdt_core.config.sources.node import join
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.tree import join
 
     found = {
         join(section, name) + ("." if key.section else "=")
@@ -201,8 +200,8 @@ def _keys(section: str) -> list[str]:
 
 def _values(path: str) -> list[str]:
     """Names of components for a key that selects one; the words or truth values that another key takes."""
-    from nxdt_core.config.fields.component_slots import SLOTS
-    from nxdt_core.config.fields.keys import keys_of
+    from nxdt_core.config.schema import SLOTS
+    from nxdt_core.config.section import keys_of
     from nxdt_core.kernel import Kernel
 
     for slot in SLOTS:
@@ -212,7 +211,7 @@ def _values(path: str) -> list[str]:
     for cls in _classes(section):
         key = keys_of(cls).get(name)
         if key is not None:
-            return list(dict.fromkeys(_words(key.shape.json_schema())))
+            return list(dict.fromkeys(_words(key.json_schema())))
     return []
 
 

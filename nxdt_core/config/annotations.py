@@ -1,19 +1,23 @@
-"""What an annotation of a configuration dataclass can say in addition to its type: bounds, secrets, paths.
+"""What an annotation of a section can say in addition to its type: bounds, secrets, paths, lengths of time.
 
 They are written with :data:`typing.Annotated`, so that type checkers see the bare type. Components' own
-dataclasses may use them too::
+sections may use them too::
 
     momentum: Annotated[float, Range(0.0, 1.0)] = 0.9
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from datetime import timedelta
+from typing import Annotated, Any
 
 __all__ = [
+    "FORMS",
     "DefaultsTo",
     "Deprecated",
+    "Duration",
     "Fraction",
     "NonNegativeFloat",
     "NonNegativeInt",
@@ -25,6 +29,7 @@ __all__ = [
     "SourcePath",
     "StartsAtFile",
     "Written",
+    "seconds_of",
 ]
 
 
@@ -34,6 +39,11 @@ class Range:
 
     low: float | None = None
     high: float | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return pydantic's schema of a number within the bounds."""
+        bounds = {"ge": self.low, "le": self.high}
+        return {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
 
     def holds(self, value: float) -> bool:
         """Return whether ``value`` is within the bounds."""
@@ -75,14 +85,22 @@ class Deprecated:
 @dataclass(frozen=True, slots=True)
 class Secret:
     """The key holds a token or a password: a value that is not a reference such as ``${oc.env:NAME}`` is masked
-    wherever a configuration is shown or written. Give the field ``field(repr=False)``, too, so that the dataclass does
+    wherever a configuration is shown or written. Give the field ``field(repr=False)``, too, so that the section does
     not print it."""
+
+    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the JSON Schema of a value that is written and never read back."""
+        return {**handler(source), "writeOnly": True}
 
 
 @dataclass(frozen=True, slots=True)
 class StartsAtFile:
     """The key is an address to read from. A relative path starts at the directory of the file that sets it, as one of
     type ``Path`` does; ``scheme://…`` stays as it is."""
+
+    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the JSON Schema of a text that is a path."""
+        return {**handler(source), "format": "path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +114,32 @@ PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
+
+
+Duration = PositiveInt | str | Mapping[str, int]
+"""The type of a key that is a length of time."""
+
+FORMS = "seconds, 'days:hours:minutes:seconds', or a mapping of days, hours, minutes and seconds, above zero"
+
+_UNITS = ("days", "hours", "minutes", "seconds")
+
+
+def seconds_of(value: Duration) -> float:
+    """Return the seconds of ``1800``, ``00:00:30:00`` or ``{minutes: 30}``.
+
+    Raises:
+        ValueError: it is none of these, or not above zero.
+    """
+    if isinstance(value, int):
+        value = {"seconds": value}
+    if isinstance(value, str):
+        parts = value.split(":")
+        if len(parts) != len(_UNITS) or not all(part.isdecimal() for part in parts):
+            raise ValueError(f"{value!r} is no time")
+        value = dict(zip(_UNITS, map(int, parts), strict=True))
+    if not value.keys() <= set(_UNITS):
+        raise ValueError(f"{sorted(value.keys() - set(_UNITS))} are not units")
+    seconds = timedelta(**value).total_seconds()
+    if seconds <= 0:
+        raise ValueError("it is not above zero")
+    return seconds

@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.fields.component_slots import SLOTS, Composition
-from nxdt_core.config.fields.extensions import Extensions, option_sections, select_extensions
-from nxdt_core.config.huggingface.section import merge_hf_values, read_hf_config
-from nxdt_core.config.migration import converted, explained
-from nxdt_core.config.output.problems import error_report
-from nxdt_core.config.resolve.bind import Reading, read_tree
-from nxdt_core.config.resolve.defaults import complete
-from nxdt_core.config.resolve.interpolation import interpolate
-from nxdt_core.config.resolve.normalize import (
+from nxdt_core.config.capabilities import find_undeclared
+from nxdt_core.config.checks import (
+    Checked,
+    find_impossible,
+)
+from nxdt_core.config.complete import (
+    complete,
     find_ungiven,
-    mandatory_keys,
     merge_plugin_defaults,
     tidy_given,
     with_moved_keys,
-    with_name,
 )
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.resolve.plugin_policy import read_policy, start_kernel, unusable_files
-from nxdt_core.config.resolve.replaced import Replaced, drop_replaced, find_replaced
-from nxdt_core.config.resolve.select import select, selecting_keys
+from nxdt_core.config.components import Replaced, Selection, drop_replaced, find_replaced, selecting_keys
+from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.migration import converted, explained
+from nxdt_core.config.notes import find_notes
+from nxdt_core.config.plugins import (
+    Extensions,
+    component_findings,
+    engine_findings,
+    option_sections,
+    plugin_findings,
+    read_policy,
+    start_kernel,
+    unusable_files,
+)
+from nxdt_core.config.read import Reading, read_tree
 from nxdt_core.config.resolved import ResolvedConfig, Selected
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.secrets.addresses import hide_credentials
-from nxdt_core.config.secrets.fields import mask_fields
-from nxdt_core.config.secrets.messages import describe_node, hide_secrets, notes_on_secrets
-from nxdt_core.config.sources.files import Source
-from nxdt_core.config.sources.inheritance import read_based
-from nxdt_core.config.sources.node import Node, Origin, merge
-from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
-from nxdt_core.config.validate import (
-    Checked,
-    find_impossible,
-    find_notes,
-    find_overfull_curve,
-    find_unknown_recompute,
-    find_wrong_durations,
-)
-from nxdt_core.config.validate.capabilities import find_undeclared
-from nxdt_core.config.validate.components import component_findings, engine_findings, plugin_findings
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, NotSupported
+from nxdt_core.config.schema import SLOTS, Composition
+from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
+from nxdt_core.config.sources import COMMAND_LINE, Source, apply_overrides, read_based
+from nxdt_core.config.tree import Node, Origin, merge
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ImpossibleCombination, Misfit, NotSupported
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.plugin import plugin_notes
 
-__all__ = ["check", "load"]
-
+__all__ = ["check", "error_report", "load"]
 
 _NO_END = 2**31 - 1
 """Steps that no run takes."""
@@ -103,14 +97,6 @@ def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel
     return _Load(source, tuple(overrides), None, None).kernel()
 
 
-def _without_end(given: Node) -> Node:
-    """Return the tree with the largest ``trainer.max_steps`` where passes over the data alone end the run."""
-    passes = given.plain("trainer.max_epochs")
-    if given.plain("trainer.max_steps") is not None or not isinstance(passes, int) or passes < 1:
-        return given
-    return given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
-
-
 class _Load:
     """One load: what is known so far, and the problems so far."""
 
@@ -129,8 +115,6 @@ class _Load:
         """The kernel in use; before it is known, one that was started to find the recipe."""
         self.problems: list[ConfigProblem] = []
         self.mandatory: Mapping[str, Origin] = {}
-        self.filled: Node | None = None
-        """The completed tree with resolved interpolations."""
         self.reading: Reading | None = None
         self.notes: list[str] = []
         self.replaced: list[Replaced] = []
@@ -139,20 +123,22 @@ class _Load:
     def run(self) -> ResolvedConfig:
         source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced, self._converted)
         given = self._collect(source)
-        locator = Locator(source.label)
-        kernel = self.started = self._start_kernel(given, locator)
+        kernel = self.started = self._start_kernel(given, source.label)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
         given, dropped = drop_replaced(given, self.replaced, kernel)
         self.notes += dropped
         given = self._keep(merge_plugin_defaults(given, source.label, kernel))
-        given, composition = self._compose(given, kernel, locator)
-        completion = complete(_without_end(given), composition)
+        given, composition = self._compose(given, kernel, source.label)
+        passes = given.plain("trainer.max_epochs")
+        if given.plain("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
+            given = given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
+        completion = complete(given, composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
-        filled = self.filled = self._hide(filled, composition, kernel)
-        reading = self.reading = read_tree(filled, composition, completion.known, locator)
+        filled = self._hide(filled, composition, kernel)
+        reading = self.reading = read_tree(filled, composition, completion.known)
         self.problems += explained(reading.problems, completion.known, kernel)
         self.problems += find_ungiven(self.mandatory, reading.tree)
-        extensions = select_extensions(reading.tree, kernel, locator)
+        extensions = Extensions(reading.tree, kernel)
         self.problems += extensions.problems
         checked = Checked(reading.values, reading.tree)
         self._validate(checked, reading, composition, kernel)
@@ -166,12 +152,30 @@ class _Load:
             *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
         )
-        notes = tuple(map(hide_secrets, notes))
-        return _assemble(source.label, self.overrides, reading.run, reading, composition, extensions, kernel, notes)
+        run, chosen, run_dir = reading.run, composition.components, reading.run.exp_manager.run_dir
+        return ResolvedConfig(
+            run=run,
+            kernel=kernel,
+            components={
+                slot.kind: None
+                if (component := chosen[slot.kind]) is None
+                else Selected(component=component, config=reading.instances.get(slot.section))
+                for slot in SLOTS
+            },
+            loggers=tuple(extensions.loggers),
+            callbacks=tuple(extensions.callbacks),
+            origins={path: node.origin for path, node in reading.tree.leaf_nodes()},
+            source=source.label,
+            overrides=self.overrides,
+            run_dir=run_dir,
+            checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
+            notes=tuple(map(hide_secrets, notes)),
+            tree=reading.tree,
+        )
 
     def kernel(self) -> Kernel:
         source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced)
-        return self._start_kernel(self._collect(source), Locator(source.label))
+        return self._start_kernel(self._collect(source), source.label)
 
     def _keep(self, outcome: tuple[Node, list[ConfigProblem]]) -> Node:
         """Take the tree of a step and note its problems."""
@@ -185,7 +189,7 @@ class _Load:
     def _kernel_for_recipes(self, above: Node) -> Kernel:
         """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
         tree, _ = apply_overrides(above, self.overrides)
-        self.started = self._start_kernel(tree, Locator(str(self.wanted)))
+        self.started = self._start_kernel(tree, str(self.wanted))
         return self.started
 
     def _converted(self, source: Source, above: Node) -> Source:
@@ -214,34 +218,35 @@ class _Load:
             self.problems.append(NotSupported(**place, found=describe_node(base), reason=reason, allowed="null"))
         given, moved = with_moved_keys(given)
         self.notes += moved
-        self.mandatory = mandatory_keys(given)
-        given = self._keep(tidy_given(given))
-        given = with_name(given, source.stem)
+        given, problems, self.mandatory = tidy_given(given)
+        self.problems += problems
+        if source.stem and given.find("name") is None:
+            given = given.set("name", Node(source.stem, Origin(kind="default", where="of the file's name")))
         if not source.readable:
             raise self._error(source.label)
         return given
 
-    def _start_kernel(self, given: Node, locator: Locator) -> Kernel:
+    def _start_kernel(self, given: Node, label: str) -> Kernel:
         """The kernel that was passed in, else one under the policy of ``given``."""
         if self.passed is not None:
             return self.passed
-        policy = read_policy(given, locator)
+        policy = read_policy(given)
         if not isinstance(policy, PluginPolicy):
             self.problems += policy
-            raise self._error(locator.source)
+            raise self._error(label)
         if self.started is not None and self.started.policy == policy:
             return self.started
         kernel = start_kernel(policy, given)
         if isinstance(kernel, ConfigProblem):
             self.problems.append(kernel)
-            raise self._error(locator.source)
+            raise self._error(label)
         return kernel
 
-    def _compose(self, given: Node, kernel: Kernel, locator: Locator) -> tuple[Node, Composition]:
+    def _compose(self, given: Node, kernel: Kernel, label: str) -> tuple[Node, Composition]:
         """Select components and take in the keys that they declare."""
         view, _ = interpolate(complete(given, Composition()).tree, wanted=selecting_keys(given))
-        hf = read_hf_config(view, locator)
-        selection = select(given, view, kernel, hf.values, Origin(kind="file", where=locator.source))
+        hf = read_hf_config(view)
+        selection = Selection(given, view, kernel, hf.values, Origin(kind="file", where=label))
         self.problems += selection.problems
         self.notes += selection.notes
         composition = selection.composition
@@ -259,12 +264,9 @@ class _Load:
     def _validate(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""
         right = not self.problems
-        self.problems += find_impossible(checked)
+        self.problems += find_impossible(checked, composition, reading.instances)
         self.problems += engine_findings(checked, composition)
         self.problems += find_undeclared(checked, composition.components, reading.instances, kernel.registry)
-        self.problems += find_overfull_curve(checked, reading.instances)
-        self.problems += find_unknown_recompute(checked, composition)
-        self.problems += find_wrong_durations(checked)
         self.problems += component_findings(checked, composition, reading.instances)
         if right:
             self.problems += plugin_findings(reading.tree, composition, kernel, checked)
@@ -276,42 +278,50 @@ class _Load:
         return error_report(label, self.problems, followers)
 
 
-def _assemble(
-    label: str,
-    overrides: tuple[str, ...],
-    run: RunConfig,
-    reading: Reading,
-    composition: Composition,
-    extensions: Extensions,
-    kernel: Kernel,
-    notes: tuple[str, ...],
-) -> ResolvedConfig:
-    """The result."""
-    components: dict[str, Selected | None] = {}
-    for slot in SLOTS:
-        component = composition.components[slot.kind]
-        config = reading.instances.get(slot.section)
-        components[slot.kind] = Selected(component=component, config=config) if component is not None else None
-    run_dir = _run_directory(run)
-    return ResolvedConfig(
-        run=run,
-        kernel=kernel,
-        components=components,
-        loggers=tuple(extensions.loggers),
-        callbacks=tuple(extensions.callbacks),
-        origins={path: node.origin for path, node in reading.tree.leaf_nodes()},
-        source=label,
-        overrides=overrides,
-        run_dir=run_dir,
-        checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
-        notes=notes,
-        tree=reading.tree,
+def error_report(label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str]) -> ConfigError:
+    """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
+
+    Args:
+        label: What the user named.
+        problems: In the order in which they were found.
+        followers: Key → key that it takes its value from.
+    """
+    found = list(_one_per_cause(problems))
+    keys = {problem.key for problem in found}
+    kept: dict[tuple[str, str, str], ConfigProblem] = {}
+    for problem in found:
+        if followers.get(problem.key) not in keys:
+            kept.setdefault((problem.place, problem.key, problem.row()), problem)
+    if not kept:
+        raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
+    ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
+    return ConfigError(source=label, problems=tuple(ordered))
+
+
+def _one_per_cause(problems: Iterable[ConfigProblem]) -> Iterator[ConfigProblem]:
+    """Yield the problems; those of values that one other value does not divide become one, in place of the first."""
+    found = list(problems)
+    sharing: dict[str, list[Misfit]] = {}
+    for problem in found:
+        if isinstance(problem, ImpossibleCombination) and problem.cause:
+            sharing.setdefault(problem.cause.of, []).append(problem.cause)
+    for problem in found:
+        cause = problem.cause if isinstance(problem, ImpossibleCombination) else None
+        if cause is None or len(sharing[cause.of]) == 1:
+            yield problem
+        elif cause is sharing[cause.of][0]:
+            yield _merged(sharing[cause.of])
+
+
+def _merged(misfits: Sequence[Misfit]) -> ImpossibleCombination:
+    first = misfits[0]
+    numbers = {each.name: each.number for each in misfits}
+    fitting = math.gcd(*numbers.values())
+    values = ", ".join(f"{name} {number}" for name, number in numbers.items())
+    return ImpossibleCombination(
+        **first.place,
+        reason=f"{first.divisor} fits none of {values}",
+        advice=f"Set it to {fitting} or a divisor of it, or change those values."
+        if fitting > 1
+        else "Set it to 1, or change those values.",
     )
-
-
-def _run_directory(run: RunConfig) -> Path:
-    manager = run.exp_manager
-    if manager.explicit_log_dir:
-        return Path(manager.explicit_log_dir)
-    named = Path(manager.exp_dir) / manager.name
-    return named if manager.version is None else named / str(manager.version)

@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.node import Origin, to_plain, to_shown
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.tree import Origin, to_plain, to_shown
 
 if TYPE_CHECKING:
-    from nxdt_core.config.sources.node import Node
+    from nxdt_core.config.tree import Node
     from nxdt_core.kernel import Kernel
     from nxdt_core.kernel.registry import RegisteredComponent
 
-__all__ = ["ResolvedConfig", "Selected"]
+__all__ = ["ResolvedConfig", "Selected", "is_placeholder", "require_set", "values_to_set"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A component and its own section, as an instance of the dataclass that it declares."""
+    """A component and its own section, as an instance of the class that it declares."""
 
     component: RegisteredComponent
     config: Any
-    """None where the component declares no dataclass."""
+    """None where the component declares none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +76,39 @@ class ResolvedConfig:
         """Return the same tree with every value resolved, secrets included; it is never written or printed."""
         plain: dict[str, Any] = to_plain(self.tree)
         return plain
+
+
+_ROOT = "/path/to/"
+
+
+def is_placeholder(value: Any) -> bool:
+    """Return whether ``value``, or a part of it, stands for one that the user sets."""
+    if isinstance(value, dict):
+        return any(map(is_placeholder, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(is_placeholder, value))
+    return str(value).startswith(_ROOT)
+
+
+def values_to_set(config: ResolvedConfig) -> tuple[str, ...]:
+    """Return the keys whose values are placeholders, in the order of the schema."""
+    return tuple(path for path, value in config.values() if is_placeholder(value) and _given(config, path))
+
+
+def _given(config: ResolvedConfig, path: str) -> bool:
+    """Whether the key was written itself, and does not follow another one."""
+    origin = config.origins.get(path)
+    return origin is None or origin.kind != "default"
+
+
+def require_set(config: ResolvedConfig) -> None:
+    """See that no value is a placeholder.
+
+    Raises:
+        ValuesNotSet: some are.
+    """
+    from nxdt_core.errors.configuration import ValuesNotSet
+
+    keys = values_to_set(config)
+    if keys:
+        raise ValuesNotSet(source=config.source, keys=keys)

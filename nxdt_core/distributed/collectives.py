@@ -4,11 +4,13 @@ A group that is None stands for a mesh dimension of size 1: the tensor comes bac
 collectives, which passes of inductor know. Torch 2.11 sends gradients to the wrong place where an autograd function in
 a graph returns what it has changed in place (its issue 180642), as plain ``torch.distributed`` calls do. AOTAutograd,
 through which all our backends differentiate, changes nothing in place when it waits for a functional one.
+
+:func:`all_reduce_bucketed` sums many tensors in few calls; autograd does not see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,17 +28,21 @@ from nxdt_core.torch_versions import (
 )
 
 __all__ = [
+    "BUCKET_BYTES",
     "PendingGather",
+    "all_reduce_bucketed",
     "all_to_all",
-    "begun_sum",
+    "all_to_all_rows",
+    "begin_reduce_scatter",
+    "copy_from_flat",
     "copy_to_group",
-    "exchanged_rows",
-    "exchanged_while",
     "gather_along",
     "gather_whole",
+    "group_by_dtype",
+    "overlap_all_to_all",
     "reduce_from_group",
-    "scatter_sum_along",
-    "sum_scattered",
+    "reduce_scatter_along",
+    "reduce_scatter_into",
 ]
 
 
@@ -74,7 +80,7 @@ def gather_whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None
     return gathered
 
 
-def scatter_sum_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+def reduce_scatter_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """This rank's part along ``dim`` of the sum of all ranks' ``tensor``; gradients are gathered.
 
     Raises:
@@ -115,7 +121,7 @@ def all_to_all(
     return received
 
 
-def exchanged_while(
+def overlap_all_to_all(
     compute: Callable[[int, torch.Tensor], torch.Tensor],
     parts: Sequence[torch.Tensor],
     splits: Sequence[tuple[Sequence[int], Sequence[int]]],
@@ -323,26 +329,26 @@ def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> 
     split = (*tensor.shape[:dim], ranks, -1, *tensor.shape[dim + 1 :])
     parts = tensor if dim == 0 else tensor.reshape(split).movedim(dim, 0).flatten(0, 1)
     part = tensor.new_empty((parts.shape[0] // ranks, *parts.shape[1:]))
-    sum_scattered(part, parts.contiguous(), group)
+    reduce_scatter_into(part, parts.contiguous(), group)
     return part
 
 
-def sum_scattered(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter_into(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Set ``part`` to this rank's part of the sum of the ranks' tensors. Without gradients.
 
     Args:
         part: [n, ...], which is written.
         whole: [ranks * n, ...], contiguous.
-        group: of the ranks.
+        group: ranks whose tensors are summed.
     """
     if profile_of(whole.device).sums_by_exchange and not torch.compiler.is_compiling():
-        begun_sum(part, whole, group)()
+        begin_reduce_scatter(part, whole, group)()
     else:
         reduce_scatter_single(part, whole, group=group)
 
 
-def begun_sum(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Begin :func:`sum_scattered` by an exchange, and return what waits for it and writes ``part``."""
+def begin_reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin :func:`reduce_scatter_into` by an exchange, and return what waits for it and writes ``part``."""
     parts = torch.empty_like(whole)
     work = dist.all_to_all_single(parts, whole, group=group, async_op=True)
 
@@ -353,7 +359,7 @@ def begun_sum(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup)
     return end
 
 
-def exchanged_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return row i of each rank on rank i, in the order of the ranks; ``tensor`` [ranks, ...]. Without gradients."""
     if profile_of(tensor.device).all_to_all:
         received = torch.empty_like(tensor)
@@ -393,3 +399,48 @@ def _exchanged_by_gathers(
     whole = _gathered(padded, 0, group).view(ranks, *padded.shape)
     starts = [sum(sent[:own]) for sent in splits]
     return torch.cat([whole[rank, start : start + output_splits[rank]] for rank, start in enumerate(starts)])
+
+
+BUCKET_BYTES = 128 * 2**20
+"""Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
+
+
+def all_reduce_bucketed(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Add up ``tensors`` over the ranks of ``group``, in place, many in one call."""
+    for bucket in _buckets(tensors):
+        _sum_bucket(group, bucket)
+
+
+def group_by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the tensors that have elements, grouped by dtype."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of ``flat`` [sum of numel] into the tensors, one after the other."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
+
+
+def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
+    """Sum one bucket in a separate function, which frees its flat copy before the next bucket's copy is made."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat, group=group)
+    copy_from_flat(flat, bucket)
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    for same in group_by_dtype(tensors):
+        bucket: list[torch.Tensor] = []
+        filled = 0
+        for tensor in same:
+            if bucket and filled + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += tensor.nbytes
+        yield bucket

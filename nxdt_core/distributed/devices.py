@@ -1,7 +1,8 @@
 """What differs between device types, in one table. No other file of the core names a device type.
 
 Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100 80GB, H100 SXM, H200, L4, L40S. Links
-are those of NVIDIA's DGX and HGX machines. Figures of AWS Trainium are in :mod:`nxdt_core.distributed.trainium`.
+are those of NVIDIA's DGX and HGX machines. Figures of AWS Trainium are in
+:mod:`nxdt_core.distributed.device_operations`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from typing import Literal
 
 import torch
 
-from nxdt_core.distributed.device_operations import DeviceOperations, HostOperations, UnknownDeviceOperations
-from nxdt_core.distributed.trainium import MEMORY_GIB, PEAK_FLOPS, TrainiumOperations
+from nxdt_core.distributed.device_operations import (
+    MEMORY_GIB,
+    PEAK_FLOPS,
+    DeviceOperations,
+    HostOperations,
+    TrainiumOperations,
+    UnknownDeviceOperations,
+)
 from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
 
 __all__ = [

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 __all__ = [
     "LAUNCHER_VARIABLE",
@@ -67,8 +67,8 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], *, reason: str
     """Check that all of ``names`` are set and not empty.
 
     Args:
-        variables: the environment.
-        names: of variables.
+        variables: environment variables by name.
+        names: variables that are needed.
         reason: which variables of the launcher are set, for the message: ``RANK and WORLD_SIZE are``.
 
     Raises:
@@ -87,7 +87,7 @@ def port_of(number: int) -> int:
 _NEEDED = ("SLURM_LOCALID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
 
 
-def join_slurm(variables: Mapping[str, str], host: str) -> Place | None:
+def join_slurm(variables: Mapping[str, str], host: str) -> RankEnvironment | None:
     """Return the place of a task that ``srun`` started with others; None for any other process.
 
     The script of a batch job is another one: it has the variables of a task, and none of a step.
@@ -102,7 +102,7 @@ def join_slurm(variables: Mapping[str, str], host: str) -> Place | None:
     require(variables, _NEEDED, reason="SLURM_PROCID and SLURM_NTASKS are")
     job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
     hosts = variables.get("SLURM_STEP_NODELIST") or variables["SLURM_JOB_NODELIST"]
-    place = Place(
+    place = RankEnvironment(
         rank=read_variable(variables, "SLURM_PROCID"),
         world_size=_count(variables, "TASKS"),
         local_rank=read_variable(variables, "SLURM_LOCALID"),
@@ -180,7 +180,7 @@ MPI_SIZES = tuple(names.size for names in _IMPLEMENTATIONS)
 """Variables with the number of processes; every ``mpirun`` sets one of them."""
 
 
-def join_mpi(variables: Mapping[str, str], host: str) -> Place | None:
+def join_mpi(variables: Mapping[str, str], host: str) -> RankEnvironment | None:
     """Return the place of a process that ``mpirun`` started with others; None for any other process.
 
     The host of rank 0 is ``MASTER_ADDR``, this host where all processes run on it, or the first host of a Slurm job.
@@ -200,7 +200,7 @@ def join_mpi(variables: Mapping[str, str], host: str) -> Place | None:
         if number >= limit:
             contradiction = f"{name} is {number} among {limit} processes"
             raise LaunchersDisagree(contradiction=contradiction, launcher="local")
-    return Place(
+    return RankEnvironment(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
@@ -251,10 +251,10 @@ LAUNCHER_VARIABLE = "NXDT_LAUNCHER"
 
 _USUAL = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-_Join = Callable[[Mapping[str, str], str], Place | None]
+_Join = Callable[[Mapping[str, str], str], RankEnvironment | None]
 
 
-def place_from_environment(environment: Mapping[str, str] | None = None) -> Place:
+def place_from_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment:
     """Read the place of this process; without any variables it is alone in a world of one process.
 
     The usual variables come first, then MPI's (whose ``mpirun`` may itself be started by ``srun``), then Slurm's.
@@ -273,17 +273,17 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Plac
         place = _JOINS[named](variables, host)
         if place is None and not any(name in variables for name in _ALWAYS[named]):
             raise NotStartedByLauncher(launcher=named)
-        return place or Place(host=host)
+        return place or RankEnvironment(host=host)
     place = join_usual(variables, host)
     if place is not None:
         _compare(place, variables, host)
         return place
     if _is_node(variables):
-        return Place(host=host)
-    return join_mpi(variables, host) or join_slurm(variables, host) or Place(host=host)
+        return RankEnvironment(host=host)
+    return join_mpi(variables, host) or join_slurm(variables, host) or RankEnvironment(host=host)
 
 
-def join_usual(variables: Mapping[str, str], host: str) -> Place | None:
+def join_usual(variables: Mapping[str, str], host: str) -> RankEnvironment | None:
     """Return the place that ``RANK`` and ``WORLD_SIZE`` say; None where they are not set.
 
     Raises:
@@ -296,12 +296,12 @@ def join_usual(variables: Mapping[str, str], host: str) -> Place | None:
     if rank >= world_size:
         raise BadLaunchVariable(name="RANK", value=str(rank), wanted=f"below WORLD_SIZE, {world_size}")
     if world_size == 1:
-        return Place(host=host, launcher="The environment")
+        return RankEnvironment(host=host, launcher="The environment")
     require(variables, _USUAL, reason="RANK and WORLD_SIZE are")
     local_rank = read_variable(variables, "LOCAL_RANK")
     if local_rank >= world_size:
         raise BadLaunchVariable(name="LOCAL_RANK", value=str(local_rank), wanted=f"below WORLD_SIZE, {world_size}")
-    return Place(
+    return RankEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -314,8 +314,8 @@ def join_usual(variables: Mapping[str, str], host: str) -> Place | None:
     )
 
 
-def _alone(variables: Mapping[str, str], host: str) -> Place:
-    return Place(host=host)
+def _alone(variables: Mapping[str, str], host: str) -> RankEnvironment:
+    return RankEnvironment(host=host)
 
 
 _JOINS: Mapping[str, _Join] = {
@@ -348,7 +348,7 @@ def _is_node(variables: Mapping[str, str]) -> bool:
     return numbered and (is_slurm_node(variables) or is_mpi_node(variables))
 
 
-def _compare(place: Place, variables: Mapping[str, str], host: str) -> None:
+def _compare(place: RankEnvironment, variables: Mapping[str, str], host: str) -> None:
     """Check that a launcher of as many processes does not give this one another rank.
 
     An elastic agent numbers the nodes itself, so that its ranks may differ from those of the launcher around it.

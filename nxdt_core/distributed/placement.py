@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 
 __all__ = ["local_of", "piece_of", "placed_like", "sharded_over"]
 

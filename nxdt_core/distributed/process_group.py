@@ -25,7 +25,7 @@ from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import NotEnoughDevices
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 __all__ = ["Ranks", "check_devices", "cores_of_process"]
 
@@ -53,7 +53,7 @@ class Ranks:
         ranks.stop()
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankEnvironment) -> None:
         self.place = place
         self.rank = place.rank
         self.world_size = place.world_size
@@ -71,7 +71,7 @@ class Ranks:
         """Read the place from the launcher's variables; a group that exists already decides instead."""
         place = place_from_environment()
         if dist.is_initialized() and dist.get_world_size() != place.world_size:
-            place = Place(
+            place = RankEnvironment(
                 rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=place.local_rank, host=place.host
             )
         return cls(place)

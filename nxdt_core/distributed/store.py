@@ -12,7 +12,7 @@ from threading import Thread
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from nxdt_core.errors.ranks import BadLaunchVariable, CannotReachRankZero, PortTaken
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 __all__ = ["connect_store", "join_timeout_s"]
 
@@ -36,11 +36,11 @@ def join_timeout_s() -> float:
     return float(text)
 
 
-def connect_store(place: Place, *, who: str | None = None) -> TCPStore:
+def connect_store(place: RankEnvironment, *, who: str | None = None) -> TCPStore:
     """Join the run's store; rank 0 serves it, unless an agent does. (It stays until the process of rank 0 ends.)
 
     Args:
-        place: of this process.
+        place: rank, and the address of the store.
         who: waits for it, for messages; this rank where None.
 
     Raises:
@@ -64,7 +64,7 @@ def connect_store(place: Place, *, who: str | None = None) -> TCPStore:
         ) from error
 
 
-def _store(place: Place, timeout_s: float, *, serves: bool) -> TCPStore:
+def _store(place: RankEnvironment, timeout_s: float, *, serves: bool) -> TCPStore:
     return TCPStore(
         place.master_addr,
         place.master_port,
@@ -76,7 +76,7 @@ def _store(place: Place, timeout_s: float, *, serves: bool) -> TCPStore:
     )
 
 
-def _serve(place: Place, timeout_s: float) -> TCPStore:
+def _serve(place: RankEnvironment, timeout_s: float) -> TCPStore:
     try:
         store = _store(place, timeout_s, serves=True)
     except DistError as error:
@@ -92,7 +92,7 @@ _served: dict[tuple[str, int], TCPStore] = {}
 connected while rank 0 still leaves the first."""
 
 
-def _wait_for_server(place: Place, timeout_s: float) -> None:
+def _wait_for_server(place: RankEnvironment, timeout_s: float) -> None:
     """Return once a server listens. (The store's own client waits, too, but writes a C++ stack for each attempt.)"""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -105,7 +105,7 @@ def _wait_for_server(place: Place, timeout_s: float) -> None:
             time.sleep(_RETRY_S)
 
 
-def _connect(place: Place, timeout_s: float) -> TCPStore:
+def _connect(place: RankEnvironment, timeout_s: float) -> TCPStore:
     """Join as a client. (Its own timeout ends with the connection: a server that is not a store and never answers
     would hold it for good.)"""
     connected: Future[TCPStore] = Future()

@@ -111,7 +111,7 @@ class _CompiledForward:
 
 
 class _Documents:
-    """What a layer's attention needs of packed documents, made before its graph runs and shared by all layers."""
+    """What a layer's attention needs of packed documents, computed before its graph runs and shared by all layers."""
 
     _ARGUMENT = "document_ids"
     """Of layers and attention cores."""
@@ -157,7 +157,7 @@ def one_graph(function: Callable[..., Result], **options: Any) -> Callable[..., 
 
 
 def pipeline_collectives(mesh: ParallelMesh) -> None:
-    """Let the layers that are compiled from now on pipeline what their tensor parallel ranks exchange.
+    """Let layers that are compiled from now on overlap tensor parallel collectives with products.
 
     Every rank of the group calls it. The switch is torch's, of the process, and part of the key of a cached graph.
     """

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.launch import CompileCacheNotAFolder, CompileCacheNotWritable, CompileIsOff
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, GraphOrigins
+from nxdt_core.protocols.engine import CompileAhead, GraphOrigins
 
 if TYPE_CHECKING:
     from nxdt_core.distributed.devices import DeviceProfile
@@ -44,7 +44,7 @@ def folder_of(address: str) -> Path | None:
 
 
 def check_folder_writable(folder: Path, *, setting: str) -> None:
-    """Make the folder, and write a file into it that is gone again at once.
+    """Create the folder, and check that a file can be written into it.
 
     Args:
         folder: for compiled graphs.

@@ -22,30 +22,39 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.random.dropout_masks import MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["salt_dropouts"]
+__all__ = ["set_dropout_salts"]
 
 _SALT_BITS = 62
 
 
-def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
-    """Fill the slots ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
+def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+    """Set ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
 
     Args:
         module: one pipeline stage, whose paths are those of the whole model; changed in place.
         plan: names the tensor blocks.
-        mesh: of the run; in one process there are no salts.
+        mesh: says which ranks hold the same values; in one process there are no salts.
         sequence_parallel: activations outside the tensor blocks are cut along the sequence.
     """
-    _number_tokens(module, TokenNumbers(shards=mesh.size("cp"), runs=_runs(mesh)))
-    tokens = mesh.rank("dp"), mesh.rank("cp")
+    runs, cp = _runs(mesh), mesh.size("cp")
+    tensor_part, tokens = (mesh.rank("tp"), mesh.size("tp")), (mesh.rank("dp"), mesh.rank("cp"))
     for path, part in module.named_modules():
+        if isinstance(part, LocalDispatcher) and _experts_drop(module, path.rpartition(".")[0]):
+            part.numbers = TokenNumbers(shards=cp, runs=runs)
         if not hasattr(part, "salt"):
             continue
         inside = any(matches_any(plan.tensor_blocks, outer) for outer in _enclosing_paths(path))
         if isinstance(part, Dropout) and part.dispatched:
             part.part = RowPart(name=encoded_name(path), feature_part=0 if part.whole else mesh.rank("tp"))
         elif isinstance(part, Dropout):
-            part.part = _part(path, part, mesh, cut=inside and not part.whole)
+            part.part = MaskPart(
+                name=encoded_name(path),
+                shards=cp,
+                runs=runs,
+                sequence_parts=tensor_part,
+                features=part.features,
+                feature_parts=tensor_part if inside and not part.whole and part.features is None else (0, 1),
+            )
         if mesh.sizes.world_size == 1:
             continue
         own = (sequence_parallel or inside) and not getattr(part, "whole", False)
@@ -54,25 +63,10 @@ def salt_dropouts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, 
         part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
 
 
-def _part(path: str, dropout: Dropout, mesh: ParallelMesh, *, cut: bool) -> MaskPart:
-    tp = mesh.size("tp")
-    return MaskPart(
-        name=encoded_name(path),
-        shards=mesh.size("cp"),
-        runs=_runs(mesh),
-        sequence_parts=(mesh.rank("tp"), tp),
-        features=dropout.features,
-        feature_parts=(mesh.rank("tp"), tp) if cut and dropout.features is None else (0, 1),
-    )
-
-
-def _number_tokens(module: nn.Module, numbers: TokenNumbers) -> None:
-    """Fill the slot of the dispatchers whose experts, in the same block, have dropout."""
-    drops = [path for path, part in module.named_modules() if isinstance(part, Dropout) and part.dispatched and part.p]
-    for path, part in module.named_modules():
-        block = path.rpartition(".")[0]
-        if isinstance(part, LocalDispatcher) and any(each.startswith(f"{block}.") for each in drops):
-            part.numbers = numbers
+def _experts_drop(module: nn.Module, block: str) -> bool:
+    """Return whether experts in the module at ``block`` have dropout."""
+    parts = module.get_submodule(block).modules()
+    return any(isinstance(part, Dropout) and part.dispatched and part.p for part in parts)
 
 
 def _runs(mesh: ParallelMesh) -> Callable[[int], Sequence[int]]:

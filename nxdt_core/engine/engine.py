@@ -11,31 +11,29 @@ from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.compile_cache import ahead_of, use_cache
-from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
-from nxdt_core.engine.global_batch import Numerics
+from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
+from nxdt_core.engine.global_batch import ComputeContext
 from nxdt_core.engine.layout import LayoutOptions, lay_out
-from nxdt_core.engine.layout import materialise as materialise_stages
+from nxdt_core.engine.layout import materialise as materialise_layout
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.model import TorchModel
-from nxdt_core.engine.optimizer import TorchOptimizer
-from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
-from nxdt_core.engine.parameters import tables
-from nxdt_core.engine.rounding import Backend, backend_on, updates_rounded
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
+from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
+from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.engine import CompileAhead, RankInfo
+from nxdt_core.protocols.estimate import Estimate, RunParts
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
-from nxdt_core.protocols.parallel.engine import RankInfo
-from nxdt_core.protocols.parallel.estimate import Estimate, RunParts
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["TorchEngine"]
 
 
 class TorchEngine:
-    """Built-in ``engine``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+    """Built-in ``engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
     mesh: ParallelMesh
     """Known after :meth:`start`."""
@@ -49,7 +47,15 @@ class TorchEngine:
             config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
         )
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
-        self.rank_info = self._rank_info()
+        position = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
+        self.rank_info = RankInfo(
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            local_rank=self.ranks.local_rank,
+            dp_rank=position.rank("dp"),
+            dp_size=self._sizes.dp,
+            mesh=self._sizes.as_dict(),
+        )
         use_cache(config.run, profile_of(self.device))
         use_device_settings(config.run.trainer, profile_of(self.device))
 
@@ -62,17 +68,6 @@ class TorchEngine:
         timeout_s = self.ranks.collective_timeout_s
         self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=timeout_s)
 
-    def _rank_info(self) -> RankInfo:
-        mesh = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
-        return RankInfo(
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            local_rank=self.ranks.local_rank,
-            dp_rank=mesh.rank("dp"),
-            dp_size=self._sizes.dp,
-            mesh=self._sizes.as_dict(),
-        )
-
     def initialize_model(
         self,
         builder: ModelBuilder,
@@ -82,8 +77,8 @@ class TorchEngine:
         adapters: Sequence[Adapter] = (),
         materialise: bool = True,
     ) -> TorchModel:
-        """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load, but for
-        those that adapters added.
+        """Build this rank's part of the model on the device. ``materialise=False`` leaves its values undefined for a
+        load, except those that adapters added.
 
         Raises:
             NxdtError: the model's plan does not allow the layout.
@@ -91,17 +86,17 @@ class TorchEngine:
         """
         data = self._run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
-        check_sums(self._sizes, precision, micro_batches=micro_batches)
+        check_gradient_dtype(self._sizes, precision, micro_batches=micro_batches)
         if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self._build_mesh()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
-        stages = lay_out(builder, self.mesh, options, precision, adapters)
+        layout = lay_out(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")
-        materialise_stages(stages, self.device, seed=seed, base=materialise)
+        materialise_layout(layout, self.device, seed=seed, base=materialise)
         pins = pins_inputs(self._run.data, profile_of(self.device))
-        numerics = Numerics(precision, self.device, seed, options.row_kernels, pins=pins)
-        return TorchModel(stages, self.mesh, numerics, micro_batches=micro_batches)
+        compute = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
+        return TorchModel(layout, self.mesh, compute, micro_batches=micro_batches)
 
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
@@ -128,7 +123,7 @@ class TorchEngine:
             lambda shards: factory(shards, config),
             groups,
             model.finish_gradients,
-            after_step=model.weights_changed,
+            after_step=model.sync_tied_copies,
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=rounding,
@@ -139,7 +134,8 @@ class TorchEngine:
         )
 
     def _rounding_backend(self) -> Backend:
-        """What runs this rank's updates. Off hosts it changes bits, so that all ranks have the same there."""
+        """Return what runs this rank's updates: the same on all ranks where it changes bits, which it does except on
+        hosts."""
         backend = backend_on(self.device)
         if profile_of(self.device).host:
             return backend
@@ -169,8 +165,8 @@ class TorchEngine:
         return ahead_of(config.run, profile_of(current_device(config.run.trainer.accelerator)))
 
     @staticmethod
-    def held_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
-        """Elements of each parameter that rank 0 of ``sizes`` holds, measured on the meta device.
+    def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+        """Return the number of elements of each parameter on rank 0 of ``sizes``, measured on the meta device.
 
         Raises:
             NxdtError: the model's plan does not allow the layout.
@@ -182,7 +178,7 @@ class TorchEngine:
             return {name: local_of(parameter).numel() for name, parameter in module.named_parameters()}
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         return self.ranks.broadcast_object(value)
 
     def shutdown(self) -> None:

@@ -1,21 +1,46 @@
-"""Tokens travel to the processes that hold their experts, and the outputs travel back: all-to-all over a group."""
+"""Exchanges of tokens around experts: with the ranks that hold the experts, and between data parallel ranks.
+
+Experts are divided over the ranks of ``ep``, and each may be sharded over those of ``tp``. Tensor parallel ranks route
+the same tokens. Each may send them whole to its ``ep`` peers, or a slice of their features, which the peers put
+together. Slices send less over ``ep`` and more over ``tp``. This pays where the ranks of ``ep`` are on several
+machines.
+
+Token shuffling mixes the tokens of several data parallel ranks before their experts, and undoes it after them. Experts
+of bounded capacity drop what a micro-batch has too many of. A micro-batch of very similar documents has too many tokens
+for few experts; mixed with those of other ranks, it asks for their average. Every n-th token goes to each of n ranks
+and keeps its position, to within n. There are no random numbers: recomputation and resumed runs repeat it without
+state.
+"""
 
 from __future__ import annotations
 
 from itertools import islice, pairwise
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.distributed.collectives import all_to_all, exchanged_rows, exchanged_while
+from nxdt_core.distributed.collectives import (
+    all_to_all,
+    all_to_all_rows,
+    gather_along,
+    gather_whole,
+    overlap_all_to_all,
+    reduce_scatter_along,
+)
+from nxdt_core.engine.discarded import prefetch_block_input
+from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.tensor.layers import sum_over_ranks
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import host_values
-from nxdt_core.models.moe.dispatch import LocalDispatcher, Placement, collect, spread
+from nxdt_core.models.moe.dispatch import LocalDispatcher, TokenPermutation, permute, unpermute
 from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["ExchangingDispatcher"]
+__all__ = ["AllToAllDispatcher", "ExchangingDispatcher", "Sliced", "apply_token_shuffle", "exchange_tokens"]
 
 
 class ExchangingDispatcher(LocalDispatcher):
@@ -37,7 +62,7 @@ class ExchangingDispatcher(LocalDispatcher):
         """Which of equal parts of the experts this process has."""
         return 0 if self.group is None else self.group.rank()
 
-    def ordered(self, routing: Routing) -> tuple[Placement, torch.Tensor]:
+    def ordered(self, routing: Routing) -> tuple[TokenPermutation, torch.Tensor]:
         """Return the rows by chunk and then by expert, and how many of each there are [chunks, experts]. A chunk has an
         equal part of the assignments, in the order of their tokens."""
         if self.chunks == 1:
@@ -46,10 +71,10 @@ class ExchangingDispatcher(LocalDispatcher):
         numbers = torch.arange(1, len(assigned) + 1, device=assigned.device)
         chunk_of = (numbers * self.chunks - 1).div(max(1, len(assigned)), rounding_mode="floor")  # as _bounds
         groups = chunk_of * experts + assigned
-        placement = Placement.ordered(groups, routing.experts.shape[1])
+        permutation = TokenPermutation.ordered(groups, routing.experts.shape[1])
         edges = torch.arange(self.chunks * experts + 1, device=assigned.device)
-        starts = torch.searchsorted(groups.index_select(0, placement.assignment_of), edges)
-        return placement, starts.diff().view(self.chunks, experts)
+        starts = torch.searchsorted(groups.index_select(0, permutation.assignment_of), edges)
+        return permutation, starts.diff().view(self.chunks, experts)
 
     def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """Compute :meth:`LocalDispatcher.run_ordered` over the ranks of the group. The host waits for the device once,
@@ -58,25 +83,25 @@ class ExchangingDispatcher(LocalDispatcher):
             return super().run_ordered(rows, counts, experts)
         ranks = self.group.size()
         sent = counts.view(self.chunks, ranks, -1).transpose(0, 1)  # [ranks, chunks, experts of one rank]
-        received = exchanged_rows(sent.contiguous(), self.group)
+        received = all_to_all_rows(sent.contiguous(), self.group)
         outgoing, incoming, sizes = _sizes(sent, received, len(rows))
         narrow = rows.to(compute_dtype(rows))  # which the experts would do
         numbers = torch.arange(received.shape[2], device=rows.device).repeat(ranks)
         arrivals = [
-            Placement.ordered(numbers.repeat_interleave(here.flatten(), output_size=sum(coming)))
+            TokenPermutation.ordered(numbers.repeat_interleave(here.flatten(), output_size=sum(coming)))
             for here, coming in zip(received.unbind(1), incoming, strict=True)
         ]
 
         def compute(chunk: int, arrived: torch.Tensor) -> torch.Tensor:  # by rank of origin, then by expert
             groups = RowGroups(received[:, chunk].sum(0), None if sizes is None else sizes[chunk])
-            return collect(experts(spread(arrived, arrivals[chunk]), groups), arrivals[chunk]).squeeze(1)
+            return unpermute(experts(permute(arrived, arrivals[chunk]), groups), arrivals[chunk]).squeeze(1)
 
         if self.chunks == 1:
             arrived = all_to_all(narrow, incoming[0], outgoing[0], self.group)
             return all_to_all(compute(0, arrived), outgoing[0], incoming[0], self.group)
         bounds = _bounds(len(rows), self.chunks)
         parts = [narrow[start:end] for start, end in pairwise(bounds)]
-        return torch.cat(exchanged_while(compute, parts, list(zip(outgoing, incoming, strict=True)), self.group))
+        return torch.cat(overlap_all_to_all(compute, parts, list(zip(outgoing, incoming, strict=True)), self.group))
 
     def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """Compute :meth:`LocalDispatcher.run_padded` over the ranks of the group; the host waits for nothing. A chunk
@@ -99,7 +124,7 @@ class ExchangingDispatcher(LocalDispatcher):
             arrived = all_to_all(narrow.flatten(0, 1), equal, equal, self.group, equal=True)
             return all_to_all(compute(0, arrived), equal, equal, self.group, equal=True).view(rows.shape)
         parts = [part.flatten(0, 1) for part in torch.split(narrow, sizes, 1)]
-        outputs = exchanged_while(compute, parts, [(equal, equal) for equal in splits], self.group)
+        outputs = overlap_all_to_all(compute, parts, [(equal, equal) for equal in splits], self.group)
         pairs = zip(outputs, sizes, strict=True)
         return torch.cat([output.view(count, size, hidden) for output, size in pairs], 1)
 
@@ -134,3 +159,123 @@ def _sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[_PerC
         return [list(islice(values, count)) for _ in range(chunks)]
 
     return take(ranks), take(ranks), take(experts) if len(asked) == 3 else None
+
+
+Sliced = Literal["none", "capacity", "all"]
+"""Which rows are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
+of others, whose number depends on data and which are gathered."""
+
+
+class AllToAllDispatcher(ExchangingDispatcher):
+    """Experts in consecutive equal parts over the ranks of a group, each perhaps a part over tensor parallel ranks."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        tensor_group: dist.ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
+        sliced: Sliced = "none",
+        chunks: int = 1,
+    ) -> None:
+        """``group``: over ``ep``; ``tensor_group``: over ``tp``, whose ranks hold parts of each expert. None for one
+        rank. ``sequence_parallel``: hand on this rank's part of the sequence only. ``sliced``: which rows are sent in
+        slices. ``chunks``: as of :class:`~nxdt_core.engine.expert_dispatch.ExchangingDispatcher`."""
+        super().__init__(group, chunks)
+        self.tensor_group = tensor_group
+        self.sequence_parallel = sequence_parallel
+        self.sliced = sliced
+
+    def forward(self, hidden: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
+        """Compute :meth:`LocalDispatcher.forward`, over the ranks of both groups."""
+        tensor_group = self.tensor_group
+        sliced = self.sliced == "all" or (self.sliced == "capacity" and routing.capacity is not None)
+        if not sliced or tensor_group is None or hidden.shape[-1] % tensor_group.size():
+            return super().forward(hidden, routing, experts)
+        width = hidden.shape[-1] // tensor_group.size()
+
+        def of_slices(rows: torch.Tensor, *groups: RowGroups) -> torch.Tensor:
+            partial = experts(gather_along(rows, -1, tensor_group), *groups)
+            return reduce_scatter_along(partial, -1, tensor_group)
+
+        own = hidden.narrow(-1, tensor_group.rank() * width, width)
+        mixed = self.mixed(own.flatten(0, 1), routing, cast(nn.Module, of_slices)).view_as(own)
+        narrow = mixed.to(compute_dtype(mixed))
+        whole = _by_sequence(narrow, tensor_group) if self.sequence_parallel else gather_whole(narrow, -1, tensor_group)
+        return whole.to(mixed.dtype)
+
+    def finish(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
+        if self.tensor_group is None:
+            return mixed
+        narrow = mixed.to(compute_dtype(mixed))  # as the product of a matrix that the ranks share
+        prefetch_block_input(self, narrow)
+        return sum_over_ranks(narrow, self.tensor_group, sequence_parallel=self.sequence_parallel).to(mixed.dtype)
+
+
+def _by_sequence(slices: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of the sequence with all features [batch, seq / n, n * width], of its slice of the features
+    of the whole sequence [batch, seq, width]."""
+    ranks, (batch, seq, width) = group.size(), slices.shape
+    parts = slices.view(batch, ranks, -1, width).transpose(0, 1)  # [ranks, batch, seq / ranks, width]
+    splits = [batch * seq // ranks] * ranks
+    arrived = all_to_all(parts.flatten(0, 2), splits, splits, group, equal=True)
+    return arrived.view(ranks, batch, -1, width).permute(1, 2, 0, 3).flatten(2)
+
+
+def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, ranks: int) -> None:
+    """Let each mixture of experts see the tokens of ``ranks`` neighbouring data parallel ranks mixed, while it trains.
+
+    Collective: every rank of every pipeline stage calls it. Call it after tensor parallelism, whose block entries
+    must see the tokens that were mixed already: under sequence parallelism each rank exchanges its part alone.
+
+    Args:
+        module: one pipeline stage, changed in place.
+        plan: the mixtures are the tensor blocks around its expert dispatchers.
+        mesh: ``ranks`` divides its ``dp_shard``.
+        ranks: 1 changes nothing.
+    """
+    if ranks == 1:
+        return
+    mesh.split_dp(ranks)
+    group = mesh.group("token_shuffle")
+    assert group is not None
+    shuffle = TokenShuffle(group)
+    dispatchers = [path for path, _ in module.named_modules() if matches_any(plan.experts.dispatchers, path)]
+    for path, part in module.named_modules():
+        if matches_any(plan.tensor_blocks, path) and any(inner.startswith(f"{path}.") for inner in dispatchers):
+            part.register_forward_pre_hook(shuffle.mix, prepend=True)
+            part.register_forward_hook(shuffle.sort_out)
+
+
+class TokenShuffle:
+    """Hooks around a mixture of experts; they do nothing in evaluation, where ranks may differ in their tokens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def mix(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Before forward: ``args[0]`` is [batch, seq, hidden]."""
+        return (exchange_tokens(args[0], self.group), *args[1:]) if module.training else args
+
+    def sort_out(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """After forward: ``output`` is [batch, seq, hidden]."""
+        return exchange_tokens(output, self.group) if module.training else output
+
+
+def exchange_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tokens that this rank gets, of ``hidden`` [batch, seq, hidden] on each of n ranks; the same shape.
+
+    Token ``n · i + j`` of rank r becomes token ``n · i + r`` of rank j. Dealing twice undoes it.
+
+    Raises:
+        ValueError: the ranks do not divide the tokens.
+    """
+    ranks = group.size()
+    count, width = hidden.shape[:-1].numel(), hidden.shape[-1]
+    if count % ranks:
+        raise ValueError(f"{count} tokens do not divide over the {ranks} ranks that exchange them")
+    by_rank = hidden.reshape(-1, ranks, width).transpose(0, 1)
+    splits = [count // ranks] * ranks
+    arrived = all_to_all(by_rank.flatten(0, 1), splits, splits, group, equal=True)
+    return arrived.view(ranks, -1, width).transpose(0, 1).reshape(hidden.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,25 +14,24 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.context.apply import shard_sequence
-from nxdt_core.engine.expert.router_metrics import RouterMetrics
+from nxdt_core.engine.expert import RouterMetrics
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.rounding import masters_rounded
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engine.optim.rounding import masters_rounded
 from nxdt_core.errors.models import LogitsAreSharded
-from nxdt_core.models.loss.cross_entropy import log_probs
-from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs
 from nxdt_core.models.random.dropout_masks import step_numbers
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
-from nxdt_core.protocols.parallel.model import StepLoss
+from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
-__all__ = ["GlobalBatch", "LabelLogProbs", "Numerics", "objective_output"]
+__all__ = ["ComputeContext", "GlobalBatch", "LabelLogProbs", "objective_output"]
 
 
-class Numerics:
+class ComputeContext:
     """Where a run computes, and in which dtypes."""
 
     def __init__(
@@ -62,7 +61,7 @@ class Numerics:
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host in memory from which a copy to the device does not wait for its kernels."""
-        return tensor.pin_memory() if self.pins and tensor.device == HOST else tensor
+        return tensor.pin_memory() if tensor.device == HOST else tensor
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for forward and the loss; backward runs outside of it."""
@@ -79,7 +78,7 @@ class GlobalBatch:
         micro_batches: Sequence[Batch],
         objective: Objective,
         mesh: ParallelMesh,
-        numerics: Numerics,
+        compute: ComputeContext,
         metric_names: dict[type, tuple[str, ...]],
         step: int = 0,
     ) -> None:
@@ -91,7 +90,7 @@ class GlobalBatch:
         self._metric_names = metric_names
         self._objective = objective
         self._mesh = mesh
-        self._numerics = numerics
+        self._compute = compute
         weights = self._global_weights(micro_batches)
         self.weight = weights[0]
         divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
@@ -99,32 +98,30 @@ class GlobalBatch:
         self._step, self._aux_loss_scale = step, 1 / self._tokens
         group = mesh.group("cp")
         self._sequences = SequenceShards() if group is None else _shards(group)
-        self.micro_batches = [
-            shard_sequence(batch, mesh).map(numerics.pinned) for batch in _numbered(micro_batches, mesh.rank("dp"))
-        ]
+        self.micro_batches: list[Batch] = []
         """As the model sees them: this rank's part of every sequence."""
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
+        row = mesh.rank("dp") * sum(batch.input_ids.shape[0] for batch in micro_batches)  # ranks hold equally many rows
+        for batch in micro_batches:
+            own = shard_sequence(replace(batch, first_row=row), mesh)
+            self.micro_batches.append(own.map(compute.pinned) if compute.pins else own)
+            row += batch.input_ids.shape[0]
 
     def step_context(self, batch: Batch) -> StepContext:
         """Return what the passes of a micro-batch on the device depend on in addition to it."""
         return StepContext(
-            numbers=step_numbers(self._numerics.seed, self._step, batch),
+            numbers=step_numbers(self._compute.seed, self._step, batch),
             ids=batch.input_ids,
             labels=batch.labels,
             aux_loss_scale=self._aux_loss_scale,
-            vocabulary_loss=self._numerics.vocabulary_loss,
+            vocabulary_loss=self._compute.vocabulary_loss,
             sequences=self._sequences,
         )
 
-    def on_device(self) -> Iterator[Batch]:
-        """Yield the micro-batches, each moved when it is asked for."""
-        for batch in self.micro_batches:
-            yield batch.to(self._numerics.device)
-
     def loss(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
-        with self._numerics.autocast():
+        with self._compute.autocast():
             output = objective_output(self._objective, logits, batch, step)
         # Once, since it waits for the device; of a part of each sequence, weights may be of the part or of the whole.
         first = not self._losses and type(self._objective) not in self._metric_names
@@ -140,19 +137,23 @@ class GlobalBatch:
         """The terms of ``sums``, each divided by its own weight, together."""
         return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
 
-    def result(self, routers: RouterMetrics) -> StepLoss:
-        """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` have counted it."""
+    def result(self, routers: RouterMetrics | None) -> StepLoss:
+        """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` of a model with experts have
+        counted it."""
         own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
         names = self._agreed(tuple(own))
+        counted = [] if routers is None else [routers.sums]
         if self._mesh.group("world") is None:
-            loss, metrics, counted = torch.stack(self._losses).sum(), own, routers.sums
+            loss, metrics = torch.stack(self._losses).sum(), own
         else:
-            sums = torch.zeros(1 + len(names), dtype=self._numerics.metrics_dtype, device=self._numerics.device)
+            sums = torch.zeros(1 + len(names), dtype=self._compute.metrics_dtype, device=self._compute.device)
             if self._losses:
                 sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
-            sums, counted = self._over_ranks(sums, routers.sums)
+            sums, *counted = self._over_ranks(sums, *counted)
             loss, metrics = sums[0], dict(zip(names, sums[1:], strict=True))
-        return StepLoss(loss=loss, weight=self.weight, metrics={**metrics, **routers.metrics(counted)})
+        if routers is not None:
+            metrics |= routers.metrics(counted[0])
+        return StepLoss(loss=loss, weight=self.weight, metrics=metrics)
 
     def _over_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Sums over all ranks, in one call; tensor parallel ranks have the same."""
@@ -183,9 +184,10 @@ class GlobalBatch:
         of_batches = [
             torch.cat([self._objective.weight(batch).reshape(-1), batch.weight().reshape(1)]) for batch in micro_batches
         ]
-        numerics, on_host = self._numerics, torch.stack(of_batches).sum(0)
+        compute, on_host = self._compute, torch.stack(of_batches).sum(0)
         # Without pinned memory, a device may still read the host's copy after it is freed.
-        weights = numerics.pinned(on_host).to(numerics.device, non_blocking=numerics.pins)
+        weights = compute.pinned(on_host) if compute.pins else on_host
+        weights = weights.to(compute.device, non_blocking=compute.pins)
         if self._mesh.group("world") is None:
             return weights
         if any(self._mesh.rank(dim) for dim in ("pp", "cp", "tp")):
@@ -212,14 +214,6 @@ def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, s
             reason = f"its {name} is a DTensor"
             raise LogitsAreSharded(objective=type(objective).__name__, reason=reason)
     return output
-
-
-def _numbered(batches: Sequence[Batch], dp_rank: int) -> Iterator[Batch]:
-    """The micro-batches with the numbers of their rows: ranks hold equally many, one after the other."""
-    row = dp_rank * sum(batch.input_ids.shape[0] for batch in batches)
-    for batch in batches:
-        yield replace(batch, first_row=row)
-        row += batch.input_ids.shape[0]
 
 
 def _shards(group: dist.ProcessGroup) -> SequenceShards:

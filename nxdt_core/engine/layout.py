@@ -14,40 +14,37 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.schema import RunConfig
 from nxdt_core.distributed.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.engine.chunked_loss import chunk_loss, compiled_rows
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.apply import apply_context_parallel
+from nxdt_core.engine.data.collectives import WeightGather, product_weights
 from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
-from nxdt_core.engine.data.gathers import WeightGather
-from nxdt_core.engine.dropout import salt_dropouts
-from nxdt_core.engine.expert.apply import apply_expert_parallel, exchange_chunks, expert_modules
-from nxdt_core.engine.expert.dispatch import Sliced, apply_token_shuffle
-from nxdt_core.engine.expert.router_metrics import routers_of
+from nxdt_core.engine.dropout import set_dropout_salts
+from nxdt_core.engine.expert import apply_expert_parallel, exchange_chunks, expert_modules, routers_of
+from nxdt_core.engine.expert_dispatch import Sliced, apply_token_shuffle
+from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
-from nxdt_core.engine.products import apply_product
-from nxdt_core.engine.recompute import apply_recompute, drop_in_layers, parts_of_recomputed
-from nxdt_core.engine.stages import cut_stage, stages_of_rank, ties_ends
-from nxdt_core.engine.tensor.apply import apply_tensor_parallel, gather_once, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
+from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank, ties_ends
+from nxdt_core.engine.precision import apply_product
+from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
+from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.models.loss.logit_rows import IN_CHUNKS, RowKernels
+from nxdt_core.models.loss import IN_CHUNKS, RowKernels
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.mesh import MeshSizes, check_whole_backward, micro_batches_fit
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import check_whole_backward, micro_batches_fit
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["LayoutOptions", "Stages", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]
+__all__ = ["Layout", "LayoutOptions", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +116,8 @@ class LayoutOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """This rank's pipeline stages; without a pipeline, one stage that is the whole model."""
+class Layout:
+    """This rank's part of a model: its pipeline stages, sharded. Without a pipeline, one stage is the whole model."""
 
     modules: tuple[nn.Module, ...]
     numbers: tuple[int, ...]
@@ -154,7 +151,7 @@ def lay_out(
     options: LayoutOptions,
     precision: PrecisionPolicy,
     adapters: Sequence[Adapter] = (),
-) -> Stages:
+) -> Layout:
     """Build this rank's stages on the meta device, without communication.
 
     Raises:
@@ -166,7 +163,7 @@ def lay_out(
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
     _check_supported(whole, plan, mesh, options)
-    _set_dtypes(whole, precision)
+    _set_dtypes(whole, plan, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
     modules: tuple[nn.Module, ...] = (whole,)
@@ -183,9 +180,9 @@ def lay_out(
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
-        salt_dropouts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        set_dropout_salts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
         gathers += _finish_stage(module, plan, mesh, options, precision)
-    return Stages(
+    return Layout(
         modules=modules,
         numbers=numbers,
         plan=plan,
@@ -252,13 +249,16 @@ def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names)
 
 
-def _set_dtypes(whole: nn.Module, precision: PrecisionPolicy) -> None:
-    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with."""
+def _set_dtypes(whole: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> None:
+    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with, which under
+    autocast is the dtype of products for a weight that nothing else reads."""
     compute = getattr(torch, precision.parameters)
     whole.to(torch.float32 if precision.master_weights else compute)
-    for parameter in whole.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(compute)
+    frozen = {name: parameter for name, parameter in whole.named_parameters() if not parameter.requires_grad}
+    product = getattr(torch, precision.autocast or precision.parameters)
+    multiplied = product_weights(whole, plan) if frozen else frozenset()
+    for name, parameter in frozen.items():
+        parameter.data = parameter.data.to(product if name in multiplied else compute)
 
 
 def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:
@@ -292,8 +292,10 @@ def _apply_model_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelM
             gathers_again=options.gathers_again,
             pad_heads=options.pad_heads,
         )
-    apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
-    apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
+    if mesh.sizes.ep * mesh.sizes.tp * mesh.sizes.cp > 1:
+        apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
+    if options.token_shuffle > 1:
+        apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
 
 
 def _finish_stage(
@@ -314,8 +316,8 @@ def _finish_stage(
         chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
     apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
     if options.sequence_parallel and options.gathers_again:
-        gather_once(parts_of_recomputed(module))
-        drop_in_layers(module, plan)
+        keep_gathered(parts_of_recomputed(module))
+        discard_in_layers(module, plan)
     if options.compile_backend is not None:
         if options.async_tensor_parallel:
             pipeline_collectives(mesh)
@@ -326,26 +328,21 @@ def _finish_stage(
     return apply_data_parallel(module, plan, mesh, precision, experts, compiled=options.compile_backend is not None)
 
 
-def materialise(stages: Stages, device: torch.device, *, seed: int, base: bool = True) -> None:
-    """Give the stages memory on ``device`` and draw their weights; without ``base`` only those that adapters added,
-    the others are left undefined for a load.
-
-    Every rank draws its own shards alone, bit-equal to those elements of the whole.
-    """
-    for module in stages.modules:
-        allocate(module, device, tied=stages.plan.tied)
-        _draw(module, stages, seed, base=base)
-
-
 @torch.no_grad()
-def _draw(module: nn.Module, stages: Stages, seed: int, *, base: bool) -> None:
-    owners = {user: owner for owner, user in stages.plan.tied}
-    for name, parameter in module.named_parameters():
-        if not base and name not in stages.added:
-            continue
-        name = owners.get(name, name)  # a stage that has the user of a tied pair alone draws the owner's elements
-        piece = piece_of(parameter)
-        if name in stages.padded:
-            piece.tensor.zero_()
-            piece = real_part(parameter, stages.padded[name])
-        draw_piece(piece, name, stages.rules, seed=seed)
+def materialise(layout: Layout, device: torch.device, *, seed: int, base: bool = True) -> None:
+    """Allocate the stages on ``device`` and draw their initial weights; without ``base`` only those that adapters
+    added, the others stay undefined for a load.
+
+    Every rank draws its own shards alone, bitwise equal to those elements of the whole.
+    """
+    owners = {user: owner for owner, user in layout.plan.tied}
+    for module in layout.modules:
+        allocate(module, device, tied=layout.plan.tied)
+        for name, parameter in module.named_parameters():
+            if base or name in layout.added:
+                name = owners.get(name, name)  # a stage with the user of a tied pair alone draws the owner's elements
+                piece = piece_of(parameter)
+                if name in layout.padded:
+                    piece.tensor.zero_()
+                    piece = unpadded_shard(parameter, layout.padded[name])
+                draw_piece(piece, name, layout.rules, seed=seed)

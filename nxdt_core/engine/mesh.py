@@ -12,7 +12,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.torch_versions import set_group_timeout, unflatten
 
 __all__ = ["Dimension", "ParallelMesh"]
@@ -72,8 +72,8 @@ class ParallelMesh:
         Collective: every rank calls it with the same sizes.
 
         Args:
-            sizes: of all dimensions.
-            device_type: of all ranks.
+            sizes: number of ranks along each dimension.
+            device_type: type of every rank's device, such as ``cuda``.
             timeout_s: longest wait within one collective of any of its groups. Torch gives new groups its own default,
                 10 minutes with NCCL and 30 with gloo, instead of that of the default group.
         """

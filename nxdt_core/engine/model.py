@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,26 +15,28 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
-from nxdt_core.engine.data.fsdp import begin_micro_batch, copies_masters
-from nxdt_core.engine.data.gathers import ScaledWeights
-from nxdt_core.engine.data.masters import CopiedMasters, rounded_weights
-from nxdt_core.engine.expert.router_metrics import RouterMetrics
-from nxdt_core.engine.global_batch import GlobalBatch, LabelLogProbs, Numerics
-from nxdt_core.engine.gradients import GradientSums, global_norm
-from nxdt_core.engine.layout import Stages
+from nxdt_core.engine.data.collectives import ScaledWeights
+from nxdt_core.engine.data.fsdp import begin_micro_batch, uses_copied_masters
+from nxdt_core.engine.data.gradients import GradientReducer, global_norm
+from nxdt_core.engine.decoding import CachedDecoding, attention_slots, last_rows_only
+from nxdt_core.engine.expert import RouterMetrics
+from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogProbs
+from nxdt_core.engine.layout import Layout
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import Replicas, StageParameters, replica_group, shard_of
 from nxdt_core.engine.pipeline.runner import PipelineRunner
-from nxdt_core.engine.pipeline.stream import HiddenLike
+from nxdt_core.engine.pipeline.stage import HiddenSpec
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.tensor.heads import PaddedDim, real_part
+from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.models.attention.cache import KeyValueCache
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.model import StepLoss
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel_model import Decoding, StepLoss
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
@@ -43,72 +45,78 @@ __all__ = ["TorchModel"]
 
 
 class TorchModel:
-    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
-    def __init__(self, stages: Stages, mesh: ParallelMesh, numerics: Numerics, *, micro_batches: int) -> None:
-        """``micro_batches``: of a rank in a training step; a pipeline's schedule must fit them.
+    def __init__(self, layout: Layout, mesh: ParallelMesh, compute: ComputeContext, *, micro_batches: int) -> None:
+        """Collective in a pipeline.
 
-        Collective in a pipeline.
+        Args:
+            layout: materialised.
+            mesh: that ``layout`` was made for.
+            compute: device, dtypes and seed.
+            micro_batches: per training step and rank; the schedule of a pipeline must be able to run them.
         """
-        self._stages = stages
-        self._mesh = mesh
-        self._numerics = numerics
-        self._parameters = StageParameters(stages.modules, stages.plan.tied)
-        self._step = 0
+        self._layout, self._mesh, self._compute = layout, mesh, compute
+        self._parameters = StageParameters(layout.modules, layout.plan.tied)
         self._owned = self._parameters.owned(mesh)
-        self._sums = GradientSums(
-            self._parameters.by_name,
-            mesh,
-            tensor_partial=stages.tensor_partial,
-            replica_partial=stages.replica_partial,
-            data_reduced=stages.sharded,
-            overlapped=mesh.sizes.pp == 1,
-        )
-        self._tied = tied_copies(
-            dict(zip(stages.numbers, stages.modules, strict=True)), stages.plan, stage_count=mesh.sizes.stages
-        )
-        self._tied_group = tied_group(mesh) if self._tied else None
-        group = replica_group(mesh, sharded=stages.sharded)
-        shares = profile_of(numerics.device).broadcast_loads
-        self._replicas = Replicas(group) if shares and group is not None else None
-        self._buffers = {name: value for module in stages.modules for name, value in _saved_buffers(module)}
+        self._buffers = {name: value for module in layout.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
-        self._routers = RouterMetrics(
-            stages.routers, stages.modules, device=numerics.device, dtype=numerics.metrics_dtype
-        )
-        self._scaled = ScaledWeights(stages.gathers, self._parameters.by_name, mesh.group("fsdp"))
-        self._copies: CopiedMasters | None = None
-        if copies_masters(mesh.sizes, numerics.precision):
-            self._copies = CopiedMasters(stages.modules, numerics.hidden)
-        self._has_run = False
+        self._step, self._has_run = 0, False
+        self._gradients: GradientReducer | None = None
+        if mesh.sizes.world_size > 1:
+            self._gradients = GradientReducer(
+                self._parameters.by_name,
+                mesh,
+                tensor_partial=layout.tensor_partial,
+                replica_partial=layout.replica_partial,
+                data_reduced=layout.sharded,
+                overlapped=mesh.sizes.pp == 1,
+            )
+        stages = dict(zip(layout.numbers, layout.modules, strict=True))
+        self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
+        self._tied_group = tied_group(mesh) if self._tied else None
+        group = replica_group(mesh, sharded=layout.sharded)
+        broadcasts = profile_of(compute.device).broadcast_loads and group is not None
+        self._replicas = Replicas(group) if broadcasts and group is not None else None
+        self._routers: RouterMetrics | None = None
+        if layout.routers:
+            self._routers = RouterMetrics(
+                layout.routers, layout.modules, device=compute.device, dtype=compute.metrics_dtype
+            )
+        self._weights: CopiedMasters | ScaledWeights | None = None
+        """Where modules compute with other weights than are stored; FSDP2 gathers its own."""
+        if uses_copied_masters(mesh.sizes, compute.precision):
+            self._weights = CopiedMasters(layout.modules, compute.hidden)
+        elif any(gather.scaled for gather in layout.gathers):
+            self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._pipeline: PipelineRunner | None = None
         if mesh.sizes.pp > 1:
             self._pipeline = PipelineRunner(
-                stages.modules,
-                stages.numbers,
+                layout.modules,
+                layout.numbers,
                 mesh,
                 schedule=mesh.sizes.schedule,
                 micro_batches=micro_batches,
-                hidden_like=self._hidden_like,
-                device=numerics.device,
-                forward_context=numerics.autocast,
-                sent=numerics.sent,
+                hidden_spec=self._hidden_spec,
+                device=compute.device,
+                forward_context=compute.autocast,
+                sent=compute.sent,
             )
 
     @property
     def module(self) -> nn.Module:
         """The first of this rank's stages: the whole model without a pipeline."""
-        return self._stages.modules[0]
+        return self._layout.modules[0]
 
     @property
     def plan(self) -> ParallelPlan:
         """The model's plan, with what adapters changed."""
-        return self._stages.plan
+        return self._layout.plan
 
     @property
     def added(self) -> frozenset[str]:
         """Parameters of the whole model that adapters added."""
-        return self._stages.added
+        return self._layout.added
 
     @property
     def data_ranks(self) -> int:
@@ -118,7 +126,7 @@ class TorchModel:
     @property
     def precision(self) -> PrecisionPolicy:
         """The dtypes that it trains in."""
-        return self._numerics.precision
+        return self._compute.precision
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming step in the run."""
@@ -127,32 +135,40 @@ class TorchModel:
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         batch = self._begin(micro_batches, objective, training=True)
-        rounded = rounded_weights(self._named_shards(), self._numerics.masters_rounded, self._step)
-        with self._name_shape_errors(), self._routers.counting(), rounded, self._computing():
+        with ExitStack() as stack:
+            for context in self._contexts(training=True):
+                stack.enter_context(context)
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
-            else:
-                last = len(batch.micro_batches) - 1
-                for index, moved in enumerate(batch.on_device()):
-                    if index in (0, last):  # between them nothing changes
-                        begin_micro_batch(self._stages.modules, self._mesh, last=index == last)
-                    if index == last:
-                        self._sums.begin_last()
-                    step = batch.step_context(moved)
-                    # One expression: a name would hold the logits, or the graph, longer than needed.
-                    batch.loss(self._logits(moved, step), moved, step).backward()  # type: ignore[no-untyped-call]
+            last = len(batch.micro_batches) - 1
+            for index, on_host in enumerate(batch.micro_batches if self._pipeline is None else ()):
+                if self._layout.sharded and index in (0, last):  # between them nothing changes
+                    begin_micro_batch(self._layout.modules, self._mesh, last=index == last)
+                if self._gradients is not None and index == last:
+                    self._gradients.begin_last_backward()
+                moved = on_host.to(self._compute.device)
+                step = batch.step_context(moved)
+                with self._compute.autocast():
+                    logits = [self.module(moved.input_ids, **moved.arguments(), step=step)]
+                # Popped, and in one expression: a name would hold the logits, or the graph, longer than needed.
+                batch.loss(logits.pop(), moved, step).backward()  # type: ignore[no-untyped-call]
+        self._has_run = True
         return batch.result(self._routers)
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Return the loss without gradients, in evaluation mode."""
         batch = self._begin(micro_batches, objective, training=False)
-        with self._name_shape_errors(), self._forward_only(), self._routers.counting():
+        with ExitStack() as stack:
+            for context in self._contexts(training=False):
+                stack.enter_context(context)
             if self._pipeline is not None:
                 self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             else:
-                for moved in batch.on_device():
+                for on_host in batch.micro_batches:
+                    moved = on_host.to(self._compute.device)
                     step = batch.step_context(moved)
                     batch.loss(self._logits(moved, step), moved, step)
+        self._has_run = True
         return batch.result(self._routers)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -161,24 +177,50 @@ class TorchModel:
 
         Collective; equal on all ranks that read the same samples.
         """
-        for module in self._stages.modules:
+        for module in self._layout.modules:
             module.eval()
         length = input_ids.shape[1]
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
         batch = shard_sequence(Batch(input_ids=padded, labels=padded), self._mesh)
         with self._forward_only():
-            if self._pipeline is not None:
-                found = self._pipeline.forward(
-                    [batch], _inputs, lambda _: StepContext(), lambda logits, *_: _whole(logits)
-                )
-                logits = self._pipeline.broadcast_from_last(found[0] if found else None)
-            else:
-                logits = _whole(self._logits(batch.to(self._numerics.device), StepContext()))
-            logits = unshard_sequence(logits, self._mesh)
+            logits = unshard_sequence(self._whole_logits(batch), self._mesh)
         return logits[:, :length]
 
+    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding | str:
+        """Return a pass for each further token; see :class:`nxdt_core.protocols.parallel_model.DecodingModel`."""
+        if self._mesh.sizes.cp > 1:
+            return "context parallel ranks share each sequence"
+        slots = attention_slots(self._layout.modules, self.plan)
+        if isinstance(slots, str):
+            return slots
+        return CachedDecoding(KeyValueCache(slots, lengths, columns), self._last_logits, self._sequence_multiple)
+
+    def _last_logits(self, batch: Batch, columns: int, cache: KeyValueCache) -> torch.Tensor:
+        """The logits [rows, vocab] of the last of the first ``columns`` tokens, whose keys and values are kept."""
+        if self.module.training:
+            for module in self._layout.modules:
+                module.eval()
+        last, alone = columns - 1, self._mesh.group("world") is None
+        trims = columns > 1 and not self._layout.sequence_parallel
+        heads = last_rows_only(self._layout.modules, self.plan, last) if trims else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if self._layout.compiled else nullcontext()
+        with self._forward_only(inference=alone), cache.extended(columns), heads, eager:
+            return self._whole_logits(batch, last)[:, 0]
+
+    def _whole_logits(self, batch: Batch, index: int | None = None) -> torch.Tensor:
+        """The logits of all tokens, or of one of each row, [rows, 1, vocab]: where the heads gave more."""
+
+        def wanted(logits: torch.Tensor) -> torch.Tensor:
+            one = index is not None and logits.shape[1] > 1
+            return _whole(logits[:, index : index + 1] if one and index is not None else logits)
+
+        if self._pipeline is None:
+            return wanted(self._logits(batch.to(self._compute.device), StepContext()))
+        found = self._pipeline.forward([batch], _inputs, lambda _: StepContext(), lambda logits, *_: wanted(logits))
+        return self._pipeline.broadcast_from_last(found[0] if found else None)
+
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+        """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
         passing = LabelLogProbs()
         self.run_eval(micro_batches, passing)
         kept = passing.kept
@@ -199,13 +241,15 @@ class TorchModel:
     @property
     def padded(self) -> Mapping[str, PaddedDim]:
         """Parameters with heads of zeros."""
-        return self._stages.padded
+        return self._layout.padded
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
-        padded = self._stages.padded
+        padded = self._layout.padded
         held = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
-        return {name: real_part(p, padded[name]) if name in padded else p for name, p in held.items()} | self._buffers
+        return {
+            name: unpadded_shard(p, padded[name]) if name in padded else p for name, p in held.items()
+        } | self._buffers
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
         """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
@@ -227,7 +271,7 @@ class TorchModel:
             for name, value in state.items():
                 if name in own:
                     _elements(own[name]).copy_(_elements(value))
-        self.weights_changed()
+        self.sync_tied_copies()
 
     def local_modules(self) -> Sequence[nn.Module]:
         """Return the modules of this rank: one a pipeline stage.
@@ -235,12 +279,14 @@ class TorchModel:
         Without a pipeline, a program may call the module and ``backward`` itself: the optimizer's ``clip_grad_norm``
         completes the sums of the gradients.
         """
-        return self._stages.modules
+        return self._layout.modules
 
     def finish_gradients(self) -> torch.Tensor:
         """Complete the gradients' sums over ranks, and return their norm."""
-        self._sums.add_up()
-        sum_tied_gradients(self._tied, self._tied_group)
+        if self._gradients is not None:
+            self._gradients.reduce_all()
+        if self._tied:
+            sum_tied_gradients(self._tied, self._tied_group)
         return self._norm([parameter.grad for parameter in self._owned])
 
     def parameter_norm(self) -> torch.Tensor:
@@ -248,7 +294,7 @@ class TorchModel:
         some."""
         return self._norm(self._owned)
 
-    def weights_changed(self) -> None:
+    def sync_tied_copies(self) -> None:
         """Let second copies of tied parameters follow; called after an update and after a load."""
         with torch.no_grad():
             for owner, user in self._parameters.twins:
@@ -256,8 +302,8 @@ class TorchModel:
                 user.grad = None
 
     def _norm(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        numerics = self._numerics
-        return global_norm(tensors, self._mesh.group("world"), device=numerics.device, dtype=numerics.metrics_dtype)
+        compute = self._compute
+        return global_norm(tensors, self._mesh.group("world"), device=compute.device, dtype=compute.metrics_dtype)
 
     def _named_shards(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
         """Every parameter with its place, a tied one's second copy under the owner's name."""
@@ -267,22 +313,25 @@ class TorchModel:
             yield parameter, name, shard_of(parameter, self.padded.get(name), matrix=False)
 
     def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
-        for module in self._stages.modules:
+        for module in self._layout.modules:
             module.train(training)
-        return GlobalBatch(micro_batches, objective, self._mesh, self._numerics, self._metric_names, self._step)
+        return GlobalBatch(micro_batches, objective, self._mesh, self._compute, self._metric_names, self._step)
 
-    @contextmanager
-    def _name_shape_errors(self) -> Iterator[None]:
-        """Name the plan's entry where the first batch shows that a module cannot run on its shard."""
-        if self._has_run or self._stages.compiled:
-            yield
-            return
-        with name_shape_errors(self._stages.modules, self._stages.plan, self._mesh.sizes):
-            yield
-        self._has_run = True
+    def _contexts(self, *, training: bool) -> Iterator[AbstractContextManager[None]]:
+        """Yield the contexts around the micro-batches of a step, only those that this layout needs."""
+        if not (self._has_run or self._layout.compiled):
+            yield name_shape_errors(self._layout.modules, self._layout.plan, self._mesh.sizes)
+        if not training:
+            yield self._forward_only()
+        if self._routers is not None:
+            yield self._routers.counting()
+        if training and self._compute.masters_rounded is not None:
+            yield rounded_weights(self._named_shards(), self._compute.masters_rounded, self._step)
+        if training and self._weights is not None:
+            yield self._weights.in_place()
 
     def _logits(self, batch: Batch, step: StepContext) -> torch.Tensor:
-        with self._numerics.autocast():
+        with self._compute.autocast():
             logits: torch.Tensor = self.module(batch.input_ids, **batch.arguments(), step=step)
         return logits
 
@@ -290,30 +339,27 @@ class TorchModel:
     def _sequence_multiple(self) -> int:
         """What a sequence must be a multiple of."""
         sizes = self._mesh.sizes
-        return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._stages.sequence_parallel else 1)
+        return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._layout.sequence_parallel else 1)
 
-    def _hidden_like(self, batch: Batch) -> HiddenLike:
+    def _hidden_spec(self, batch: Batch) -> HiddenSpec:
         assert self.plan.pipeline is not None
         rows, tokens = batch.input_ids.shape
-        if self._stages.sequence_parallel:
+        if self._layout.sequence_parallel:
             tokens //= self._mesh.sizes.tp
-        return (rows, tokens, self.plan.pipeline.hidden_size), self._numerics.hidden
-
-    def _computing(self) -> AbstractContextManager[None]:
-        """Return the block in which modules have the weights that they compute with; FSDP2 gathers them by itself, and
-        needs the scales of those that travel in one byte per element."""
-        return self._scaled.during() if self._copies is None else self._copies.in_place()
+        return (rows, tokens, self.plan.pipeline.hidden_size), self._compute.hidden
 
     @contextmanager
-    def _forward_only(self) -> Iterator[None]:
-        """No gradients. Where FSDP2 gathers weights or masters have copies, a caller's inference mode is left, since no
-        backward can use what is made in it; and gathered weights are freed, since the optimizer's update would not
-        reach them.
+    def _forward_only(self, *, inference: bool = False) -> Iterator[None]:
+        """No gradients, and inference mode where it is asked for and possible. Where FSDP2 gathers weights or masters
+        have copies, a caller's inference mode is left, since no backward can use what is made in it; and gathered
+        weights are freed, since the optimizer's update would not reach them.
         """
-        gathered = self._stages.sharded or self._copies is not None
-        with torch.inference_mode(False) if gathered else nullcontext(), torch.no_grad(), self._computing():
+        gathered = self._layout.sharded or self._weights is not None
+        weights = nullcontext() if self._weights is None else self._weights.in_place()
+        mode = torch.inference_mode(not gathered) if gathered or inference else nullcontext()
+        with mode, torch.no_grad(), weights:
             yield
-        for module in self._stages.modules if self._stages.sharded else ():
+        for module in self._layout.modules if self._layout.sharded else ():
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()

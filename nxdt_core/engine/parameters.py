@@ -1,6 +1,6 @@
-"""Parameters of a rank: their global names, the shards of them that it holds, and the ranks that hold the same.
+"""Parameters of a rank: their global names, shards and replicas, and their groups in the optimizer.
 
-Second copies of tied parameters are kept apart.
+Groups follow from the decay rules of a plan and from ``model.optim.param_groups``.
 """
 
 from __future__ import annotations
@@ -12,18 +12,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.placement import piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.tensor.heads import PaddedDim, real_part
-from nxdt_core.models.patterns import matches_any
-from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
+from nxdt_core.errors.optimizers import ParameterGroupEmpty
+from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["Replicas", "StageParameters", "replica_group", "shard_of", "tables"]
+__all__ = [
+    "Replicas",
+    "StageParameters",
+    "check_overrides",
+    "override_of",
+    "parameter_groups",
+    "replica_group",
+    "shard_of",
+    "tables",
+]
 
 
 class StageParameters:
-    """Names of the parameters of a rank's stages.
+    """The parameters of a rank's stages by global name.
 
     A pair that is tied is one parameter where both are on one stage. In a pipeline each end has a copy: the rank of
     the last stage keeps its copy under the owner's name, as every other rank keeps the owner. A rank with both ends
@@ -70,10 +82,10 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
 
     Args:
         parameter: DTensor where it is cut.
-        padded: where its zeros are, which no optimizer counts.
+        padded: the dimension that has zeros, which no optimizer counts; None where it has none.
         matrix: whether it is one of a hidden layer.
     """
-    piece = piece_of(parameter) if padded is None else real_part(parameter, padded)
+    piece = piece_of(parameter) if padded is None else unpadded_shard(parameter, padded)
     groups: tuple[dist.ProcessGroup, ...] = ()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -102,7 +114,7 @@ def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | N
     """Return the ranks that hold what this one holds; None where it is the only one.
 
     Args:
-        mesh: of the run.
+        mesh: its data parallel groups are the candidates.
         sharded: whether FSDP2 cuts the parameters over ``fsdp``.
     """
     if sharded:
@@ -111,7 +123,7 @@ def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | N
 
 
 class Replicas:
-    """See :class:`nxdt_core.protocols.parallel.model.Replicas`."""
+    """See :class:`nxdt_core.protocols.parallel_model.Replicas`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -125,3 +137,63 @@ class Replicas:
             dist.broadcast(dense, group=self._group, group_src=0)
             if dense is not tensor and not self.reads:
                 tensor.copy_(dense)
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    plan: ParallelPlan,
+    *,
+    lr: float,
+    weight_decay: float,
+    decay_norms: bool,
+    overrides: Sequence[ParamGroupConfig] = (),
+) -> list[ParameterGroup]:
+    """Split the trainable parameters by learning rate and weight decay, in the order of their first parameters.
+
+    Args:
+        parameters: (global name, parameter) pairs.
+        plan: its ``no_weight_decay`` patterns are never decayed, its ``norms`` only with ``decay_norms``.
+        lr: peak learning rate.
+        weight_decay: factor for parameters that decay.
+        decay_norms: ``model.do_layer_norm_weight_decay``.
+        overrides: ``model.optim.param_groups``; see :func:`override_of`. What they say of decay counts for all
+            parameters that they choose.
+    """
+    exempt = plan.no_weight_decay if decay_norms else (*plan.no_weight_decay, *plan.norms)
+    groups: dict[tuple[float, float], ParameterGroup] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            override = override_of(overrides, name) if overrides else None
+            rate, decay = lr, 0.0 if matches_any(exempt, name) else weight_decay
+            if override is not None:
+                rate = rate if override.lr is None else override.lr
+                decay = decay if override.weight_decay is None else override.weight_decay
+            group = groups.setdefault((rate, decay), ParameterGroup(params=[], names=[], lr=rate, weight_decay=decay))
+            group["params"].append(parameter)
+            group["names"].append(name)
+    return list(groups.values())
+
+
+def override_of(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig | None:
+    """Return the last of ``model.optim.param_groups`` whose pattern matches a parameter."""
+    return next((override for override in reversed(overrides) if matches(override.params, name)), None)
+
+
+def check_overrides(overrides: Sequence[ParamGroupConfig], names: Iterable[str], ranks: RankAgreement) -> None:
+    """Check that each of ``overrides`` chooses a parameter on some rank. Collective where there are any.
+
+    Args:
+        overrides: ``model.optim.param_groups``.
+        names: global names of the parameters that this rank trains.
+        ranks: all processes, whose names are gathered.
+
+    Raises:
+        ParameterGroupEmpty: the pattern of one matches none.
+    """
+    if not overrides:
+        return
+    everywhere = sorted({name for each in ranks.all_gather_object([*names]) for name in each})
+    used = [override_of(overrides, name) for name in everywhere]
+    empty = [override.params for override in overrides if not any(override is each for each in used)]
+    if empty:
+        raise ParameterGroupEmpty(patterns=empty, names=everywhere)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.engine.dropped import cast_dropped, drop_in, dropped_result, dropping_in
+from nxdt_core.engine.discarded import cast_discarded, discard_in, discarded_in, discarded_output
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import HostValues
@@ -19,7 +19,7 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import at_border, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["apply_recompute", "defined_forward", "drop_in_layers", "forward_within", "parts_of_recomputed"]
+__all__ = ["apply_recompute", "defined_forward", "discard_in_layers", "forward_within", "parts_of_recomputed"]
 
 
 def apply_recompute(
@@ -29,7 +29,7 @@ def apply_recompute(
     granularity: Literal["full", "selective"] | None,
     names: Sequence[str] = (),
 ) -> None:
-    """Let parts of ``module`` keep only their inputs for backward.
+    """Let parts of ``module`` save only their inputs for backward.
 
     Of cheap ones in a layer, such as norms and activation functions, the result is dropped, too: what reads it gets it
     from a second computation.
@@ -61,14 +61,14 @@ def apply_recompute(
         kind: Any = type(part)
         part.__class__ = _recomputed(kind)
     if granularity == "selective":
-        _drop_results(module, plan, patterns)
+        _discard_outputs(module, plan, patterns)
 
 
-def drop_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
-    """Let the layers of ``module`` drop what their parts make again, unless the layers are recomputed."""
+def discard_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
+    """Let the layers of ``module`` discard what their parts compute again, unless the layers are recomputed."""
     for layer in _matching(module, (plan.recompute_layer,)):
         if not (_is_recomputed(layer) or hasattr(type(layer), "drops")):
-            drop_in(layer)
+            discard_in(layer)
 
 
 def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
@@ -78,22 +78,22 @@ def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
             yield from part.modules()
 
 
-def _drop_results(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]) -> None:
-    """Mark the cheap modules among those that are recomputed, but for those inside another one."""
+def _discard_outputs(module: nn.Module, plan: ParallelPlan, patterns: Sequence[str]) -> None:
+    """Mark the cheap modules among those that are recomputed, except those inside another one."""
     made_cheaply = set(_matching(module, plan.cheap))
     cheap = [part for part in _matching(module, patterns) if part in made_cheaply]
     inside = {part for outer in module.modules() if _is_recomputed(outer) for part in outer.modules() if part != outer}
     for part in cheap:
         if part not in inside:
-            part.drops_result = True  # type: ignore[assignment]
-    if any(getattr(part, "drops_result", False) for part in cheap):
-        drop_in_layers(module, plan)
+            part.discards_output = True  # type: ignore[assignment]
+    if any(getattr(part, "discards_output", False) for part in cheap):
+        discard_in_layers(module, plan)
         _cast_once(module, plan)
 
 
 def _cast_once(module: nn.Module, plan: ParallelPlan) -> None:
-    """Let the matrices of a tensor block share one copy of a dropped result in autocast's dtype. Autocast itself makes
-    one for each, which nothing could drop. Routers of experts read the result uncast."""
+    """Let the matrices of a tensor block share one copy of a discarded output in autocast's dtype. Autocast itself
+    makes one for each, which could not be discarded. Routers of experts read the output uncast."""
     for path, block in module.named_modules():
         if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, block, plan):
             block.register_forward_pre_hook(_cast)
@@ -106,10 +106,10 @@ def routes_tokens(path: str, block: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    dropped = dropping_in(block)
+    dropped = discarded_in(block)
     if dropped is None or not args or not isinstance(args[0], torch.Tensor) or dropped.recipe(args[0]) is None:
         return args
-    return cast_dropped(block, args[0], compute_dtype(args[0])), *args[1:]
+    return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]
 
 
 def _is_recomputed(module: nn.Module) -> bool:
@@ -118,21 +118,21 @@ def _is_recomputed(module: nn.Module) -> bool:
 
 @functools.cache
 def _recomputed(kind: Any) -> Any:
-    """``kind`` with a forward that is recomputed.
+    """Return ``kind`` with a forward that is recomputed.
 
     A class, and not another ``forward`` of each module: ``torch.compile`` would tell layers apart by the identity of
     those, and compile each for itself.
     """
 
     class Recomputed(kind):  # type: ignore[misc]
-        drops_result = False
+        discards_output = False
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
                 return checkpoint(self.computed, *args, use_reentrant=False, **kwargs)
-            dropped = dropping_in(self) if self.drops_result and not kwargs else None
+            dropped = discarded_in(self) if self.discards_output and not kwargs else None
             if dropped is not None:
-                return dropped_result(self, self.computed, args, dropped)
+                return discarded_output(self, self.computed, args, dropped)
             return checkpoint(self.computed, *args, use_reentrant=False, context_fn=_as_first, **kwargs)
 
         def computed(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def defined_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the first computation and of the second, which may run while another micro-batch does."""
+    """Return the contexts of the first computation and of the second, which may run during another micro-batch."""
     values = HostValues()
     return values.recorded(), _Both(at_border(step_of(None)), values.repeated())
 
@@ -179,7 +179,7 @@ class _Both(AbstractContextManager[None]):
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Each module that a pattern names, once; placeholders of other stages are left out."""
+    """Yield each module that a pattern names, once, without the placeholders of other stages."""
     for path, part in module.named_modules():
         if matches_any(patterns, path) and not isinstance(part, nn.Identity):
             yield part

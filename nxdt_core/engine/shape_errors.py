@@ -14,7 +14,7 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LAYOUT_KEYS, ShardNotComputed
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["name_shape_errors"]
@@ -27,11 +27,11 @@ _TRANSPORT = (profile_of(HOST).process_group_backend, "Connection closed", "Conn
 
 @contextmanager
 def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: MeshSizes) -> Iterator[None]:
-    """Name the module, its parameters and the plan's entry for it where a stage cannot run on its shards.
+    """Name the module, its parameters and the plan's entry where a stage cannot run on its shards within the block.
 
     Args:
         stages: of this rank, in their layout; not compiled, since that would take the hooks in.
-        plan: of the model.
+        plan: of the whole model; the error names the entry that matches the module.
         sizes: of the mesh; where it does not shard the model, an error of the model stays as it is.
 
     Raises:

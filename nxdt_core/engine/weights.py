@@ -10,12 +10,11 @@ from torch import nn
 
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
 from nxdt_core.models.patterns import matches, matches_any
-from nxdt_core.models.random.init import fill, fresh_rules, rule_for
+from nxdt_core.models.random.init import complete_init_rules, fill, rule_for
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 __all__ = ["WholeModel", "allocate", "build_whole", "check_rules", "draw_piece", "tie"]
 
@@ -25,7 +24,7 @@ _BIASES = ParallelPlan().no_weight_decay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """What a builder and the adapters of a run make."""
+    """A model built by a builder and changed by adapters, with its plan and rules."""
 
     module: nn.Module
     """On the meta device."""
@@ -46,7 +45,7 @@ def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> Whol
     with torch.device("meta"):
         module, plan = builder.build(), builder.plan()
         base = _names(module)
-        rules = fresh_rules(builder, base)
+        rules = complete_init_rules(builder, base)
         check_rules(rules, base, norms=plan.norms, of=type(builder).__name__)
         for adapter in adapters:
             plan, own = adapter.apply(module, plan), tuple(adapter.init_rules())
@@ -59,8 +58,8 @@ def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Seque
     """Check that each rule is for a parameter, and that norms start constant.
 
     Args:
-        rules: of a builder or an adapter.
-        names: of the parameters of the whole model.
+        rules: initialisation rules of a builder or an adapter.
+        names: global names of all parameters of the model.
         norms: patterns of the scales of norms; none where they are not the subject of ``rules``.
         of: class that gives the rules, for the message.
 
@@ -85,14 +84,14 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[str, str]] = ()) -> None:
-    """Give ``module`` memory on ``device``, with the buffers that follow from its configuration.
+    """Give ``module`` memory on ``device``, and compute the buffers that follow from its configuration.
 
     Its parameters have undefined values afterwards: draw or load them.
 
     Args:
         module: on the meta device; a pipeline stage of a model is one.
-        device: of the run.
-        tied: of the plan.
+        device: on which the parameters and buffers get memory.
+        tied: pairs (owner, user) of parameters that are one.
 
     Raises:
         BuffersNotReset: what a buffer holds is left to chance.
@@ -120,15 +119,15 @@ def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
 
 
 def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:
-    """Fill a rank's part of a parameter with its first values, bitwise equal to those elements of the whole.
+    """Fill a rank's part of a parameter with its initial values, bitwise equal to those elements of the whole.
 
     They are drawn by name and position, so that no rank draws what another one holds.
 
     Args:
         piece: this rank's elements and their place in the whole parameter.
         name: the global one; of a tied parameter that of its owner.
-        rules: of the builder, those of adapters before them.
-        seed: of the run.
+        rules: initialisation rules, those of adapters first.
+        seed: the run's, from which all initial weights follow.
 
     Raises:
         NoInitRule: no rule is for the parameter.

@@ -232,7 +232,7 @@ class BadComponentChoice(ConfigProblem):
 
 
 class BadComponentConfig(ConfigProblem):
-    """A component whose own dataclass, or whose own check, is at fault."""
+    """A component whose own section, or whose own check, is at fault."""
 
     code = "NXDT-C018"
     happened = "the configuration class of {component} is faulty: {reason}."

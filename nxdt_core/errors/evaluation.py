@@ -19,6 +19,13 @@ NoAnswerToJudge = NxdtError.define(
     "'answer'.",
 )
 
+PromptMissing = NxdtError.define(
+    "NXDT-E011",
+    "A record without a prompt.",
+    "{place} has neither a text 'prompt' nor a list 'messages'.",
+    "Give each record one of the two.",
+)
+
 NothingToJudge = NxdtError.define(
     "NXDT-E004",
     "Neither records nor tasks.",

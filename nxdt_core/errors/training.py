@@ -74,6 +74,13 @@ CannotGenerate = NxdtError.define(
     "Give a prompt, and a checkpoint of a run whose section data.tokenizer names a tokenizer.",
 )
 
+AdapterBaseUnknown = NxdtError.define(
+    "NXDT-T046",
+    "An adapter whose base is not on this machine.",
+    "{where} is an adapter, and the weights below it are not found: it names {base!r}.",
+    "Name them with --base: a Hugging Face directory, or a checkpoint.",
+)
+
 GenerationsNeedTokenizer = NxdtError.define(
     "NXDT-T016",
     "Prompts without a tokenizer.",

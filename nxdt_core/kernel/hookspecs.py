@@ -46,6 +46,13 @@ class ConfigDefaultsContext:
     source: str
     """Path of the file, or ``recipe:NAME``."""
 
+    def find(self, key: str) -> Any:
+        """Return what was written for a key such as ``model.optim.lr``; None where nothing was, or ``null``."""
+        found: Any = self.config
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateConfigContext:
@@ -318,7 +325,7 @@ def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:  
 
         @hookimpl
         def nxdt_config_defaults(context):
-            return {"exp_manager": {"log_every_n_steps": 5}}
+            return {} if context.find("data.name") else {"data": {"name": "text"}}
     """
 
 

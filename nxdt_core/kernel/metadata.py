@@ -33,7 +33,8 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "!=": operator.ne,
 }
 _RANGE = rf"{_CLAUSE.pattern}(?:\s*,\s*{_CLAUSE.pattern})*"
-_PLAIN = re.compile(rf"[\w.-]+\s*(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
+_OF_EXTRA = re.compile(r"\s*extra\s*==\s*(['\"])[\w.-]+\1\s*")
+_PLAIN = re.compile(rf"[\w.-]+\s*(?:\[[\w\s,.-]*\]\s*)?(?:{_RANGE}|\(\s*{_RANGE}\s*\))?\s*")
 _ON_CORE = re.compile(r"\s*nxdt[-_.]+core(?![\w.-])", re.IGNORECASE)
 """A ``Requires-Dist`` line on nxdt-core, in any spelling of its name."""
 _SETTLED_NS = 2_000_000_000
@@ -152,9 +153,12 @@ def admits(requirement: str, version: str) -> bool:
     Raises:
         MalformedMetadata: the requirement cannot be parsed.
     """
-    if _PLAIN.fullmatch(requirement) and _RELEASE.fullmatch(version):
-        found = _release(version)
-        return all(_COMPARISONS[sign](found, _release(bound)) for sign, bound in _CLAUSE.findall(requirement))
+    wanted, _, marker = requirement.partition(";")
+    of_extra = _OF_EXTRA.fullmatch(marker) is not None
+    if _PLAIN.fullmatch(wanted) and _RELEASE.fullmatch(version) and (of_extra or ";" not in requirement):
+        return of_extra or all(
+            _COMPARISONS[sign](_release(version), _release(bound)) for sign, bound in _CLAUSE.findall(wanted)
+        )
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.api import Component, Kind, ModelComponent, StoreComponent
@@ -29,7 +29,7 @@ class RegisteredComponent:
     kind: str
     record: Component
     config: str | None
-    """Reference to the dataclass of its section."""
+    """Reference to the class of its section."""
     plugin: str
     dist: str
     version: str
@@ -48,20 +48,20 @@ class RegisteredComponent:
         return self._load("target", self.record.target)
 
     def load_config(self) -> type | None:
-        """Import the dataclass of the component's section, or None where it has none.
+        """Import the class of the component's section, or None where it has none.
 
         Raises:
-            ComponentUnusable: as :meth:`load_target`, or what the record names is not a dataclass.
+            ComponentUnusable: as :meth:`load_target`, or what the record names is not a pydantic model.
         """
         if self.config is None:
             return None
         loaded = self._load("config", self.config)
-        if not (isinstance(loaded, type) and is_dataclass(loaded)):
-            raise self._unusable("config", self.config, "it is not a dataclass")
+        if not (isinstance(loaded, type) and hasattr(loaded, "__pydantic_fields__")):
+            raise self._unusable("config", self.config, "it is not a pydantic model")
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:
-        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.parallel.rules.EngineRules`); None where its
+        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.engine.EngineRules`); None where its
         record names none.
 
         Raises:

@@ -15,12 +15,12 @@ import torch
 
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.messages import is_hidden
-from nxdt_core.config.sources.node import to_plain, to_shown
+from nxdt_core.config.secrets import is_hidden
+from nxdt_core.config.tree import to_plain, to_shown
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
 from nxdt_core.kernel.lock import digest_plugin
-from nxdt_core.protocols.launcher import Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = ["check_agreement", "check_world_size"]
 
@@ -31,7 +31,7 @@ compared)."""
 _ABSENT = "absent"
 
 
-def check_world_size(config: ResolvedConfig, place: Place) -> None:
+def check_world_size(config: ResolvedConfig, place: RankEnvironment) -> None:
     """Refuse a number of processes that differs from the configuration.
 
     Raises:

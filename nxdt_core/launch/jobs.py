@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.interpolation import interpolate
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.secrets.command_line import drop_replaced, shown_words
-from nxdt_core.config.sources.files import read_source
-from nxdt_core.config.sources.node import MASK, Node
-from nxdt_core.config.sources.overrides import COMMAND_LINE
-from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.read import read_part
+from nxdt_core.config.secrets import drop_replaced, shown_words
+from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
+from nxdt_core.config.tree import MASK, Node
 from nxdt_core.errors.configuration import ComponentFinding, ConfigError
 from nxdt_core.errors.launch import (
     CannotSubmit,
@@ -64,7 +61,7 @@ def read_options(component: RegisteredComponent, cluster: Path | None, given: Ma
         tree = tree.set(name, _node(value))
     tree, problems = interpolate(tree)
     try:
-        options, wrong = read_part(cls, tree, "", Locator(label))
+        options, wrong = read_part(cls, tree, "")
     except ValueError as error:  # raised by a __post_init__
         options, wrong = None, [ComponentFinding(**tree.origin.at(""), message=f"{error}.")]
     if problems or wrong:

@@ -13,10 +13,10 @@ from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, 
 from nxdt_core.errors.launch import NotStartedByLauncher
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.plugin import BUILTIN
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 
-def find_place() -> Place:
+def find_place() -> RankEnvironment:
     """Return the place of this process, and set the usual variables where a plugin's launcher has said it.
 
     Raises:
@@ -30,7 +30,7 @@ def find_place() -> Place:
     launcher = Kernel.start().registry.get("launcher", name)
     if launcher.plugin == BUILTIN:
         return place_from_environment()
-    place: Place | None = launcher.load_target()().join(os.environ)
+    place: RankEnvironment | None = launcher.load_target()().join(os.environ)
     if place is None:
         raise NotStartedByLauncher(launcher=name)
     if place.world_size > 1:

@@ -37,7 +37,7 @@ from nxdt_core.launch.supervision.client import Client, SupervisorAddress, find_
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import PARENT_VARIABLE
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.torch_versions import run_agent
 
 _LOOPBACK = "127.0.0.1"
@@ -56,9 +56,9 @@ class Node:
     port: int
     """Where the nodes meet; 0 lets the only node choose a free one."""
 
-    def place(self) -> Place:
+    def place(self) -> RankEnvironment:
         """Return the launcher's place at the meeting point: node 0 serves it."""
-        return Place(
+        return RankEnvironment(
             rank=self.number,
             world_size=self.count,
             host=socket.gethostname(),
@@ -186,7 +186,7 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     return _run_further_node(Client(place, find_supervisor(store, place), is_rank=False), ranks, node)
 
 
-def _join(node: Node, place: Place) -> TCPStore:
+def _join(node: Node, place: RankEnvironment) -> TCPStore:
     """Connect to the store as this node. After a restart the store may still be that of the run without this node,
     which ends within seconds."""
     end = time.monotonic() + join_timeout_s()

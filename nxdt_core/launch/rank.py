@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from nxdt_core.config.secrets.messages import hide_secrets
+from nxdt_core.config.secrets import hide_secrets
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
@@ -22,11 +22,11 @@ from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import outlive_parent
 from nxdt_core.progress import PROGRESS, process_age_s
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.visible_text import visible
 
 
-def as_rank(place: Place, run: Callable[[Client], int]) -> int:
+def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:
     """Call ``run`` as one of many ranks and return the process's exit status.
 
     Does not return where a rank fails: all processes end then, with the status of that failure.
@@ -47,7 +47,7 @@ def as_rank(place: Place, run: Callable[[Client], int]) -> int:
     return client.done(status)
 
 
-def _join(place: Place) -> Client:
+def _join(place: RankEnvironment) -> Client:
     store = connect_store(place)
     if place.rank == 0 and not is_published(store, place):
         supervisor = Supervisor(

@@ -10,7 +10,7 @@ from torch import nn
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.loss.cross_entropy import head_output
+from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.rotary import RotaryEmbedding, rotary_scaling
 from nxdt_core.models.step_border import takes_step

@@ -13,9 +13,8 @@ from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import IGNORED
 from nxdt_core.models.rope_scaling import scaling_to_hf
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
+from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +55,7 @@ def rotary_decoder_plan(
     two layers. A model with further parts changes the result with :func:`dataclasses.replace`.
 
     Args:
-        config: the model's sizes.
+        config: sizes of attention, layers and the vocabulary.
         feed_forward: pattern of feed-forward blocks → the style of each projection in them, such as
             ``{MLP: SWIGLU_STYLES}``. Blocks that do not exist must not be named: a pattern that matches nothing is an
             error.
@@ -257,7 +256,7 @@ def decoder_flops_per_token(
     is looked up, not multiplied.
 
     Args:
-        sizes: of attention.
+        sizes: number and widths of the layers and their heads.
         sequence_length: positions per sequence.
         feed_forward: weights of the feed-forward blocks of all layers that a token is multiplied with; of experts,
             those of the experts that it is sent to.

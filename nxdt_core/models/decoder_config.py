@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.config.section import Section
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 
 __all__ = ["RotaryDecoderConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryDecoderConfig:
+class RotaryDecoderConfig(Section):
     """Architecture of a decoder with rotary positions, RMSNorm and SwiGLU; the names of the keys are NxD Training's.
 
     A model inherits from it, sets ``hf_family`` and adds keys or other defaults::
 
-        @dataclass(frozen=True, slots=True, kw_only=True)
         class AcmeConfig(RotaryDecoderConfig):
             hf_family: ClassVar[HFFamily] = ACME
             rope_theta: float = 500_000.0
@@ -87,11 +85,7 @@ class RotaryDecoderConfig:
         return cls.hf_family.values.names
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, problem) for values that cannot work together.
-
-        A subclass that adds checks begins with ``yield from RotaryDecoderConfig.check(self)``: ``super()`` without
-        arguments does not work in a dataclass with slots.
-        """
+        """Yield (key, problem) for values that cannot work together."""
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             yield "hidden_size", f"must be a multiple of num_attention_heads ({heads}), or head_dim be given"

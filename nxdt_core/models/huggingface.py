@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.config.huggingface.values import HFValues, number_of, rope_of
+from nxdt_core.config.huggingface import HFValues, number_of, rope_of
 from nxdt_core.models.rope_scaling import RopeType, scaling_from_hf
 from nxdt_core.protocols.model import KeyMap
 

@@ -37,7 +37,10 @@ class RMSNorm(nn.Module):
             and hidden.dtype == self.weight.dtype
             and hidden.dtype in (torch.float32, torch.float64)
         ):
-            normalised = _FewPasses.apply(hidden, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():
+                normalised = _FewPasses.apply(hidden, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            else:  # a node of autograd costs as much as the norm of one token
+                normalised = (hidden * _scale_of(hidden, self.eps)).mul_(self.weight)
         else:
             normalised = functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         return normalised
@@ -47,14 +50,18 @@ class RMSNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
+def _scale_of(hidden: torch.Tensor, eps: float) -> torch.Tensor:
+    """``1 / sqrt(mean(hidden²) + eps)``, [..., 1]."""
+    norm: torch.Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    return norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
+
+
 class _FewPasses(torch.autograd.Function):
     """RMSNorm with the two reductions of its backward as matrix-vector products."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        size = hidden.shape[-1]
-        norm: torch.Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        scale = norm.square_().div_(size).add_(eps).rsqrt_()  # [..., 1]
+        scale = _scale_of(hidden, eps)
         ctx.save_for_backward(hidden, weight, scale)
         return (hidden * scale).mul_(weight)
 

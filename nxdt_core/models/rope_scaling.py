@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from nxdt_core.config.annotations import PositiveInt
+from nxdt_core.config.section import Section
 from nxdt_core.errors.models import HFUnsupported
 
 __all__ = ["RopeScalingConfig", "RopeType", "scaling_from_hf", "scaling_to_hf"]
@@ -17,8 +17,7 @@ _KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position
 _NEEDED: Mapping[RopeType, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _KEYS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScalingConfig:
+class RopeScalingConfig(Section):
     """Stretches the rotary embedding beyond the context that a model was first trained on."""
 
     rope_type: RopeType | None = None
@@ -62,7 +61,7 @@ def scaling_from_hf(
     """Return the keys of :class:`RopeScalingConfig` that the rotary keys of a ``config.json`` give; None for none.
 
     Args:
-        rope: the result of :func:`nxdt_core.config.huggingface.values.rope_of`, with the keys of older files.
+        rope: the result of :func:`nxdt_core.config.huggingface.rope_of`, with the keys of older files.
         model: name of the model for the error message.
         supported: types that the model implements.
         max_position_embeddings: the original context where a ``llama3`` scaling does not give one.

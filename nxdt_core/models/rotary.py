@@ -121,7 +121,10 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     channels = 2 * cos.shape[-1]
     if channels < heads.shape[-1]:
         return torch.cat((rotate(heads[..., :channels], cos, sin), heads[..., channels:]), dim=-1)
-    rotated: torch.Tensor = _Rotation.apply(heads, cos.to(heads.dtype), sin.to(heads.dtype))  # type: ignore[no-untyped-call]
+    cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
+    if not torch.is_grad_enabled():  # a node of autograd costs more than the rotation of one token
+        return _turn(heads, cos, sin)
+    rotated: torch.Tensor = _Rotation.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
     return rotated
 
 

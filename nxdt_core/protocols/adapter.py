@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 if TYPE_CHECKING:
     import torch
 
-    from nxdt_core.protocols.parallel.model import ParallelModel
-    from nxdt_core.protocols.parallel.ranks import RankAgreement
+    from nxdt_core.protocols.parallel_model import ParallelModel
+    from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["Adapter"]
+__all__ = ["Adapter", "OpensAdapters", "SavedAdapter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAdapter:
+    """An adapter in a directory of another program."""
+
+    section: Callable[[ModelBuilder], Mapping[str, Any]]
+    """Returns the section ``adapter`` of a run of this model that begins with it."""
+    base: str | None
+    """What it says of the weights below: a path, or the name of a model on a hub. None: nothing."""
+
+
+@runtime_checkable
+class OpensAdapters(Protocol):
+    """A target of the kind that knows directories with adapters, as ``nxdt generate`` takes them."""
+
+    @staticmethod
+    def saved_at(path: Path) -> SavedAdapter | None:
+        """Return the adapter in the directory ``path``; None where it is none that is known.
+
+        Raises:
+            NxdtError: it cannot be used.
+        """
+        ...
 
 
 @runtime_checkable
 class Adapter(Protocol):
-    """The target of the kind, called as ``Target(config)`` with the dataclass of ``adapter``."""
+    """The target of the kind, called as ``Target(config)`` with the section ``adapter``."""
 
     @property
     def saves_base(self) -> bool:

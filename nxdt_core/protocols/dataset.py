@@ -106,7 +106,7 @@ Split = MapDataset | IterableDataset | Mapping[str, MapDataset | IterableDataset
 
 @runtime_checkable
 class DatasetSplits(Protocol):
-    """The target of the kind, called as ``Target(config, context)`` with the section's dataclass."""
+    """The target of the kind, called as ``Target(config, context)`` with the section."""
 
     def __init__(self, config: Any, context: DataContext) -> None: ...
 

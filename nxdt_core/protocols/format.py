@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Listing, Place
+from nxdt_core.protocols.piece import Listing, TensorKey
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class CheckpointReader(Protocol):
         """
         ...
 
-    def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+    def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
         """Yield the tensors at ``places`` of the last :meth:`listing`, in that order: whole, on the host, contiguous,
         in the dtype and shape that were listed. Holds one of them at a time; a rank asks for its share only."""
         ...

@@ -8,7 +8,7 @@ Example::
         def join(self, environment):
             if "ACME_TASK" not in environment:
                 return None
-            return Place(
+            return RankEnvironment(
                 rank=int(environment["ACME_TASK"]),
                 world_size=int(environment["ACME_TASKS"]),
                 local_rank=int(environment["ACME_SLOT"]),
@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Job", "Launcher", "Place", "Submission"]
+__all__ = ["Job", "Launcher", "RankEnvironment", "Submission"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankEnvironment:
     """This process among all of a run."""
 
     rank: int = 0
@@ -111,11 +111,11 @@ class Launcher(Protocol):
     """The target of the kind, called as ``Target()``; its module imports nothing heavy.
 
     The record declares in ``capabilities`` which of the two it does: ``join``, ``submit``. ``nxdt launch`` lists those
-    that declare ``submit``, under the record's ``name``. The record's ``config`` is the dataclass of its options: keys
+    that declare ``submit``, under the record's ``name``. The record's ``config`` is the section of its options: keys
     of a cluster file and options of the command at once.
     """
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place of this process; None where this launcher did not start it.
 
         A plugin's launcher is asked where ``NXDT_LAUNCHER`` has its name; its job files should set that variable.
@@ -129,7 +129,7 @@ class Launcher(Protocol):
         """Return the files of a job and the command that submits it; nothing is written or started here.
 
         Args:
-            job: the run.
+            job: name, nodes, devices and commands of the run.
             options: an instance of the record's ``config``; None where it has none.
 
         Raises:

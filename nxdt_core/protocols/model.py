@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +45,7 @@ class KeyMap:
 
 @runtime_checkable
 class ModelBuilder(Protocol):
-    """Builds one architecture. The target is called as ``Builder(config)`` with the section's dataclass.
+    """Builds one architecture. The target is called as ``Builder(config)`` with the section.
 
     The module's forward is ``forward(input_ids, position_ids=None, document_ids=None, step=None) -> logits`` with
     ``input_ids``, ``position_ids``, ``document_ids`` [micro_batch, seq] int64 and ``logits``
@@ -148,7 +147,7 @@ class PlainBuilder:
 class HFExchange(Protocol):
     """Optional for a builder: read and write Hugging Face directories.
 
-    The way back, from a ``config.json`` to the section's dataclass, is the class method ``from_hf`` of that dataclass
+    The way back, from a ``config.json`` to the section, is the class method ``from_hf`` of that section
     (:class:`nxdt_core.config.ReadsHFConfig`): the configuration is read before torch is imported.
     """
 
@@ -157,7 +156,7 @@ class HFExchange(Protocol):
     """Patterns of tensors that a directory may hold although no parameter takes them, such as tables of old exports."""
 
     def config_to_hf(self) -> dict[str, Any]:
-        """Translate the section's dataclass into a ``config.json``; its ``from_hf`` reads what this writes."""
+        """Translate the section into a ``config.json``; its ``from_hf`` reads what this writes."""
         ...
 
     def hf_key_map(self) -> Sequence[KeyMap]:

@@ -52,7 +52,7 @@ class ObjectiveTraits:
 
 @runtime_checkable
 class Objective(Protocol):
-    """The target of the kind, called as ``Target(config)`` with the dataclass of ``objective``.
+    """The target of the kind, called as ``Target(config)`` with the section ``objective``.
 
     One that is not a mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
     """

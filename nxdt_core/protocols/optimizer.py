@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +79,9 @@ def _whole(shape: tuple[int, ...]) -> ParameterShard:
 
 
 class OptimizerFactory(Protocol):
-    """The target of the kind: a callable. ``config`` is the dataclass of ``model.optim``.
+    """The target of the kind: a callable. ``config`` is the section ``model.optim``.
 
-    Its dataclass should have ``lr`` and ``weight_decay``. The optimizer keeps its state per parameter in
+    Its section should have ``lr`` and ``weight_decay``. The optimizer keeps its state per parameter in
     ``optimizer.state[p]``: tensors of the parameter's shape are resharded with it; scalars, and tensors of another
     number of dimensions, must be equal on all ranks that share the parameter. State of another form needs
     :class:`PackedState`. An update that is not made element by

@@ -1,9 +1,12 @@
-"""How a plain ``torch.nn`` model may be sharded, cut, recomputed and regularised: data, no code.
+"""How a plain ``torch.nn`` model may be sharded, cut, recomputed, regularised and initialised: data, no code.
 
 Paths are dotted module or parameter names relative to the model's root. In a pattern, ``*`` stands for any part of one
 component, as in ``layers.*.attention.q_proj``; at the beginning it stands for any depth, as in ``*.bias`` and
 ``*norm.weight``. Patterns of initialisation rules and of ``model.optim.param_groups`` mean the same. Layer numbers are
 global: also under pipeline parallelism ``layers.17`` is the eighteenth layer of the whole model.
+
+An initial weight is a function of (seed, global parameter name, global element index) only, so that any shard of any
+layout draws its own (:mod:`nxdt_core.models.random.init`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["AttentionHeads", "ExpertPlan", "ParallelPlan", "PipelinePlan", "TensorStyle"]
+__all__ = ["AttentionHeads", "ExpertPlan", "InitRule", "ParallelPlan", "PipelinePlan", "TensorStyle"]
 
 TensorStyle = Literal[
     "column",
@@ -135,3 +138,18 @@ class ParallelPlan:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Mesh dimension (``tp``, ``pp``, ``ep``, ``cp``) → why the model cannot be laid out along it, as the rest of a
     sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitRule:
+    """Distribution of the parameters whose path matches ``pattern``; the first match of a list wins."""
+
+    pattern: str
+    """Path pattern as in :class:`nxdt_core.protocols.plan.ParallelPlan`; ``*`` alone matches all. One that matches no
+    parameter is an error, except ``*.bias``."""
+    distribution: Literal["normal", "truncated_normal", "uniform", "constant"]
+    mean: float = 0.0
+    std: float = 0.02
+    """Standard deviation before truncation; half the width for ``uniform``; unused for ``constant``."""
+    truncate_at: float = 3.0
+    """Cut of ``truncated_normal``, in standard deviations on each side."""

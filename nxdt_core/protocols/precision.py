@@ -52,8 +52,8 @@ class LinearProduct(Protocol):
 
         Args:
             name: path of the layer in the model.
-            out_features: of this rank's part of the weight.
-            in_features: of this rank's part of the weight.
+            out_features: rows of this rank's part of the weight.
+            in_features: columns of this rank's part of the weight.
 
         Raises:
             NxdtError: it should, and cannot with these sizes.
@@ -111,8 +111,8 @@ def capabilities_of(policy: PrecisionPolicy) -> frozenset[str]:
 
 
 class PrecisionFactory(Protocol):
-    """The target of the kind: a callable; ``config`` is the dataclass of ``precision``."""
+    """The target of the kind: a callable; ``config`` is the section ``precision``."""
 
     def __call__(self, config: Any) -> PrecisionPolicy:
-        """Return the dtypes of a run from the dataclass of the section ``precision``."""
+        """Return the dtypes of a run from the section ``precision``."""
         ...

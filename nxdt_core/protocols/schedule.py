@@ -29,8 +29,8 @@ class ScheduleHorizon:
 
 
 class ScheduleFactory(Protocol):
-    """The target of the kind: a callable. ``config`` is the dataclass of ``model.optim.sched``."""
+    """The target of the kind: a callable. ``config`` is the section ``model.optim.sched``."""
 
     def __call__(self, config: Any, horizon: ScheduleHorizon) -> LRSchedule:
-        """Return the schedule for a run of ``horizon``, from the section's dataclass."""
+        """Return the schedule for a run of ``horizon``, from the section."""
         ...

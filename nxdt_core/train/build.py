@@ -12,7 +12,7 @@ from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.validate.capabilities import check_capabilities, check_objective, check_policy
+from nxdt_core.config.capabilities import check_capabilities, check_objective, check_policy
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.distributed.device_settings import register_profile_of
@@ -25,9 +25,9 @@ from nxdt_core.errors.optimizers import NoMasterWeights
 from nxdt_core.kernel.plugin import LOCAL
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore

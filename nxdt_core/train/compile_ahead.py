@@ -15,8 +15,8 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.sampler import first_batches
 from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.engine import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead, CompilesAhead, GraphOrigins
 from nxdt_core.train.data import Dataset, StepInput
 from nxdt_core.train.session import TrainSession, start_engine, without_gradients
 from nxdt_core.train.step import mean_loss
@@ -84,10 +84,9 @@ def _trial_config(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
     run = config.run
     return replace(
         config,
-        run=replace(
-            run,
-            trainer=replace(run.trainer, max_steps=_STEPS),
-            checkpoint=replace(run.checkpoint, enabled=False, resume_if_exists=False, resume_from=None),
+        run=run.changed(
+            trainer=run.trainer.changed(max_steps=_STEPS),
+            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False, resume_from=None),
         ),
         loggers=(),
         run_dir=directory,

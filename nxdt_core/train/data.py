@@ -16,7 +16,7 @@ from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset, SplitName
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 

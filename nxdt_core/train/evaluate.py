@@ -19,7 +19,8 @@ from nxdt_core.errors.evaluation import NoAnswerToJudge, NothingToJudge, Questio
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_core.train.generate import LoadedModel, Sampling
+from nxdt_core.train.generate import LoadedModel
+from nxdt_core.train.sampling import Sampling
 
 __all__ = ["Answer", "Question", "evaluate", "metrics", "questions", "scores"]
 
@@ -80,8 +81,8 @@ def questions(
         yield question
 
 
-def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) -> Iterator[Answer]:
-    """Ask one question after the other.
+def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling, *, batch: int = 1) -> Iterator[Answer]:
+    """Ask the questions in their order, ``batch`` at a time.
 
     Raises:
         NothingToJudge: there are none.
@@ -92,9 +93,9 @@ def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling) 
     for question in asked:
         if len(question.ids) >= model.window:
             raise QuestionTooLong(place=question.place, tokens=len(question.ids), window=model.window)
-    for question in asked:
-        written = list(model.continuation(question.ids, sampling))
-        yield Answer(question=question, given=model.tokenizer.decode(written).strip())
+    answers = model.writer.texts([question.ids for question in asked], sampling, batch=batch)
+    for question, (given,) in zip(asked, answers, strict=True):
+        yield Answer(question=question, given=given.strip())
 
 
 def metrics(kernel: Kernel) -> list[Metric]:

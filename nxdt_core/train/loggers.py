@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, final
@@ -19,12 +18,12 @@ from typing import Any, Literal, final
 import yaml
 
 from nxdt_core.callback import Callback, Run
+from nxdt_core.config.section import Section
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
 from nxdt_core.regular_files import read_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WandbConfig:
+class WandbConfig(Section):
     """Weights & Biases. Each start of the training creates its own W&B run, unless ``id`` names one.
 
     Without a network: ``offline: true`` or ``WANDB_MODE=offline``, and ``wandb sync`` later.
@@ -54,8 +53,7 @@ class WandbConfig:
     """How to handle an ``id`` that already exists: see ``wandb.init``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLFlowConfig:
+class MLFlowConfig(Section):
     """MLflow. Each start of the training creates its own MLflow run, unless ``run_id`` names one."""
 
     experiment_name: str = "lightning_logs"

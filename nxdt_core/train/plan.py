@@ -17,9 +17,9 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, Links, available_type
 from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
-from nxdt_core.protocols.parallel.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.products import ChecksProducts
+from nxdt_core.protocols.engine import ChecksProducts
+from nxdt_core.protocols.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE_BYTES
 

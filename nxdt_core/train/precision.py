@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
+from nxdt_core.config.section import Section
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
 Switch = Literal[False, True, 0, 1, "0", "1"]
@@ -14,8 +14,7 @@ Switch = Literal[False, True, 0, 1, "0", "1"]
 _ON = (True, 1, "1")
 
 
-@dataclass(kw_only=True)
-class BF16SRConfig:
+class BF16SRConfig(Section):
     """bfloat16 without masters."""
 
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
@@ -37,8 +36,7 @@ class BF16SRConfig:
         )
 
 
-@dataclass(kw_only=True)
-class ManualConfig:
+class ManualConfig(Section):
     """The switches of NxD Training one by one. None of them: everything in float32."""
 
     xla_use_bf16: Switch = False

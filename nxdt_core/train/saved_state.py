@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import torch
@@ -20,11 +20,12 @@ from nxdt_core.checkpoint import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.section import keys_of
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, capture_rng, versions_of
@@ -218,7 +219,8 @@ def _differing_keys(config: ResolvedConfig, manifest: Manifest) -> list[str]:
     shown, own = config.to_dict()["model"], config.to_values()["model"]
     if not isinstance(saved, Mapping):
         return []
-    keys = ["name", *(item.name for item in fields(config.selected("model").config))]
+    cls: Any = type(config.selected("model").config)
+    keys = ["name", *keys_of(cls)]
     return [
         f"model.{key}={saved[key]}" for key in keys if key in saved and saved[key] not in (shown.get(key), own.get(key))
     ]

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
+from nxdt_core.config.section import Section
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
 _OF_THE_CURVE = PartOf("model.optim.sched.max_steps")
 
 
-@dataclass(kw_only=True)
-class WarmupConfig:
+class WarmupConfig(Section):
     """Warm-up, then the full rate for ever."""
 
     reads_max_steps: ClassVar[bool] = False
@@ -28,7 +27,6 @@ class WarmupConfig:
     """Optimizer steps of linear warm-up; the first one already learns."""
 
 
-@dataclass(kw_only=True)
 class AnnealingConfig(WarmupConfig):
     """Warm-up, then down to ``min_lr`` at ``max_steps``."""
 
@@ -37,7 +35,6 @@ class AnnealingConfig(WarmupConfig):
     """Learning rate at the end (absolute, not a share)."""
 
 
-@dataclass(kw_only=True)
 class CosineAnnealingConfig(AnnealingConfig):
     """Warm-up, then half a cosine to ``min_lr``, then ``constant_steps`` at ``min_lr``."""
 
@@ -45,7 +42,6 @@ class CosineAnnealingConfig(AnnealingConfig):
     """Steps at min_lr before max_steps is reached."""
 
 
-@dataclass(kw_only=True)
 class SquareAnnealingConfig(AnnealingConfig):
     """Warm-up, then a parabola that stops at ``min_lr``."""
 
@@ -53,7 +49,6 @@ class SquareAnnealingConfig(AnnealingConfig):
     """Learning rate below which it does not fall (absolute; the default is NeMo's)."""
 
 
-@dataclass(kw_only=True)
 class HoldConfig(AnnealingConfig):
     """Warm-up, then the full rate for ``hold_steps`` before what follows."""
 
@@ -61,7 +56,6 @@ class HoldConfig(AnnealingConfig):
     """Steps at the full rate after the warm-up."""
 
 
-@dataclass(kw_only=True)
 class PolynomialConfig(HoldConfig):
     """Warm-up, hold, then ``(share that is left) ** power`` to ``min_lr``."""
 
@@ -69,7 +63,6 @@ class PolynomialConfig(HoldConfig):
     """Exponent of the decay; 1 is a straight line."""
 
 
-@dataclass(kw_only=True)
 class NoamConfig(AnnealingConfig):
     """The curve of the first transformer; ``lr`` is a factor on it, and not the peak."""
 
@@ -78,18 +71,16 @@ class NoamConfig(AnnealingConfig):
     """Width of the model, whose root divides the rate."""
 
 
-@dataclass(kw_only=True)
 class NoamHoldConfig(HoldConfig):
     """Warm-up to ``lr``, hold, then a power of the step to ``min_lr``."""
 
-    warmup_steps: PositiveInt = field()  # required: without it, the default of the class above would be inherited
+    warmup_steps: PositiveInt
     """Optimizer steps of linear warm-up, which also set the pace of the decay."""
     decay_rate: Annotated[float, Range(0.0, None)] = 0.5
     """Exponent of the decay: 0.5 falls as Noam does, 1 faster."""
 
 
-@dataclass(kw_only=True)
-class StepConfig:
+class StepConfig(Section):
     """Stairs: the rate is multiplied by ``gamma`` every ``step_size`` steps."""
 
     reads_max_steps: ClassVar[bool] = False
@@ -99,8 +90,7 @@ class StepConfig:
     """Factor from one stair to the next."""
 
 
-@dataclass(kw_only=True)
-class ExponentialConfig:
+class ExponentialConfig(Section):
     """The rate is multiplied by ``gamma`` at every step."""
 
     reads_max_steps: ClassVar[bool] = False
@@ -108,7 +98,6 @@ class ExponentialConfig:
     """Factor from one step to the next."""
 
 
-@dataclass(kw_only=True)
 class WSDConfig(AnnealingConfig):
     """Warm-up, the full rate, and a decay over the last ``decay_steps``."""
 

@@ -36,9 +36,9 @@ from nxdt_core.garbage_collection import GarbageCollection
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import ObjectiveTraits, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.launch.agreement import check_agreement
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.schedule import LRSchedule
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build

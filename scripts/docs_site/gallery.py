@@ -11,7 +11,7 @@ from gallery import DATA, PLANS, RUNS, STEPS
 
 from nxdt_core.cli.report_plot import plot
 from nxdt_core.cli.terminal import human_size
-from nxdt_core.config.sources.recipes import Recipe, list_recipes
+from nxdt_core.config.sources import Recipe, list_recipes
 from nxdt_core.kernel import Kernel
 
 PLUGINS = {

@@ -11,12 +11,11 @@ from typing import Any
 
 from nxdt_core.api import CAPABILITIES
 from nxdt_core.config.annotations import DefaultsTo
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.docs import class_doc, field_docs
-from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.node import Origin, Place, from_plain, join, to_plain
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.reference import class_doc, field_docs
+from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.section import REQUIRED, Key, keys_of
+from nxdt_core.config.tree import Origin, Place, from_plain, join, to_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 
@@ -190,7 +189,7 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
 
 def _key(key: Key, doc: str, path: str, level: int) -> Iterator[str]:
     yield from (f"{'#' * level} `{key.name}` {{ #{path} }}", "")
-    yield from (f"Value: {_escaped(key.shape.describe())}. Default: {_default(key)}.", "", _escaped(doc), "")
+    yield from (f"Value: {_escaped(key.describe())}. Default: {_default(key)}.", "", _escaped(doc), "")
 
 
 def _component_keys(component: Any, anchor: str, level: int = 3) -> list[str]:

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import Annotated
 
 import pytest
@@ -47,15 +46,14 @@ def test_a_moved_module_warns_whoever_imports_it(tmp_path):
 
 
 PLUGIN = """
-from dataclasses import dataclass
 from typing import Annotated
 
 from nxdt_core.api import Component, hookimpl
 from nxdt_core.config.annotations import Deprecated
+from nxdt_core.config.section import Section
 
 
-@dataclass(kw_only=True)
-class Config:
+class Config(Section):
     share: float = 1.0
     part: Annotated[float, Deprecated(use="model.optim.sched.share", since="0.1", goes="0.3")] = 1.0
 
@@ -82,14 +80,13 @@ def test_a_deprecated_key_is_a_note_where_it_is_set(tmp_path, value):
 
 
 def test_the_reference_of_keys_says_that_one_is_deprecated():
-    from nxdt_core.config.fields.keys import keys_of
-    from nxdt_core.config.output.reference import _remarks
+    from nxdt_core.config.reference import _remarks
+    from nxdt_core.config.section import Section, keys_of
 
-    @dataclass
-    class Section:
+    class Other(Section):
         key: Annotated[int, Deprecated(use="other", since="0.1", goes="0.3")] = 1
 
-    assert list(_remarks(keys_of(Section)["key"])) == ["Deprecated, goes in nxdt-core 0.3: use other."]
+    assert list(_remarks(keys_of(Other)["key"])) == ["Deprecated, goes in nxdt-core 0.3: use other."]
 
 
 def minor(version):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nxdt_core.checkpoint import Manifest, Signer, plan_save, save
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["save_checkpoint"]

@@ -22,7 +22,7 @@ from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.read.load import read_tensors
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from tests.checkpoint.memory import MemoryStorage
 
 

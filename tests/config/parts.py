@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from nxdt_core.api import Component, ConfigFinding, ModelComponent, StoreComponent, hookimpl
 from nxdt_core.config.annotations import PositiveInt, Range, SecretText
+from nxdt_core.config.section import Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(Section):
     """Nested section."""
 
     factor: float = 1.0
     kind: Literal["linear", "llama3"] = "linear"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TinyConfig:
+class TinyConfig(Section):
     """A model."""
 
     hidden_size: PositiveInt
     """Width."""
     num_layers: PositiveInt = 2
-    num_attention_heads: PositiveInt = field(default=4, metadata={"doc": "Heads of attention."})
+    num_attention_heads: PositiveInt = Field(default=4, description="Heads of attention.")
     num_kv_heads: PositiveInt | None = None
     vocab_size: PositiveInt = 256
     dropout: Annotated[float, Range(0, 1)] = 0.0
@@ -44,14 +44,12 @@ class TinyConfig:
         return {"hidden_size": hf["hidden_size"], "num_layers": hf["num_hidden_layers"]}
 
 
-@dataclass(kw_only=True)
-class PlainConfig:
+class PlainConfig(Section):
     """A model that reads no ``config.json``."""
 
     hidden_size: PositiveInt = 8
 
 
-@dataclass(kw_only=True)
 class FaultyConfig(PlainConfig):
     """A model whose author forgot what its ``from_hf`` reads with."""
 
@@ -60,8 +58,7 @@ class FaultyConfig(PlainConfig):
         return cls.hf_family.read(hf)
 
 
-@dataclass(kw_only=True)
-class LinesConfig:
+class LinesConfig(Section):
     """A dataloader."""
 
     files: tuple[Path, ...] = ()
@@ -70,14 +67,13 @@ class LinesConfig:
     shuffle: bool = False
 
 
-@dataclass(kw_only=True)
-class FussyConfig:
+class FussyConfig(Section):
     """Raises in its own ways."""
 
     lr: float = 0.1
     mode: str = "fine"
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if self.mode == "post_init":
             raise ValueError("mode post_init is never right")
 
@@ -87,41 +83,40 @@ class FussyConfig:
         return []
 
 
-@dataclass(kw_only=True)
-class BrokenConfig:
+class Handle:
+    """No value of YAML."""
+
+
+class BrokenConfig(Section):
     """Has an annotation that no YAML value can have."""
 
-    handle: bytes = b""
+    handle: Handle | None = None
 
 
-@dataclass(kw_only=True)
-class CsvConfig:
+class CsvConfig(Section):
     """A logger."""
 
     flush_every: PositiveInt = 10
 
 
-@dataclass(kw_only=True)
-class Account:
+class Account(Section):
     """An item of a list."""
 
     user: str
     password: SecretText
 
 
-@dataclass(kw_only=True)
-class BoardConfig:
+class BoardConfig(Section):
     """A logger at a server."""
 
     prefix: str = ""
-    token: SecretText | None = field(default=None, repr=False)
-    headers: Mapping[str, SecretText] = field(default_factory=dict, repr=False)
+    token: SecretText | None = Field(default=None, repr=False)
+    headers: Mapping[str, SecretText] = Field(default_factory=dict, repr=False)
     accounts: tuple[Account, ...] = ()
     address: str | None = None
 
 
-@dataclass(kw_only=True)
-class MemoryConfig:
+class MemoryConfig(Section):
     """A store."""
 
     parts: PositiveInt = 4

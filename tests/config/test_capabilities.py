@@ -170,6 +170,7 @@ def test_rules_of_the_torch_engine_do_not_speak_for_another(bare, good):
 )
 def test_rules_that_fail_are_the_engines_fault(bare, good, engine, code, reason):
     (row,) = rows(bare, good, f"parallel_engine.name={engine}")
+    assert row.startswith("command line: parallel_engine.name: ")
     assert code in row
     assert reason in row
 

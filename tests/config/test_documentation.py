@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from nxdt_core import config
-from nxdt_core.config.fields.docs import class_doc, field_docs
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.reference import class_doc, field_docs
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.section import keys_of
 
 
 def classes(cls=RunConfig):

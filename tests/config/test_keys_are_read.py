@@ -9,7 +9,7 @@ import pytest
 from nxdt_testing.unread_keys import names_read, unread_keys
 
 from nxdt_core.api import KINDS
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.schema import RunConfig
 from nxdt_core.kernel import Kernel
 from tests.config.test_documentation import classes
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @cache
 def product():
     sources = [*ROOT.glob("nxdt_core/**/*.py"), *ROOT.glob("plugins/*/*/src/**/*.py")]
-    return names_read(sources, declarations=[*ROOT.glob("nxdt_core/config/schema/*.py")])
+    return names_read(sources, declarations=[*ROOT.glob("nxdt_core/config/*schema.py")])
 
 
 def sections():

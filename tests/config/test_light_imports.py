@@ -23,3 +23,9 @@ def test_the_configuration_imports_neither_torch_nor_numpy(tmp_path, good):
     path.write_text(f"{good}plugins: {{local: ['{Path(__file__).parent / 'parts.py'}']}}\n")
     out = subprocess.run([sys.executable, "-c", PROBE, str(path)], capture_output=True, text=True, check=False)
     assert (out.stdout, out.stderr) == ("run\n", "")
+
+
+def test_the_help_imports_no_pydantic():
+    program = "import sys; sys.modules['pydantic'] = None; from nxdt_core.cli import main; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nxdt_core.config.resolve.normalize import MOVED
+from nxdt_core.config.complete import MOVED
 from nxdt_core.errors.configuration import ConfigError
 
 VALUES = {"checkpoint.resume_from": "somewhere"}

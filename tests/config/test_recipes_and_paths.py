@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core import config
-from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
-from nxdt_core.config.sources.recipes import find_recipe, list_recipes
+from nxdt_core.config.sources import PackageNotFound, find_recipe, list_recipes, resolve_path
 from nxdt_core.errors.configuration import UnknownRecipe
 from nxdt_core.kernel import Kernel, PluginInfo
 from tests.sampling import slow

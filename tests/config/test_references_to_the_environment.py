@@ -9,8 +9,8 @@ import yaml
 
 from nxdt_core import config
 from nxdt_core.config import Origin
-from nxdt_core.config.resolve.interpolation import interpolate
-from nxdt_core.config.sources.node import MASK, from_plain, to_plain, to_shown
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.tree import MASK, from_plain, to_plain, to_shown
 
 CANARY = "canary-4711-value"
 """Never to be found in anything that is written."""

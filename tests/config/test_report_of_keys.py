@@ -134,8 +134,8 @@ KEYS = {
     ),
     "a component's class with a type that YAML lacks": (
         "model.optim={name: broken}",
-        "model.optim.name: the configuration class of parts:broken is faulty: BrokenConfig.handle has the annotation"
-        " <class 'bytes'>, which no YAML value can be read into. Report this to the author of local. [NXDT-C018]",
+        "model.optim.name: the configuration class of parts:broken is faulty: a key of BrokenConfig has a type that no"
+        " YAML value can be read into: Handle. Report this to the author of local. [NXDT-C018]",
     ),
 }
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.config.sources.node import to_plain
-from nxdt_core.config.sources.yaml_text import parse_scalar, parse_yaml
+from nxdt_core.config.tree import parse_scalar, parse_yaml, to_plain
 from nxdt_core.errors.configuration import YamlSyntax
 from tests.sampling import slow_except
 
@@ -101,10 +100,10 @@ def test_documents_without_end_are_refused_with_their_line(name, pure, monkeypat
     """Aliases are counted by the same code, whichever parser has read them."""
     import yaml
 
-    from nxdt_core.config.sources import yaml_text
+    from nxdt_core.config import tree
 
     if pure:
-        monkeypatch.setattr(yaml_text, "_Loader", yaml.SafeLoader)
+        monkeypatch.setattr(tree, "_Loader", yaml.SafeLoader)
     text, line, reason = ENDLESS[name]
     _, problems = parse_yaml(text, "f")
     assert [type(problem).__name__ for problem in problems] == ["YamlTooLarge"]
@@ -148,11 +147,11 @@ def test_the_largest_numbers_are_read(text, value):
 def test_the_parser_without_libyaml_reads_the_same(monkeypatch):
     import yaml
 
-    from nxdt_core.config.sources import yaml_text
+    from nxdt_core.config import tree
 
     text = "a: 1e-4\nb: [x, {c: ~}]\n"
     fast = parse_yaml(text, "f")
-    monkeypatch.setattr(yaml_text, "_Loader", yaml.SafeLoader)
+    monkeypatch.setattr(tree, "_Loader", yaml.SafeLoader)
     assert parse_yaml(text, "f") == fast
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ class TestMegatron(TokenizerContract):
 
     @pytest.fixture
     def changed(self, section):
-        return MegatronTokenizer(replace(section, eos_token="<pad>"))
+        return MegatronTokenizer(section.changed(eos_token="<pad>"))
 
 
 class TestSentencePiece(TokenizerContract):
@@ -101,7 +100,7 @@ class TestSentencePiece(TokenizerContract):
 
     @pytest.fixture
     def changed(self, section):
-        return SentencePieceTokenizer(replace(section, eos_token="<s>"))
+        return SentencePieceTokenizer(section.changed(eos_token="<s>"))
 
 
 class TestTiktoken(TokenizerContract):
@@ -122,4 +121,4 @@ class TestTiktoken(TokenizerContract):
 
     @pytest.fixture
     def changed(self, section):
-        return TiktokenTokenizer(replace(section, eos_token="<|begin_of_text|>"))
+        return TiktokenTokenizer(section.changed(eos_token="<|begin_of_text|>"))

@@ -20,7 +20,7 @@ from nxdt_core.distributed.devices import (
 )
 from nxdt_core.models.random import init
 from nxdt_core.models.random.init import draw, fill
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 from tests.distributed.building import CACHE
 
 SHAPE = (301, 503)

@@ -13,19 +13,18 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from torch import nn
 
-from nxdt_core.config.schema.model import ParamGroupConfig
+from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.parameters import check_overrides, parameter_groups
 from nxdt_core.engine.tensor.heads import PaddedDim
 from nxdt_core.engine.tensor.layers import FeatureShard
 from nxdt_core.engine.weights import allocate, check_rules, draw_piece
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.parallel.ranks import OneRank
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
+from nxdt_core.protocols.ranks import OneRank
 
 DOCS = Path(__file__).parents[2] / "docs" / "kinds" / "engine.md"
 RULES = [InitRule(pattern="*", distribution="normal", std=0.02)]

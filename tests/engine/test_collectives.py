@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.collectives import (
     all_to_all,
+    all_to_all_rows,
     copy_to_group,
-    exchanged_rows,
     gather_along,
     reduce_from_group,
-    scatter_sum_along,
-    sum_scattered,
+    reduce_scatter_along,
+    reduce_scatter_into,
 )
 from nxdt_core.distributed.devices import HOST, PROFILES
 
@@ -47,8 +47,8 @@ def forward_and_backward():
             "gather 1": lambda x: gather_along(x, 1, group),
             "gather 0": lambda x: gather_along(x, 0, group),
             "gather -1": lambda x: gather_along(x, -1, group),
-            "scatter 1": lambda x: scatter_sum_along(x, 1, group),
-            "scatter 0": lambda x: scatter_sum_along(x, 0, group),
+            "scatter 1": lambda x: reduce_scatter_along(x, 1, group),
+            "scatter 0": lambda x: reduce_scatter_along(x, 0, group),
             "all to all": lambda x: all_to_all(x, receives, sends, group),
             "equal all to all": lambda x: all_to_all(x, [1, 1], [1, 1], group, equal=True),
         }
@@ -60,7 +60,7 @@ def forward_and_backward():
             y.backward((ramp(y.shape) * (rank + 1)).movedim(0, -1).contiguous().movedim(-1, 0))
             results[name] = (y.detach(), x.grad)
         rows = torch.arange(4).view(2, 2) + 10 * rank
-        results["rows"] = (exchanged_rows(rows, group), rows)
+        results["rows"] = (all_to_all_rows(rows, group), rows)
         return results
 
 
@@ -72,7 +72,7 @@ def sums_of_both_kinds():
         for profile in (PROFILES[HOST.type], replace(PROFILES[HOST.type], reduce_scatter=True)):
             with patch.dict(PROFILES, {HOST.type: profile}), Operations() as called:
                 part = torch.empty(2, 5, dtype=whole.dtype)
-                sum_scattered(part, whole, dist.group.WORLD)
+                reduce_scatter_into(part, whole, dist.group.WORLD)
             found.append((part, called.names))
         return found
 
@@ -166,14 +166,14 @@ def test_one_rank_has_nothing_to_do() -> None:
     assert copy_to_group(x, None) is x
     assert reduce_from_group(x, None) is x
     assert gather_along(x, 1, None) is x
-    assert scatter_sum_along(x, 1, None) is x
+    assert reduce_scatter_along(x, 1, None) is x
     assert all_to_all(x, [2], [2], None) is x
 
 
 def scatter_uneven() -> str:
     with process_group():
         try:
-            scatter_sum_along(torch.zeros(1, 3), 1, dist.group.WORLD)
+            reduce_scatter_along(torch.zeros(1, 3), 1, dist.group.WORLD)
         except ValueError as error:
             return str(error)
         return "nothing raised"

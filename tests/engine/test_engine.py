@@ -10,8 +10,7 @@ from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.errors.models import ObjectiveWeightsDiffer, WeightsDoNotFit
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train.step import CausalLM
 

@@ -7,7 +7,7 @@ import torch
 from nxdt_testing.ranks import process_group
 
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 
 GROUPS = [
     (MeshSizes(tp=2), ("world", "tp", "tp_kv")),

@@ -24,7 +24,7 @@ from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.sampling import slow
 

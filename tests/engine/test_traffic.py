@@ -17,7 +17,7 @@ from nxdt_core.engine.estimate.rank import dimensions
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan
 from nxdt_core.train.state import TrainState

@@ -41,7 +41,7 @@ from nxdt_core.cli import main
 from nxdt_core.cli.plot import read_run as read_plotted
 from nxdt_core.cli.report import page
 from nxdt_core.cli.report_records import read_run
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.records import read_records
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig

@@ -25,7 +25,7 @@ from nxdt_core.distributed.devices import (
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
 from nxdt_core.errors.ranks import NotEnoughDevices
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import Dropout, _seeded_mask, causal_attention
 from nxdt_core.train.state import capture_rng, restore_rng, seed_all

@@ -47,7 +47,6 @@ NETWORK = {"pytorch_lightning", "lightning", "transformers", "tokenizers", "hugg
 WITH_TORCH = (
     "nxdt_core.distributed.devices",
     "nxdt_core.distributed.device_operations",
-    "nxdt_core.distributed.trainium",
 )
 DECODERS = (
     "decoder_builder",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from nxdt_core import api
@@ -53,7 +51,7 @@ def everything(site):
         files={
             "everything/__init__.py": "\n".join(source),
             "everything/impl.py": "class Made: pass",
-            "everything/config.py": "from dataclasses import dataclass\n@dataclass\nclass Section: size: int = 3",
+            "everything/config.py": "from pydantic import BaseModel\nclass Section(BaseModel): size: int = 3",
         },
     )
     return site.start(strict=True)
@@ -64,7 +62,7 @@ def test_a_component_of_each_kind_registers_and_loads_when_asked(everything, kin
     component = everything.registry.get(kind, "everything:one")
     assert component.plugin == "everything"
     assert component.load_target().__name__ == "Made"
-    assert dataclasses.asdict(component.load_config()()) == {"size": 3}
+    assert component.load_config()().model_dump() == {"size": 3}
     if kind in SEVEN:
         assert type(component.record).__name__ == SEVEN[kind]
 
@@ -167,7 +165,7 @@ def test_a_target_that_fails_names_plugin_and_reason(site):
     component = site.start().registry.get("optimizer", "x")
     with pytest.raises(ComponentUnusable, match="nxdt-plugin-x cannot be used: module 'missing_x' does not exist"):
         component.load_target()
-    with pytest.raises(ComponentUnusable, match="it is not a dataclass"):
+    with pytest.raises(ComponentUnusable, match="it is not a pydantic model"):
         component.load_config()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nxdt_core.distributed.device_operations import MEMORY_GIB, PEAK_FLOPS, TrainiumOperations, product_name
 from nxdt_core.distributed.devices import NEURON
-from nxdt_core.distributed.trainium import MEMORY_GIB, PEAK_FLOPS, TrainiumOperations, product_name
 
 LNC = "NEURON_LOGICAL_NC_CONFIG"
 

@@ -146,13 +146,13 @@ def test_processes_of_mpirun_train_together(tmp_path, metric_rows):
 PLUGIN = """
 import socket
 from nxdt_core.api import Component, hookimpl
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 class Acme:
     def join(self, environment):
         if "ACME_TASK" not in environment:
             return None
-        return Place(rank=int(environment["ACME_TASK"]), world_size=2, host=socket.gethostname(),
+        return RankEnvironment(rank=int(environment["ACME_TASK"]), world_size=2, host=socket.gethostname(),
                      master_addr="127.0.0.1", master_port=1, launcher="Acme")
 
     def submission(self, job, options): ...

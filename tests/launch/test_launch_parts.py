@@ -33,7 +33,7 @@ from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hell
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.progress import process_age_s
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.callbacks.stopping import StopSignals
 from nxdt_core.train.run.out_of_memory import MemoryUse, compare, memory_errors_explained
@@ -235,7 +235,7 @@ def test_a_line_that_is_no_message_is_refused():
 
 
 def place(port, rank, host="127.0.0.1"):
-    return Place(rank=rank, world_size=2, host="here", master_addr=host, master_port=port)
+    return RankEnvironment(rank=rank, world_size=2, host="here", master_addr=host, master_port=port)
 
 
 def test_a_store_where_another_program_listens_is_told_by_rank_zero_and_by_the_others(monkeypatch):
@@ -341,7 +341,7 @@ def test_a_group_that_exists_is_used_and_left_alone():
 
 
 def test_one_process_gives_back_what_it_is_given():
-    ranks = Ranks(Place(host="here"))
+    ranks = Ranks(RankEnvironment(host="here"))
     ranks.start(torch.device("cpu"))
     assert not torch.distributed.is_initialized()
     assert ranks.all_gather_object("x") == ["x"]
@@ -396,7 +396,9 @@ class Session:
     """What is asked of a session when memory ends."""
 
     config = None
-    engine = SimpleNamespace(device=torch.device("cpu"), ranks=Ranks(Place(host="here", rank=3, world_size=4)))
+    engine = SimpleNamespace(
+        device=torch.device("cpu"), ranks=Ranks(RankEnvironment(host="here", rank=3, world_size=4))
+    )
 
 
 @pytest.mark.parametrize(

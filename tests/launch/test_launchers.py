@@ -16,13 +16,13 @@ RUN = "base: recipe:llama-tiny\nname: My Run\ntrainer: {devices: 2}\n"
 
 
 TRACKER = """
-from dataclasses import dataclass, field
+from pydantic import Field
 from nxdt_core.api import Component, hookimpl
 from nxdt_core.config.annotations import SecretText
+from nxdt_core.config.section import Section
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    token: SecretText = field(repr=False)
+class Config(Section):
+    token: SecretText = Field(repr=False)
 
 @hookimpl
 def nxdt_callbacks():

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from nxdt_core.errors.models import NoInitRule
 from nxdt_core.models.random import init
 from nxdt_core.models.random.init import draw, fill, initialize
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 
 STANDARD = InitRule(pattern="*", distribution="normal", mean=0.0, std=1.0)
 SAMPLES = 1 << 20

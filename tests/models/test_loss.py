@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nxdt_core.models.loss import logit_rows
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models import loss as loss_module
+from nxdt_core.models.loss import cross_entropy_sum
 
 LABELS = torch.tensor([[3, -100, 0, 10], [-100, 7, 7, 1]])
 
@@ -18,7 +18,7 @@ def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 @pytest.fixture(params=[1, 22, 10_000], ids=["a row at a time", "two rows", "all at once"], autouse=True)
 def _chunk(request, monkeypatch):
-    monkeypatch.setattr(logit_rows, "_CHUNK_ELEMENTS_IN_CACHE", request.param)
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS_IN_CACHE", request.param)
 
 
 def test_sum_and_gradient_are_those_of_torch():

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.models.random.positions import Rows, rows_of
-from nxdt_core.models.random.rounding import element_numbers, noise, rounding_key
-from nxdt_core.models.random.rounding import rounded as rounded_by
+from nxdt_core.models.random.positions import Rows, element_numbers, noise, rounding_key, rows_of
+from nxdt_core.models.random.positions import rounded as rounded_by
 from tests.sampling import slow_except
 
 SIGMAS = 5

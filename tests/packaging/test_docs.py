@@ -17,12 +17,11 @@ from functools import partial
 import pytest
 
 from nxdt_core.cli.app import COMMANDS
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.node import Place
-from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.sources import list_recipes
+from nxdt_core.config.tree import Place
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import HOOKS as SPECIFICATIONS
 from tests import processes
@@ -57,6 +56,14 @@ def test_every_hook_has_a_section_with_an_example(site):
 def test_the_guide_for_authors_names_every_hook():
     guide = (ROOT / "docs/plugins.md").read_text()
     assert [hook for hook in HOOKS if f"`{hook}`" not in guide] == []
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_of_the_source_names_exist(page):
+    """By their path from the root or from ``nxdt_core``; a pattern names at least one."""
+    named = set(re.findall(r"`((?:[\w*-]+/)+[\w*-]+\.(?:py|csv|txt|toml))`", (ROOT / page).read_text()))
+    assert len(named) > 5
+    assert [name for name in named if not any([*ROOT.glob(name), *(ROOT / "nxdt_core").glob(name)])] == []
 
 
 def test_the_guide_for_authors_shows_every_file_of_the_example(site):

@@ -18,7 +18,8 @@ SEVEN = (
 )
 PUBLIC = (
     "nxdt_core.api",
-    "nxdt_core.config.huggingface.values",
+    "nxdt_core.config.huggingface",
+    "nxdt_core.config.section",
     "nxdt_core.errors",
     "nxdt_core.models",
     "nxdt_core.models",

@@ -48,6 +48,11 @@ _LLAMA_3_1 = {
         "original_max_position_embeddings": 8192,
     },
 }
+_LLAMA_3_2 = {
+    **_LLAMA_3_1,
+    "rope_scaling": {**_LLAMA_3_1["rope_scaling"], "factor": 32.0},  # type: ignore[dict-item]
+    "tie_word_embeddings": True,
+}
 _MIXTRAL = {
     **_LLAMA_2,
     "model_type": "mixtral",
@@ -71,6 +76,32 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 53_248,
         "num_attention_heads": 128,
         "num_hidden_layers": 126,
+    },
+    "llama3.2-1b": {
+        **_LLAMA_3_2,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+    },
+    "llama3.2-3b": {
+        **_LLAMA_3_2,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+    },
+    "smollm2-135m": {
+        **_LLAMA_3,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rope_theta": 100_000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49_152,
     },
     "mistral-7b": {
         **_LLAMA_2,
@@ -102,8 +133,16 @@ WEIGHTS: Mapping[str, int] = {
     "llama3.1-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
     "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "smollm2-135m": 134_515_008,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
+    "llama-50m": 48_900_608,  # sizes of our own from here on
+    "llama-160m": 165_864_832,
+    "llama-400m": 398_833_920,
 }
 """The published numbers of weights, in full."""

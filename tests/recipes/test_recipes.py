@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 
 import pytest
 import torch
 
+from nxdt_core.cli import main
 from nxdt_core.config import ResolvedConfig, check, load
-from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.sources import list_recipes
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.model import HFExchange
 from nxdt_core.train import build
@@ -22,6 +24,7 @@ KERNEL = Kernel.start()
 SUMMARIES = {recipe.name: recipe.summary for recipe in list_recipes(KERNEL)}
 
 _NVIDIA = re.compile(r": ([\d,]+) accelerators of (\d+) GiB, sequences of ([\d,]+)\.$")
+_ONE = re.compile(r": 1 accelerator of (\d+) GiB, sequences of ([\d,]+)\.$")
 _TRAINIUM = re.compile(r": (\d+) (trn1|trn2) nodes? of (\d+) cores, sequences of ([\d,]+)\.$")
 _CORES = {"trn1": (32, 16, None), "trn2": (64, 24, 2)}
 """Of a node, as processes see them; memory of each in GiB; ``trainer.lnc``."""
@@ -36,6 +39,7 @@ _AS_FAST = 1.03
 
 LARGE = [name for name, summary in SUMMARIES.items() if _NVIDIA.search(summary) or _TRAINIUM.search(summary)]
 SEARCHED = [name for name, summary in SUMMARIES.items() if _NVIDIA.search(summary)]
+ONE_DEVICE = {name: int(found[1]) for name, summary in SUMMARIES.items() if (found := _ONE.search(summary))}
 MODELS = sorted({re.sub(r"-trn[12]$", "", name) for name in LARGE})
 
 
@@ -61,7 +65,7 @@ def weights(name: str) -> int:
 
 def family(name: str) -> str:
     """The released model that a recipe trains: what :mod:`tests.recipes.published` knows it by."""
-    return re.sub(r"(-dropless|-sft|-lora|-dpo|-orpo)*(-trn[12])?$", "", name)
+    return re.sub(r"(-dropless|-sft|-lora|-dpo|-orpo)*(-trn[12]|-\d+gb)?$", "", name)
 
 
 def number(text: str) -> int:
@@ -104,6 +108,33 @@ def test_a_schedule_ends_with_the_run(name):
 def test_a_summary_is_one_short_line(name):
     assert SUMMARIES[name].endswith(".")
     assert len(name) + len(SUMMARIES[name]) <= 110
+
+
+@pytest.mark.parametrize("name", slow_except(ONE_DEVICE, ("llama3-8b-sft-lora-24gb", "qwen2.5-0.5b-sft-16gb")))
+def test_a_recipe_for_one_device_leaves_a_tenth_of_its_memory(name):
+    config, memory_gib = loaded(name), ONE_DEVICE[name]
+    made = plan(config, memory_bytes=memory_gib * 2**30)
+    assert made.fits
+    assert not made.tight
+    assert config.run.model.compile
+    assert f"sequences of {config.run.data.seq_length:,}." in SUMMARIES[name]
+    assert name.endswith(f"-{memory_gib}gb") or name == family(name)
+
+
+@pytest.mark.parametrize("name", sorted({family(name) for name in ONE_DEVICE}))
+def test_a_model_for_one_device_has_the_published_shapes(name):
+    written = build.model_builder(loaded(name)).config_to_hf()
+    assert {key: written.get(key) for key in PUBLISHED.get(name, {})} == PUBLISHED.get(name, {})
+    assert weights(name) == WEIGHTS[name]
+
+
+def test_recipes_are_listed_by_the_memory_of_one_device(capfd):
+    assert main(["recipes", "list", "--device-memory", "24", "--json"]) == 0
+    named = {each["name"] for each in json.loads(capfd.readouterr().out)}
+    assert named == {name for name, memory in ONE_DEVICE.items() if memory <= 24}
+    assert "llama3-8b-sft-lora-24gb" in named
+    assert main(["recipes", "list", "--device-memory", "1"]) == 0
+    assert "No installed recipe" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", slow_except(LARGE, SEARCHED))  # the same data on other devices, all of which load

@@ -2,17 +2,16 @@
 
 import random
 import time
-from dataclasses import dataclass
 
 import torch
 
 from nxdt_core.api import Component, hookimpl
+from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.optimizer import as_torch
 
 
-@dataclass(kw_only=True)
-class Rate:
+class Rate(BaseSection):
     lr: float = 1e-3
 
 

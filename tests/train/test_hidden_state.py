@@ -1,13 +1,13 @@
 """A run warns, once, of components with state that no checkpoint keeps."""
 
 from copy import deepcopy
-from dataclasses import MISSING, fields
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from nxdt_core.config import load
+from nxdt_core.config.section import REQUIRED, keys_of
 from nxdt_core.train import TrainSession, build, train
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
@@ -95,9 +95,9 @@ def builtin(kind, own_run):
     """Name of each built-in component, and values for the keys that its section must have."""
     for component in own_run().kernel.registry.all(kind):
         if component.plugin == "builtin":
-            declared = fields(component.load_config())
-            needed = {each.name for each in declared if each.default is MISSING and each.default_factory is MISSING}
-            needed |= {"warmup_steps"} & {each.name for each in declared}
+            declared = keys_of(component.load_config())
+            needed = {name for name, key in declared.items() if key.default is REQUIRED}
+            needed |= {"warmup_steps"} & declared.keys()
             yield {"name": component.record.name, **dict.fromkeys(needed, 2)}
 
 

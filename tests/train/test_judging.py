@@ -18,7 +18,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.files.records import UnusedFields
 from nxdt_core.data.tokenizers.byte import ByteTokenizer

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from nxdt_core.builtins import OPTIMIZERS
-from nxdt_core.engine.gradients import global_norm
-from nxdt_core.engine.optimizer import TorchOptimizer
-from nxdt_core.engine.parameter_groups import parameter_groups
+from nxdt_core.engine.data.gradients import global_norm
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
+from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.optimizers import config as sections
 from nxdt_core.train.optimizers.elementwise import Lion, adamw_fp32_state

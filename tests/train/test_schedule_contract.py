@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
-
 import pytest
 from nxdt_testing.schedule_contract import ScheduleContract
 
 from nxdt_core.builtins import SCHEDULES
+from nxdt_core.config.section import REQUIRED, keys_of
 from nxdt_core.kernel.discovery import import_reference
 
 
@@ -25,5 +24,6 @@ class TestBuiltin(ScheduleContract):
     @pytest.fixture
     def section(self, record):
         cls = import_reference(record.config)
-        needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
-        return cls(**dict.fromkeys(needed | ({"warmup_steps"} & {each.name for each in fields(cls)}), 10))
+        keys = keys_of(cls)
+        needed = {name for name, key in keys.items() if key.default is REQUIRED}
+        return cls(**dict.fromkeys(needed | ({"warmup_steps"} & keys.keys()), 10))

@@ -3,8 +3,8 @@
 import pytest
 
 from nxdt_core.distributed.devices import PROFILES, Links
-from nxdt_core.protocols.parallel.estimate import Estimate, Memory, RankEstimate
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.estimate import Estimate, Memory, RankEstimate
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train.plan import link_rate, step_time
 
 LINKS = Links(processes=8, inside=400.0, outside=50.0)

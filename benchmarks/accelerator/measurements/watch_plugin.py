@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from nxdt_core.api import Component, hookimpl
+from nxdt_core.config.section import Section
 
 __all__ = ["WatchConfig"]
 
 
-@dataclass(kw_only=True)
-class WatchConfig:
+class WatchConfig(Section):
     """What to observe."""
 
     after: int

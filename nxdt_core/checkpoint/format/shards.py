@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.format.file_names import shard_name
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
 from nxdt_core.checkpoint.pieces import dtype_name
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.parallel.piece import Held, Piece
+from nxdt_core.protocols.piece import Piece, ShardInfo
 
 __all__ = ["SafetensorsLayout", "TensorSpec", "Writable", "bytes_of", "grouped", "write_listed", "write_pieces"]
 
@@ -126,7 +126,8 @@ def write_pieces(
         The location of each piece, for the manifest.
     """
     held = {
-        name: Held(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box) for name, piece in pieces.items()
+        name: ShardInfo(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box)
+        for name, piece in pieces.items()
     }
     return write_listed(
         writer,
@@ -141,7 +142,7 @@ def write_pieces(
 def write_listed(
     writer: AttemptWriter,
     section: str,
-    held: Mapping[str, Held],
+    held: Mapping[str, ShardInfo],
     read: Callable[[Sequence[str]], Iterable[torch.Tensor]],
     *,
     rank: int,

@@ -28,8 +28,8 @@ from nxdt_core.checkpoint.read.boxes import fill
 from nxdt_core.checkpoint.storage import explained_os_errors, open_storage
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,12 +15,153 @@ import torch
 
 from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 
 __all__ = ["HFTensor", "Source", "exchange_of", "sources"]
 
-_TRANSPOSED = ("transpose", "interleave_transpose")
-_INTERLEAVED = ("interleave", "interleave_transpose")
+
+class _Copy:
+    """The transform ``none``, and the base of the others: from the tensors of a directory to a parameter, and back."""
+
+    def __init__(self, shape: tuple[int, ...], sections: tuple[int, ...] = ()) -> None:
+        """``shape``: of the whole parameter; ``sections``: as in :class:`~nxdt_core.protocols.model.KeyMap`."""
+        self.shape, self.sections = shape, sections
+
+    def problem(self, names: int) -> str | None:
+        """Return why a parameter of this shape cannot be made of so many named tensors; None where it can."""
+        return None
+
+    def boxes(self) -> list[Box]:
+        """Return the box of the parameter that each tensor of the directory is, in their order."""
+        return [Box.whole(self.shape)]
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the parameter that the tensors of the directory make."""
+        return tensors[0]
+
+    def hf_shape(self, box: Box) -> tuple[int, ...]:
+        """Return the shape in the directory of a tensor that is ``box``."""
+        return box.shape
+
+    def write(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of the directory for the elements of its box: a view, or a copy where rows move."""
+        return elements
+
+    def _rows(self, counts: Sequence[int]) -> list[Box]:
+        """Return a box of each number of rows, one after the other."""
+        rest = self.shape[1:]
+        starts = accumulate(counts, initial=0)
+        return [Box((first, *(0,) * len(rest)), (count, *rest)) for first, count in zip(starts, counts, strict=False)]
+
+
+class _Transpose(_Copy):
+    def problem(self, names: int) -> str | None:
+        if len(self.shape) != 2:
+            return f"a tensor of shape {self.shape} cannot be transposed"
+        return None
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].t().contiguous()
+
+    def hf_shape(self, box: Box) -> tuple[int, ...]:
+        return box.shape[::-1]
+
+    def write(self, elements: torch.Tensor) -> torch.Tensor:
+        return elements.t()
+
+
+class _Stack(_Copy):
+    """One tensor per expert, along a new leading dimension."""
+
+    def boxes(self) -> list[Box]:
+        return self._rows((1,) * self.shape[0])
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([*tensors])
+
+    def hf_shape(self, box: Box) -> tuple[int, ...]:
+        return box.shape[1:]
+
+    def write(self, elements: torch.Tensor) -> torch.Tensor:
+        return elements.squeeze(0)
+
+
+class _Concat(_Copy):
+    """Several tensors along dimension 0."""
+
+    def problem(self, names: int) -> str | None:
+        if len(self.sections) != names or sum(self.sections) != self.shape[0]:
+            return f"sections {self.sections} do not add up to its {self.shape[0]} rows"
+        return None
+
+    def boxes(self) -> list[Box]:
+        return self._rows(self.sections)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([*tensors])
+
+
+class _Pad(_Copy):
+    """Rows beyond those of the directory: the mean of the others where they are read, and not written.
+
+    Exponentials of the mean are at most the others' mean (Jensen), so that ``n`` rows of a vocabulary raise a loss by
+    at most ``log(1 + n / rows)``. Zeros would exceed logits below zero.
+    """
+
+    def problem(self, names: int) -> str | None:
+        if len(self.sections) != 1 or not 0 < self.sections[0] <= self.shape[0]:
+            return f"its {self.shape[0]} rows are not {self.sections} and padding"
+        return None
+
+    def boxes(self) -> list[Box]:
+        return self._rows(self.sections)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        (tensor,) = tensors
+        mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
+        return torch.cat([tensor, mean.expand(self.shape[0] - tensor.shape[0], *tensor.shape[1:])])
+
+
+class _Interleave(_Copy):
+    """Rows in groups of a kind, such as all queries, in the directory; in groups of a head here."""
+
+    def problem(self, names: int) -> str | None:
+        if len(self.sections) != 2 or self.shape[0] % math.prod(self.sections):
+            return f"its {self.shape[0]} rows are not those of (kinds, heads) = {self.sections}"
+        return None
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        kinds, heads = self.sections
+        return _regrouped(tensors[0], kinds, heads)
+
+    def write(self, elements: torch.Tensor) -> torch.Tensor:
+        kinds, heads = self.sections
+        return _regrouped(elements, heads, kinds)
+
+
+class _InterleaveTranspose(_Interleave, _Transpose):
+    """Columns of a transposed matrix in groups."""
+
+    def problem(self, names: int) -> str | None:
+        return _Transpose.problem(self, names) or super().problem(names)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return super().read([tensors[0].t().contiguous()])
+
+    def write(self, elements: torch.Tensor) -> torch.Tensor:
+        return super().write(elements).t()
+
+
+_TRANSFORMS: Mapping[str, type[_Copy]] = {
+    "none": _Copy,
+    "transpose": _Transpose,
+    "stack": _Stack,
+    "concat": _Concat,
+    "pad": _Pad,
+    "interleave": _Interleave,
+    "interleave_transpose": _InterleaveTranspose,
+}
+"""By the name in :class:`~nxdt_core.protocols.model.KeyMap`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +181,15 @@ class HFTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the tensor's shape in the directory."""
-        if self.transform == "stack":
-            return self.box.shape[1:]
-        return self.box.shape[::-1] if self.transform in _TRANSPOSED else self.box.shape
+        return self._transform.hf_shape(self.box)
 
     def of(self, box: torch.Tensor) -> torch.Tensor:
         """Return the tensor, as a view of the elements of its box; a copy where rows change places."""
-        if self.transform == "stack":
-            return box.squeeze(0)
-        if self.transform in _INTERLEAVED:
-            kinds, heads = self.sections
-            box = _regrouped(box, heads, kinds)
-        return box.t() if self.transform in _TRANSPOSED else box
+        return self._transform.write(box)
+
+    @property
+    def _transform(self) -> _Copy:
+        return _TRANSFORMS[self.transform](self.parameter_shape, self.sections)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +213,12 @@ class Source:
             WeightsUnusable: one holds integers, NaN or infinity.
         """
         tensors = [_usable(name, fetch(name)) for name in self.hf_names]
-        if self.transform == "pad":
-            return _padded(tensors[0], self.shape[0])
-        if self.transform == "concat":
-            return torch.cat(tensors)
-        if self.transform == "stack":
-            return torch.stack(tensors)
-        tensor = tensors[0].t().contiguous() if self.transform in _TRANSPOSED else tensors[0]
-        return _regrouped(tensor, *self.sections) if self.transform in _INTERLEAVED else tensor
+        return _TRANSFORMS[self.transform](self.shape, self.sections).read(tensors)
 
     def tensors(self) -> Iterator[HFTensor]:
         """Yield the Hugging Face tensors that the parameter is written as, in order."""
-        for name, box in zip(self.hf_names, self._boxes(), strict=True):
+        boxes = _TRANSFORMS[self.transform](self.shape, self.sections).boxes()
+        for name, box in zip(self.hf_names, boxes, strict=True):
             yield HFTensor(
                 name=name,
                 parameter=self.name,
@@ -95,15 +227,6 @@ class Source:
                 transform=self.transform,
                 sections=self.sections,
             )
-
-    def _boxes(self) -> Iterator[Box]:
-        if self.transform not in ("concat", "stack", "pad"):
-            yield Box.whole(self.shape)
-            return
-        rows = (1,) * self.shape[0] if self.transform == "stack" else self.sections
-        rest = self.shape[1:]
-        for start, count in zip(accumulate(rows, initial=0), rows, strict=False):
-            yield Box((start, *(0,) * len(rest)), (count, *rest))
 
 
 def exchange_of(builder: ModelBuilder) -> HFExchange:
@@ -152,19 +275,11 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int
 
 def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
     """Why the entry cannot describe a parameter of this shape, or None."""
-    if entry.transform not in ("none", "stack", "concat", "pad", *_TRANSPOSED, *_INTERLEAVED):
+    if entry.transform not in _TRANSFORMS:
         return f"there is no transform {entry.transform!r}"
-    if entry.transform != "concat" and len(entry.hf_names) != 1:
+    if len(entry.hf_names) != 1 and entry.transform != "concat":
         return f"transform {entry.transform!r} takes one name, not {len(entry.hf_names)}"
-    if entry.transform in _TRANSPOSED and len(shape) != 2:
-        return f"a tensor of shape {shape} cannot be transposed"
-    if entry.transform == "concat" and (len(entry.sections) != len(entry.hf_names) or sum(entry.sections) != shape[0]):
-        return f"sections {entry.sections} do not add up to its {shape[0]} rows"
-    if entry.transform == "pad" and (len(entry.sections) != 1 or not 0 < entry.sections[0] <= shape[0]):
-        return f"its {shape[0]} rows are not {entry.sections} and padding"
-    if entry.transform in _INTERLEAVED and (len(entry.sections) != 2 or shape[0] % math.prod(entry.sections)):
-        return f"its {shape[0]} rows are not those of (kinds, heads) = {entry.sections}"
-    return None
+    return _TRANSFORMS[entry.transform](shape, entry.sections).problem(len(entry.hf_names))
 
 
 def _usable(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,13 +292,6 @@ def _usable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         advice = "Take weights from before they diverged, or download the file again."
         raise WeightsUnusable(tensor=name, reason="it holds NaN or infinity", advice=advice)
     return tensor
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """With rows that are the mean of all: as a vocabulary's, their exponentials are at most the others' mean (Jensen),
-    so that ``n`` of them raise a loss by ``log(1 + n / rows)`` at the most. Zeros would drown logits below zero."""
-    mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
-    return torch.cat([tensor, mean.expand(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:

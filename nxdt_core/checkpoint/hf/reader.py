@@ -16,15 +16,14 @@ from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.checkpoint.hf.source import CONFIG, read_json
-from nxdt_core.config.huggingface.bounds import oversized, weights_in
-from nxdt_core.config.huggingface.values import architectures_of
+from nxdt_core.config.huggingface import architectures_of, oversized, weights_in
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_core.regular_files import require_fetched
 
 __all__ = ["INDEX", "WEIGHTS", "HFReader", "HFWeights"]
@@ -244,13 +243,13 @@ class HFReader:
             self._sources = {source.name: source for source in weights.sources(builder)}
             dtypes = {name: weights.dtype_of(source) for name, source in self._sources.items()}
         return {
-            ("model", name): Held(
+            ("model", name): ShardInfo(
                 dtype=str(dtypes[name]).removeprefix("torch."), shape=source.shape, box=Box.whole(source.shape)
             )
             for name, source in self._sources.items()
         }
 
-    def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+    def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
         """Yield the parameters, one at a time out of mapped files."""
         with HFWeights(self._path) as weights:
             for _, name in places:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.huggingface.floats import spell_floats
+from nxdt_core.config.huggingface import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_core.regular_files import read_text

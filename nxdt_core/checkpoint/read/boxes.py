@@ -19,7 +19,7 @@ from nxdt_core.checkpoint.format.shards import bytes_of
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
 _BUFFER_BYTES = 256 * 2**20

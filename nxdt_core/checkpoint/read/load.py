@@ -24,9 +24,9 @@ from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
-from nxdt_core.protocols.parallel.model import Replicas
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import Replicas
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 _AT_ONCE_BYTES = 256 * 2**20

@@ -36,7 +36,7 @@ from nxdt_core.checkpoint.signing import TrustedKeys, claimed_signer
 from nxdt_core.checkpoint.storage import explained_os_errors, scheme_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import ArchivingStorage, CheckpointStore
 
 __all__ = [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from nxdt_core.config.section import Section
 
 __all__ = ["LocalStorageConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStorageConfig:
+class LocalStorageConfig(Section):
     """How files are written to a directory."""
 
     fsync: bool = True

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from nxdt_core.checkpoint.storage import explained
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile
 from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.store import ObjectInfo

@@ -22,7 +22,7 @@ import torch
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import SaveTookTooLong, StorageError
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.piece import Piece
 
 _NICENESS = 15
 """Niceness of the thread and of those that it starts: on a host that computes, a save uses the cores that training

@@ -33,8 +33,8 @@ from nxdt_core.checkpoint.write.plan import (
 )
 from nxdt_core.checkpoint.write.save import save
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.protocols.parallel.piece import Listing, Piece, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Listing, Piece, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 _log = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ class CheckpointManager:
     def _write(self, flight: _PendingSave, ranks: RankAgreement | None, job: BackgroundJob[Manifest]) -> Manifest:
         """Run the save itself: in the background over copies, else over the tensors."""
 
-        def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+        def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
             if flight.unstaged is not None:
                 raise flight.unstaged
             return write_local_plan(writer, flight.share, mine, rank=self._rank)

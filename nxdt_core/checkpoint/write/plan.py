@@ -24,8 +24,8 @@ from nxdt_core.checkpoint.format.state_tree import encode_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.checkpoint.pieces import list_pieces
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Piece, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Listing, Piece, ShardInfo, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-Write = Callable[[AttemptWriter, AbstractSet[Place]], Mapping[Place, TensorPart]]
+Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, TensorPart]]
 """Writes the tensors that were assigned to this rank; returns the location of each."""
 
 
@@ -54,7 +54,7 @@ class Assignment:
 
     listings: Sequence[Listing]
     """What each rank holds."""
-    mine: AbstractSet[Place]
+    mine: AbstractSet[TensorKey]
     """Tensors whose box this rank writes."""
 
 
@@ -156,7 +156,7 @@ class Planner:
 class LocalPlan:
     """The tensors and the state of this rank, as one save takes them."""
 
-    pieces: Mapping[Place, Piece]
+    pieces: Mapping[TensorKey, Piece]
     listing: Listing
     state: bytes
     """JSON of the rank's state; its tensors are among the pieces."""
@@ -178,8 +178,8 @@ def prepare_local_plan(
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
     """
     encoded, state_tensors = encode_state(state, rank)
-    pieces: dict[Place, Piece] = {}
-    listing: dict[Place, Held] = {}
+    pieces: dict[TensorKey, Piece] = {}
+    listing: dict[TensorKey, ShardInfo] = {}
     for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
         own, held = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
         pieces |= {(section, name): piece for name, piece in own.items()}
@@ -203,10 +203,10 @@ def encode_state(state: Mapping[str, Any], rank: int) -> tuple[bytes, dict[str, 
 
 
 def write_local_plan(
-    writer: AttemptWriter, share: LocalPlan, mine: AbstractSet[Place], *, rank: int
-) -> dict[Place, TensorPart]:
+    writer: AttemptWriter, share: LocalPlan, mine: AbstractSet[TensorKey], *, rank: int
+) -> dict[TensorKey, TensorPart]:
     """Write this rank's state and the pieces that were assigned to it, and return the location of each piece."""
-    parts: dict[Place, TensorPart] = {}
+    parts: dict[TensorKey, TensorPart] = {}
     for section in SECTIONS:
         chosen = {name: piece for (of, name), piece in share.pieces.items() if of == section and (of, name) in mine}
         parts |= {(section, name): part for name, part in write_pieces(writer, section, chosen, rank=rank).items()}
@@ -215,7 +215,7 @@ def write_local_plan(
     return parts
 
 
-def assign(listings: Sequence[Listing]) -> list[set[Place]]:
+def assign(listings: Sequence[Listing]) -> list[set[TensorKey]]:
     """Return, by rank, the tensors whose box that rank writes.
 
     Large boxes are given away first, each to the holder with the fewest bytes so far; among equals, to the one that
@@ -226,7 +226,7 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
     """
     _check(listings)
     shared = _shared(listings)
-    holders: dict[tuple[Place, Box], list[int]] = defaultdict(list)
+    holders: dict[tuple[TensorKey, Box], list[int]] = defaultdict(list)
     totals = [0] * len(listings)
     for rank, listing in enumerate(listings):
         for place, held in listing.items():
@@ -234,7 +234,7 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
                 holders[place, held.box].append(rank)
                 totals[rank] += _bytes(held)
     written = [0] * len(listings)
-    chosen: list[set[Place]] = [set() for _ in listings]
+    chosen: list[set[TensorKey]] = [set() for _ in listings]
     for (place, _), ranks in sorted(holders.items(), key=lambda item: -_bytes(listings[item[1][0]][item[0][0]])):
         writer = min(ranks, key=lambda rank: (written[rank], totals[rank], rank))
         written[writer] += _bytes(listings[writer][place])
@@ -243,11 +243,11 @@ def assign(listings: Sequence[Listing]) -> list[set[Place]]:
 
 
 def merge(
-    listings: Sequence[Listing], parts: Sequence[Mapping[Place, TensorPart]], sections: Sequence[str]
+    listings: Sequence[Listing], parts: Sequence[Mapping[TensorKey, TensorPart]], sections: Sequence[str]
 ) -> dict[str, dict[str, TensorEntry]]:
     """Return the index of the whole checkpoint from the parts that each rank wrote."""
     shared = _shared(listings)
-    written: dict[Place, list[TensorPart]] = defaultdict(list)
+    written: dict[TensorKey, list[TensorPart]] = defaultdict(list)
     for own in parts:
         for place, part in own.items():
             written[place].append(part)
@@ -264,9 +264,9 @@ def merge(
     return index
 
 
-def _shared(listings: Sequence[Listing]) -> dict[Place, str]:
+def _shared(listings: Sequence[Listing]) -> dict[TensorKey, str]:
     """Tensors that are the same memory as another one on every rank that holds them → that one's name."""
-    owners: dict[Place, set[str | None]] = defaultdict(set)
+    owners: dict[TensorKey, set[str | None]] = defaultdict(set)
     for listing in listings:
         for place, held in listing.items():
             owners[place].add(held.same_as)
@@ -275,8 +275,8 @@ def _shared(listings: Sequence[Listing]) -> dict[Place, str]:
 
 
 def _check(listings: Sequence[Listing]) -> None:
-    first: dict[Place, Held] = {}
-    boxes: dict[Place, set[Box]] = defaultdict(set)
+    first: dict[TensorKey, ShardInfo] = {}
+    boxes: dict[TensorKey, set[Box]] = defaultdict(set)
     for listing in listings:
         for place, held in listing.items():
             known = first.setdefault(place, held)
@@ -291,9 +291,9 @@ def _check(listings: Sequence[Listing]) -> None:
             raise TensorStateUnsupported(where="/".join(place), reason=reason)
 
 
-def _elements(held: Held) -> int:
+def _elements(held: ShardInfo) -> int:
     return Box.whole(held.shape).elements
 
 
-def _bytes(held: Held) -> int:
+def _bytes(held: ShardInfo) -> int:
     return held.box.elements * ITEM_BYTES[held.dtype]

@@ -29,8 +29,8 @@ from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.checkpoint.write.plan import SavePlan, merge
 from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements
-from nxdt_core.protocols.parallel.piece import Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["save"]
@@ -127,7 +127,7 @@ class _Written:
     """What one rank wrote."""
 
     files: Mapping[str, FileEntry]
-    parts: Mapping[Place, TensorPart]
+    parts: Mapping[TensorKey, TensorPart]
 
 
 def _with_files(manifest: Manifest, added: Sequence[Mapping[str, FileEntry]]) -> Manifest:

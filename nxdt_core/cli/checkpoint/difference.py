@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.storage import explained_os_errors
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 
 if TYPE_CHECKING:

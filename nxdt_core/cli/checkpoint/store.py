@@ -13,7 +13,7 @@ from nxdt_core.cli.verb import say
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, Manifest, Ownership
     from nxdt_core.launch.supervision.client import Client
-    from nxdt_core.protocols.parallel.ranks import RankAgreement
+    from nxdt_core.protocols.ranks import RankAgreement
     from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [

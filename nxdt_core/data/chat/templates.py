@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from nxdt_core.config.sources.paths import resolve_path
+from pydantic import Field
+
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.paths import RecordFiles, decode, read_bytes
 from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
@@ -31,7 +33,6 @@ __all__ = [
 UnusedMode = Literal["refuse", "report"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatKeys(RecordFiles):
     """Base of the configurations of data whose records hold messages."""
 
@@ -40,7 +41,7 @@ class ChatKeys(RecordFiles):
     tokenizer's own."""
     chat_template_file: Path | None = None
     """A Jinja file with a template, instead of a name. Checkpoints keep its text."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = Field(default_factory=dict)
     """Variables for the template in addition to the messages, such as ``enable_thinking: false``."""
     template_date: str = "2024-07-26"
     """Date for templates that ask for today's, so that a run that is resumed tomorrow sees the same tokens."""

@@ -17,12 +17,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from nxdt_core.config.annotations import Fraction, PositiveInt
-from nxdt_core.config.sources.paths import PackageNotFound, resolve_path
+from nxdt_core.config.section import Section
+from nxdt_core.config.sources import PackageNotFound, resolve_path
 from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
 from nxdt_core.data.files.encodings import check_utf8_start, not_utf8
 from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable
@@ -234,8 +234,7 @@ def _size(path: Path) -> int | None:
 _SPELLINGS = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordFiles:
+class RecordFiles(Section):
     """Base of the configurations of data whose files hold records."""
 
     train_files: tuple[Path, ...] = ()

@@ -6,9 +6,10 @@ The keys are those of NxD Training.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from nxdt_core.config.section import Section
 
 __all__ = [
     "ByteTokenizerConfig",
@@ -19,13 +20,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByteTokenizerConfig:
+class ByteTokenizerConfig(Section):
     """``library: byte`` has nothing to set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFaceTokenizerConfig:
+class HuggingFaceTokenizerConfig(Section):
     """``library: huggingface``: one of ``model``, ``type``, or ``vocab_file`` with ``merge_file``."""
 
     model: Path | None = None
@@ -55,8 +54,7 @@ class HuggingFaceTokenizerConfig:
             yield sources[1], f"{' and '.join(sources)} each name a tokenizer; keep one"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronTokenizerConfig:
+class MegatronTokenizerConfig(Section):
     """``library: megatron``: the byte-level BPE tokenizer of GPT-2, from the two files that Megatron-LM takes."""
 
     type: Literal["GPT2BPETokenizer"] = "GPT2BPETokenizer"
@@ -73,8 +71,7 @@ class MegatronTokenizerConfig:
     """Padding token; null: none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentencePieceTokenizerConfig:
+class SentencePieceTokenizerConfig(Section):
     """``library: sentencepiece``."""
 
     model: Path
@@ -99,8 +96,7 @@ class SentencePieceTokenizerConfig:
             yield "special_tokens", "a token cannot be empty"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiktokenTokenizerConfig:
+class TiktokenTokenizerConfig(Section):
     """``library: tiktoken``: byte-level BPE from a file of ranks, such as Llama 3's ``tokenizer.model``."""
 
     model: Path

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.sources import expand_home
 from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig, MegatronTokenizerConfig
 from nxdt_core.data.tokenizers.files import encoded, import_library, read_file

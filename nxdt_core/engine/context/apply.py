@@ -22,14 +22,14 @@ from torch.autograd.function import once_differentiable
 from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.context.blocks import (
-    SharedSequence,
-    documents_named,
-    documents_over,
+    ContextSequence,
+    document_cache,
+    document_cache_of,
     zigzag_shard,
     zigzag_unshard,
 )
 from nxdt_core.engine.context.exchange import gathered_backward, gathered_forward, ring_backward, ring_forward
-from nxdt_core.engine.context.kernels import accumulation_dtype, dense_heads
+from nxdt_core.engine.context.kernels import accumulation_dtype, contiguous_heads
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (
@@ -44,7 +44,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["apply_context_parallel", "shard_sequence", "unshard_sequence"]
+__all__ = ["apply_context_parallel", "core_semantics", "shard_sequence", "unshard_sequence"]
 
 ContextMethod = Literal["ring", "gather"]
 _METHODS = {"ring": (ring_forward, ring_backward), "gather": (gathered_forward, gathered_backward)}
@@ -52,7 +52,7 @@ _METHODS = {"ring": (ring_forward, ring_backward), "gather": (gathered_forward, 
 
 
 def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
-    """This rank's tokens of ``batch``: every field [micro_batch, seq / cp], with ``position_ids`` filled in.
+    """Return this rank's tokens of ``batch``: every field [micro_batch, seq / cp], with ``position_ids`` filled in.
 
     Raises:
         ContextSequenceDoesNotDivide: the sequence is not a multiple of twice the context parallel ranks.
@@ -82,11 +82,11 @@ def unshard_sequence(tensor: torch.Tensor, mesh: ParallelMesh, dim: int = 1) -> 
 
 
 def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, method: ContextMethod) -> None:
-    """Put a :class:`ContextParallelAttention` in the place of each of the plan's attention cores.
+    """Replace each of the plan's attention cores by a :class:`ContextParallelAttention`.
 
     Args:
         module: a model or a pipeline stage of one, changed in place.
-        plan: of the model.
+        plan: its ``attention_cores`` are replaced.
         mesh: nothing is done where its ``cp`` is 1.
         method: ``ring``, or ``gather`` where one collective is quicker than hops; a device's profile says which.
 
@@ -104,16 +104,20 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     device = torch.device(mesh.mesh("cp").device_type)
     if method == "ring" and not profile_of(device).point_to_point:
         raise RingNeedsPointToPoint(device_type=device.type)
-    documents_over(group)
+    document_cache(group)
     for path, core in cores:
-        semantics = _semantics(path, core)
+        semantics = core_semantics(path, core)
+        if semantics.dropout or semantics.softcap is not None:
+            reason = "it has dropout" if semantics.dropout else "it caps its scores"
+            raise AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
         parent, _, name = path.rpartition(".")
         sharded = ContextParallelAttention(group, method=method, semantics=semantics)
         setattr(module.get_submodule(parent), name, sharded)
 
 
 class ContextParallelAttention(nn.Module):
-    """An attention core over a sequence that the ranks of a group share; its call is that of the core it replaces."""
+    """An attention core over a sequence that is sharded over the ranks of a group, called as the core that it
+    replaces."""
 
     def __init__(self, group: dist.ProcessGroup, *, method: ContextMethod, semantics: AttentionSemantics) -> None:
         """``semantics``: causal, of the core that it replaces."""
@@ -144,10 +148,10 @@ class ContextParallelAttention(nn.Module):
         scale, window = self.semantics.scale, self.semantics.window
         if window is not None and window >= query.shape[2] * self.ranks:
             window = None
-        return shared_attention(
-            dense_heads(query),
-            dense_heads(key),
-            dense_heads(value),
+        return context_parallel_attention(
+            contiguous_heads(query),
+            contiguous_heads(key),
+            contiguous_heads(value),
             document_ids,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
@@ -161,22 +165,27 @@ class ContextParallelAttention(nn.Module):
 
 
 def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
-    """False for a pipeline stage that holds no layer, and so has no attention."""
+    """Return False for a pipeline stage without layers, which has no attention."""
     if plan.pipeline is None:
         return True
     return any(True for _ in module.get_submodule(plan.pipeline.layers).children())
 
 
-def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
-    """What ``core`` computes, as its class says. A subclass that computes something else must say so itself."""
+def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
+    """Return what ``core`` computes, as its class says. A subclass that computes something else must say so itself.
+
+    Raises:
+        AttentionCoreUnknown: it does not say so, or its tokens see later ones.
+    """
 
     def refusal(reason: str) -> NxdtError:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
 
-    said = next((depth for depth, kind in enumerate(type(core).__mro__) if "semantics" in vars(kind)), None)
+    kinds = [kind for kind in type(core).__mro__ if "computed" not in vars(kind)]  # without that of recomputation
+    said = next((depth for depth, kind in enumerate(kinds) if "semantics" in vars(kind)), None)
     if said is None:
         raise refusal("it does not say what it computes")
-    done = next(depth for depth, kind in enumerate(type(core).__mro__) if "forward" in vars(kind))
+    done = next(depth for depth, kind in enumerate(kinds) if "forward" in vars(kind))
     if done < said:
         raise refusal("it overrides forward() and not semantics()")
     semantics: AttentionSemantics = core.semantics()  # type: ignore[operator]
@@ -185,7 +194,7 @@ def _semantics(path: str, core: nn.Module) -> AttentionSemantics:
     return semantics
 
 
-def shared_attention(
+def context_parallel_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -196,17 +205,17 @@ def shared_attention(
     method: ContextMethod,
     group_name: str,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
+    """Return the causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
 
     Args:
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
         document_ids: int64 [batch, seq / ranks]; None where each row of the batch is one document.
-        scale: of the scores.
+        scale: factor of query · key.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
-        group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.documents_over` knows it.
+        group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.document_cache` knows it.
 
     Returns:
         As ``query``, as wide as ``value``.
@@ -216,19 +225,19 @@ def shared_attention(
     if torch.compiler.is_compiling():
         output, _ = _attention(*arguments)
     else:
-        output = _SharedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+        output = _ContextAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
 
-def _shared_sequence(
+def _context_sequence(
     document_ids: torch.Tensor | None, scale: float, window: int | None, group_name: str
-) -> SharedSequence:
-    documents = documents_named(group_name)
+) -> ContextSequence:
+    documents = document_cache_of(group_name)
     chunks = None if document_ids is None else documents(document_ids)
-    return SharedSequence(scale=scale, group=documents.group, documents=chunks, window=window)
+    return ContextSequence(scale=scale, group=documents.group, documents=chunks, window=window)
 
 
-class _SharedAttention(torch.autograd.Function):
+class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -241,7 +250,7 @@ class _SharedAttention(torch.autograd.Function):
         method: str,
         group_name: str,
     ) -> torch.Tensor:
-        ctx.method, ctx.sequence = method, _shared_sequence(document_ids, scale, window, group_name)
+        ctx.method, ctx.sequence = method, _context_sequence(document_ids, scale, window, group_name)
         output, lse = _METHODS[method][0](query, key, value, ctx.sequence)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
@@ -254,7 +263,7 @@ class _SharedAttention(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
-@torch.library.custom_op("nxdt::shared_attention", mutates_args=())
+@torch.library.custom_op("nxdt::context_parallel_attention", mutates_args=())
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -266,7 +275,7 @@ def _attention(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
-    return _METHODS[method][0](query, key, value, _shared_sequence(document_ids, scale, window, group_name))
+    return _METHODS[method][0](query, key, value, _context_sequence(document_ids, scale, window, group_name))
 
 
 @_attention.register_fake
@@ -301,7 +310,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
     them."""
-    sequence = _shared_sequence(document_ids, scale, window, group_name)
+    sequence = _context_sequence(document_ids, scale, window, group_name)
     of_query, of_key, of_value = _METHODS[method][1](grad, query, key, value, output, lse, sequence)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 

@@ -22,11 +22,11 @@ from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.engine.context.partial_attention import Block, Window
 
 __all__ = [
+    "ContextSequence",
+    "DocumentCache",
     "DocumentChunks",
-    "DocumentsOfBatches",
-    "SharedSequence",
-    "documents_named",
-    "documents_over",
+    "document_cache",
+    "document_cache_of",
     "local_blocks",
     "prefix_blocks",
     "ring_blocks",
@@ -66,7 +66,7 @@ def zigzag_unshard(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DocumentChunks:
-    """The documents of one micro-batch, cut into the chunks that ranks hold."""
+    """The documents of one micro-batch, by the chunks of its sequences."""
 
     ids: torch.Tensor
     """int64 [batch, seq], of the whole sequence in its own order."""
@@ -79,7 +79,7 @@ class DocumentChunks:
         return self.ids[:, first * chunk : stop * chunk]
 
 
-class DocumentsOfBatches:
+class DocumentCache:
     """Gathers each micro-batch's ids once for all layers.
 
     They are cached under the identity of the tensor of local ids and freed with it. A whole micro-batch sends eight
@@ -107,19 +107,19 @@ class DocumentsOfBatches:
         return DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
 
 
-_OVER: dict[str, DocumentsOfBatches] = {}
+_OVER: dict[str, DocumentCache] = {}
 
 
-def documents_over(group: dist.ProcessGroup) -> DocumentsOfBatches:
+def document_cache(group: dist.ProcessGroup) -> DocumentCache:
     """Return the documents of all micro-batches that the ranks of ``group`` share."""
     known = _OVER.get(group.group_name)
     if known is None or known.group is not group:
-        known = _OVER[group.group_name] = DocumentsOfBatches(group)
+        known = _OVER[group.group_name] = DocumentCache(group)
     return known
 
 
-def documents_named(group_name: str) -> DocumentsOfBatches:
-    """Return the documents of a group that :func:`documents_over` saw before: operators are given names, not groups."""
+def document_cache_of(group_name: str) -> DocumentCache:
+    """Return the documents of a group that :func:`document_cache` saw before: operators are given names, not groups."""
     return _OVER[group_name]
 
 
@@ -140,8 +140,8 @@ def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ..
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedSequence:
-    """What is computed over the ranks that share a sequence."""
+class ContextSequence:
+    """Settings of attention over a sequence that is sharded over ranks."""
 
     scale: float
     """Of the scores."""
@@ -159,8 +159,8 @@ def ring_blocks(
     """Return the blocks of ``rank``'s queries with the keys of ``source``, both in the order in which ranks hold them.
 
     Args:
-        rank: of the queries.
-        source: of the keys.
+        rank: context parallel rank that has the queries.
+        source: context parallel rank that has the keys.
         ranks: size of the group.
         chunk: tokens per chunk.
         documents: None where each row of the batch is one document.
@@ -241,7 +241,7 @@ def _windowed(window: int | None, chunk: int, row: int, first: int) -> Window | 
 def _masked(
     documents: DocumentChunks | None, row: int, first: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Ids of chunk ``row`` and of the chunks ``first`` … ``stop - 1``, unless all are one document."""
+    """Return the ids of chunk ``row`` and of the chunks ``first`` … ``stop - 1``; None where all are one document."""
     if documents is None or all(documents.relations[row][key] == "one" for key in range(first, stop)):
         return None
     return documents.of(row, row + 1), documents.of(first, stop)

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from nxdt_core.distributed.collectives import scatter_sum_along
+from nxdt_core.distributed.collectives import reduce_scatter_along
 from nxdt_core.engine.context.blocks import (
+    ContextSequence,
     DocumentChunks,
-    SharedSequence,
     local_blocks,
     prefix_blocks,
     ring_blocks,
@@ -37,9 +37,9 @@ _SEQUENCE = 2
 
 
 def ring_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SharedSequence
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of this rank's queries to the keys of all ranks. Collective.
+    """Return the causal attention of this rank's queries to the keys of all ranks. Collective.
 
     Args:
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
@@ -65,7 +65,7 @@ def ring_backward(
     value: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    sequence: SharedSequence,
+    sequence: ContextSequence,
 ) -> Gradients:
     """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
     group = sequence.group
@@ -86,7 +86,7 @@ def ring_backward(
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _blocks(sequence: SharedSequence, source: int, key: torch.Tensor) -> list[Block]:
+def _blocks(sequence: ContextSequence, source: int, key: torch.Tensor) -> list[Block]:
     group = sequence.group
     return ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, sequence.documents, sequence.window)
 
@@ -94,7 +94,8 @@ def _blocks(sequence: SharedSequence, source: int, key: torch.Tensor) -> list[Bl
 def _ring_shards(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(rank, its keys, its values) for every rank of the group, this one first; each while the next is on its way."""
+    """Yield (rank, its keys, its values) for every rank of the group, this one first, while the next shard is being
+    received."""
     rank, ranks = group.rank(), group.size()
     packed = torch.cat((key, value), -1)  # one message a hop
     for step in range(ranks):
@@ -105,7 +106,7 @@ def _ring_shards(
 
 
 class _Hop:
-    """``tensor`` on its way to the next rank, and that of the rank before on its way here.
+    """A send of ``tensor`` to the next rank, and a receive of the previous rank's, both running.
 
     Several may be on their way at once: all ranks start them in one order, by which backends match them.
     """
@@ -122,14 +123,14 @@ class _Hop:
         )
 
     def arrived(self) -> torch.Tensor:
-        """Wait for both, and take what came."""
+        """Wait for both, and return what was received."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _unpacked(packed: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, or their gradients, out of one tensor [batch, kv_heads, seq, head_dim + value_dim]."""
+    """Return keys and values, or their gradients, from one tensor [batch, kv_heads, seq, head_dim + value_dim]."""
     return packed[..., : key.shape[-1]], packed[..., key.shape[-1] :]
 
 
@@ -139,11 +140,11 @@ def _zero_gradients(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: SharedSequence
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute :func:`~nxdt_core.engine.context.exchange.ring_forward` by one all-gather."""
     layout = _layout(sequence, key)
-    gathering = _Gathering(key, value, sequence.group)
+    gathering = _PendingKeyValues(key, value, sequence.group)
     merged = MergedAttention(query, value, sequence.scale)
     for block in local_blocks(*layout):
         merged.add(block, key, value)
@@ -160,11 +161,11 @@ def gathered_backward(
     value: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    sequence: SharedSequence,
+    sequence: ContextSequence,
 ) -> Gradients:
     """Compute :func:`~nxdt_core.engine.context.exchange.ring_backward` by one all-gather and one reduce-scatter."""
     layout, group = _layout(sequence, key), sequence.group
-    gathering = _Gathering(key, value, group)
+    gathering = _PendingKeyValues(key, value, group)
     sums = AttentionGradients(grad, query, value, output, lse, sequence.scale)
     dtype = accumulation_dtype(key.dtype)
     grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
@@ -177,19 +178,19 @@ def gathered_backward(
         sums.add(block, keys, values, grad_keys, grad_values)
     narrow = grad_whole.to(key.dtype)  # as keys and values travel
     shards = [zigzag_shard(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
-    summed = scatter_sum_along(torch.stack(shards), 0, group)[0]
+    summed = reduce_scatter_along(torch.stack(shards), 0, group)[0]
     grad_key += summed[..., : key.shape[-1]]
     grad_value += summed[..., key.shape[-1] :]
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _layout(sequence: SharedSequence, key: torch.Tensor) -> tuple[int, int, int, DocumentChunks | None, int | None]:
+def _layout(sequence: ContextSequence, key: torch.Tensor) -> tuple[int, int, int, DocumentChunks | None, int | None]:
     group = sequence.group
     return group.rank(), group.size(), key.shape[_SEQUENCE] // 2, sequence.documents, sequence.window
 
 
-class _Gathering:
-    """Keys and values of all ranks on their way here."""
+class _PendingKeyValues:
+    """A running all-gather of keys and values."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._key_width = key.shape[-1]

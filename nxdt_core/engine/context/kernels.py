@@ -23,7 +23,7 @@ __all__ = [
     "MaskedFlashKernel",
     "Scoring",
     "accumulation_dtype",
-    "dense_heads",
+    "contiguous_heads",
 ]
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -50,7 +50,7 @@ class Scoring:
 
 
 class AttentionKernel(Protocol):
-    """One way to attend to a block of keys."""
+    """A kernel of attention over one block of keys."""
 
     fused: bool
     """Whether it never holds the block's scores, so that an unmasked block of any size is one call."""
@@ -80,8 +80,9 @@ class AttentionKernel(Protocol):
         ...
 
 
-def dense_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with the elements of a head side by side: kernels assume it, and the host's does not even check."""
+def contiguous_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with the elements of a head adjacent in memory: kernels assume it, and the host's does not
+    check."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -262,8 +263,8 @@ def _flash(query: torch.Tensor, scoring: Scoring) -> bool:
 
 
 def _adjacent_heads(output: torch.Tensor) -> torch.Tensor:
-    """``output`` [batch, heads, rows, width] with the heads of a row side by side: the only distance between rows that
-    the kernel knows is heads x width elements."""
+    """Return ``output`` [batch, heads, rows, width] with the heads of a row adjacent in memory: the kernel assumes that
+    rows are heads x width elements apart."""
     rows = output.transpose(1, 2)
     return output if rows[0].is_contiguous() else rows.contiguous().transpose(1, 2)
 

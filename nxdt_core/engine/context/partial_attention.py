@@ -16,7 +16,7 @@ from nxdt_core.engine.context.kernels import (
     MaskedFlashKernel,
     Scoring,
     accumulation_dtype,
-    dense_heads,
+    contiguous_heads,
 )
 from nxdt_core.models.attention.grouped_query import block_rows
 
@@ -51,7 +51,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Which rows of the local queries attend to which of the given keys."""
+    """Which of the local queries attend to which of the given keys."""
 
     rows: slice
     keys: slice
@@ -74,7 +74,7 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
 
 
 class MergedAttention:
-    """Output and log-sum-exp over the blocks so far, in float32 at least.
+    """Running output and log-sum-exp over the blocks so far, in at least float32.
 
     A new part with log-sum-exp b joins what has log-sum-exp a with the weight exp(b) / (exp(a) + exp(b)), which is
     sigmoid(b − a): no exponential overflows.
@@ -89,7 +89,7 @@ class MergedAttention:
         self._lse = query.new_empty((batch, heads, rows), dtype=dtype)
 
     def add(self, block: Block, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Attend to ``key`` and ``value`` where ``block`` says, and join the result to its rows."""
+        """Attend to ``key`` and ``value`` where ``block`` says, and merge the result into its rows."""
         for rows, keys, scoring in _pieces(block, self._kernel, self._query, self._scale):
             part, part_lse = self._kernel.forward(self._query[:, :, rows], key[:, :, keys], value[:, :, keys], scoring)
             output, lse = self._output[:, :, rows], self._lse[:, :, rows]
@@ -108,7 +108,7 @@ class MergedAttention:
 
 
 class AttentionGradients:
-    """Gradients over the blocks so far, added up in float32 at least."""
+    """Gradients over the blocks so far, summed in at least float32."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class AttentionGradients:
         scale: float,
     ) -> None:
         self._kernel, self._scale = kernel_for(query, value), scale
-        self._grad, self._rows_of = dense_heads(grad), (query, output, lse)
+        self._grad, self._rows_of = contiguous_heads(grad), (query, output, lse)
         self.query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
 
     def add(
@@ -153,7 +153,7 @@ class AttentionGradients:
 def _pieces(
     block: Block, kernel: AttentionKernel, query: torch.Tensor, scale: float
 ) -> Iterator[tuple[slice, slice, Scoring]]:
-    """Cut ``block`` into rows so that neither a mask nor, without a fused kernel, scores grow with the sequence."""
+    """Split ``block`` by rows so that neither a mask nor the scores of an unfused kernel grow with the sequence."""
     if kernel.fused and block.documents is None and block.window is None:
         yield block.rows, block.keys, Scoring(scale=scale, causal=block.diagonal)
         return

@@ -28,13 +28,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.data.gathers import WeightGather, gather_as, gather_forms
-from nxdt_core.engine.gradients import ScatteredSum, ScatteredSums
+from nxdt_core.engine.data.collectives import (
+    PendingReduceScatters,
+    ReduceScatterByExchange,
+    WeightGather,
+    gather_dtypes,
+    set_gather_dtypes,
+)
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.tensor.vocabulary_layers import VocabularyEmbedding
+from nxdt_core.engine.tensor.layers import VocabParallelEmbedding
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.models.patterns import matches, matches_any
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import fsdp_parameter_groups
@@ -43,11 +48,11 @@ __all__ = [
     "OuterModules",
     "apply_data_parallel",
     "begin_micro_batch",
-    "check_sums",
-    "copies_masters",
-    "keeps_experts",
+    "check_gradient_dtype",
+    "leaves_experts_whole",
     "needs_sharding",
     "outer_modules",
+    "uses_copied_masters",
 ]
 
 
@@ -56,22 +61,22 @@ def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
 
     Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
     """
-    if copies_masters(mesh.sizes, precision):
+    if uses_copied_masters(mesh.sizes, precision):
         return False
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
 
 
-def copies_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
+def uses_copied_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """Return whether no other rank has the weights of this one, so that their masters need no FSDP2.
 
-    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.data.masters` needs.
+    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.precision` needs.
     """
     alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
     return alone and precision.master_weights and precision.gradients == "float32"
 
 
-def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
+def leaves_experts_whole(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
     mixed = precision.master_weights or precision.gradients != precision.parameters
     return sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed
@@ -79,7 +84,7 @@ def keeps_experts(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterModules:
-    """What FSDP2 gathers for itself around the layers of a stage: paths of modules, empty where they are part of the
+    """Modules around the layers of a stage that FSDP2 gathers separately: their paths, empty where they are part of the
     root."""
 
     first: str = ""
@@ -101,7 +106,9 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
     """
     first, last = "", tuple[str, ...]()
     for path in _styled(module, plan, "vocab_embedding"):
-        if type(module.get_submodule(path)) in (nn.Embedding, VocabularyEmbedding) and _share_nothing(module, (path,)):
+        if type(module.get_submodule(path)) in (nn.Embedding, VocabParallelEmbedding) and _shares_no_parameter(
+            module, (path,)
+        ):
             first = path
     if plan.pipeline is not None:
         parts = {path: part for path, part in module.named_modules() if path in plan.pipeline.last}
@@ -109,7 +116,7 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
             path for path in plan.pipeline.last if path in parts and any(True for _ in parts[path].parameters())
         )
         heads = _styled(module, plan, "vocab_head")
-        if any(head in behind for head in heads) and _share_nothing(module, behind):
+        if any(head in behind for head in heads) and _shares_no_parameter(module, behind):
             last = behind
     return OuterModules(first=first, last=last)
 
@@ -121,16 +128,16 @@ def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[
     return [path for path, part in found if any(True for _ in part.parameters())]
 
 
-def _share_nothing(module: nn.Module, paths: tuple[str, ...]) -> bool:
-    """Whether no module but those of ``paths`` has one of their parameters."""
+def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
+    """Return whether no other module has a parameter of the modules at ``paths``."""
     owners: dict[int, set[bool]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(any(name.startswith(f"{path}.") for path in paths))
     return all(len(inside) == 1 for inside in owners.values())
 
 
-def check_sums(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
-    """Refuse sums of gradients over micro-batches that FSDP2 would round to the dtype of the shards.
+def check_gradient_dtype(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
+    """Check that FSDP2 does not round the sums of gradients over micro-batches to the dtype of the shards.
 
     Raises:
         GradientSumsRounded: it would.
@@ -155,31 +162,30 @@ def apply_data_parallel(
     *,
     compiled: bool = False,
 ) -> list[WeightGather]:
-    """Shard each layer of a stage, its experts over the ranks that hold the same ones, and what is left.
+    """Shard each layer of a stage, its experts over the ranks that hold the same ones, and the remaining modules.
 
     Args:
         module: one pipeline stage on the meta device, tensor and expert parallelism applied.
         plan: names the layers.
-        mesh: of the run.
+        mesh: its ``fsdp``, ``efsdp`` and ``dp_replicate`` ranks.
         precision: dtypes of computing, accumulating and reducing.
-        experts: names of modules whose parameters are sharded over ``ep``. Where no other rank has the same experts,
-            they are left as they are.
-        compiled: gather experts with their layer, which is one graph, and not in its middle.
+        experts: paths of modules whose parameters are sharded over ``ep``, unless no other rank has the same experts.
+        compiled: gather experts together with their layer, which is one graph.
 
     Returns:
-        The gathers in which weights travel in other forms than FSDP2 gives them.
+        The gathers that send weights in another dtype than FSDP2 passes to them.
     """
     keep = mesh.sizes.zero_stage < 3
     policy = _policy(precision)
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
-    forms, gathers = gather_forms(module, plan, precision), list[WeightGather]()
+    forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()
     own: set[nn.Parameter] = set()
-    if keeps_experts(mesh.sizes, precision):
+    if leaves_experts_whole(mesh.sizes, precision):
         own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
     outer, dense = outer_modules(module, plan), _mesh(mesh)
     profile = profile_of(torch.device(dense.device_type))
-    sums, overlapped = ScatteredSums(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
+    sums, overlapped = PendingReduceScatters(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
     parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
     parts += [((outer.first,), dense)] * bool(outer.first) + [(outer.last, dense)] * bool(outer.last) + [(("",), dense)]
     for names, where in parts:
@@ -196,7 +202,9 @@ def apply_data_parallel(
         layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
-        gather = gather_as(sharded, forms, {id(parameter): path for path, parameter in module.named_parameters()})
+        gather = set_gather_dtypes(
+            sharded, forms, {id(parameter): path for path, parameter in module.named_parameters()}
+        )
         if gather is not None:
             gathers.append(gather)
     if profile.host:  # which has no streams: without this, a gather that begins early is waited for at once
@@ -207,19 +215,19 @@ def apply_data_parallel(
     return gathers
 
 
-def _set_reduction(sharded: FSDPModule, sums: ScatteredSums | None, *, overlapped: bool) -> None:
-    """Let FSDP2 sum gradients, without a mean; by ``sums`` where the device's process groups have no reduce-scatter."""
+def _set_reduction(sharded: FSDPModule, sums: PendingReduceScatters | None, *, overlapped: bool) -> None:
+    """Let FSDP2 sum gradients, not average them; through ``sums`` on devices that sum by exchange."""
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
     if sums is None:
         return
     for group in fsdp_parameter_groups(sharded._get_fsdp_state()):
-        group_sum = ScatteredSum(sums, group.fsdp_params, overlapped=overlapped)
+        group_sum = ReduceScatterByExchange(sums, group.fsdp_params, overlapped=overlapped)
         cast(Any, sharded).set_custom_reduce_scatter(group_sum)
 
 
 def _prefetch(module: nn.Module, outer: OuterModules, layers: Sequence[str], experts: Collection[str]) -> None:
-    """Let the gather for each part begin before the part that precedes it runs, forward and backward.
+    """Start the gather of each part before the preceding part runs, in forward and backward.
 
     By itself FSDP2 does so in backward alone, and there, with several micro-batches, the first part gathers the last
     one of the micro-batch before.
@@ -255,7 +263,7 @@ def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last:
 
 
 def _move_hooks(inner: FSDPModule, layer: nn.Module) -> None:
-    """Let FSDP2 do around ``layer`` what it does around ``inner``. It has no public call for that."""
+    """Run FSDP2's hooks of ``inner`` around ``layer`` instead. FSDP2 has no public call for that."""
     state = inner._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()

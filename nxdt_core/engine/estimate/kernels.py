@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.engine.dropped import cast_dropped
+from nxdt_core.engine.discarded import cast_discarded
 from nxdt_core.engine.recompute import apply_recompute, parts_of_recomputed, routes_tokens
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any
@@ -65,8 +65,8 @@ class AcceleratorKernels(TorchFunctionMode):
         return _REPLACED.get(func, func)(*args, **kwargs)
 
     def end_forward(self) -> None:
-        """Forget the copies of weights that autocast keeps until its block, which is that of forward, ends; what is
-        recomputed keeps none beyond its own."""
+        """Forget the copies of weights that autocast keeps until the end of forward's block; a recomputed part keeps
+        only its own."""
         self._casts = None
 
     def _cast(self, value: Any) -> Any:
@@ -153,7 +153,7 @@ _CAST = {
 
 
 def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bool) -> None:
-    """Let the layers of ``module`` keep about what they keep when they are compiled.
+    """Let the layers of ``module`` save for backward about what they save when they are compiled.
 
     Activation functions keep their inputs and their result, and so do norms that are not one operation. The
     matrices of a tensor block share one copy of their input in autocast's dtype. If inputs are gathered again, they
@@ -192,4 +192,4 @@ def _in_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not args or not isinstance(args[0], torch.Tensor):
         return args
-    return cast_dropped(block, args[0], compute_dtype(args[0])), *args[1:]
+    return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]

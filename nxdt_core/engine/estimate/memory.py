@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from nxdt_core.distributed.bucketed_sums import BUCKET_BYTES
+from nxdt_core.distributed.collectives import BUCKET_BYTES
 from nxdt_core.engine.estimate.trace import GradientUse, MicroBatchTrace
 from nxdt_core.engine.estimate.weights import ParameterCounts
 from nxdt_core.engine.pipeline.schedules import Operation
-from nxdt_core.protocols.parallel.estimate import Memory
+from nxdt_core.protocols.estimate import Memory
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
-__all__ = ["Storage", "peak_memory"]
+__all__ = ["StorageLayout", "peak_memory"]
 
 _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
-    """Distribution of parameters, gradients and state over the ranks, and the dtypes of each."""
+class StorageLayout:
+    """How parameters, gradients and state are sharded over the ranks, and the dtype of each."""
 
     policy: PrecisionPolicy
     zero_stage: int
@@ -47,10 +47,9 @@ class Storage:
         """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
 
-    def saved_bytes(self, *, bfloat16: bool, frozen: bool = False) -> int:
-        """Return the bytes per element of a parameter in a checkpoint; with ``bfloat16`` wider weights are saved in it
-        too."""
-        stored = self.compute_bytes if frozen else self.stored_bytes
+    def saved_bytes(self, stored: int, *, bfloat16: bool) -> int:
+        """Return the bytes in a checkpoint per element of a parameter of ``stored`` bytes; with ``bfloat16`` wider
+        weights are saved in it too."""
         return stored + (_BYTES["bfloat16"] if bfloat16 and stored > _BYTES["bfloat16"] else 0)
 
     @property
@@ -65,7 +64,7 @@ class Storage:
 
     @property
     def gradient_use(self) -> GradientUse:
-        """What becomes of a micro-batch's gradients."""
+        """Return what happens to a micro-batch's gradients."""
         if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
             return "sharded"
         if not self.accumulates:
@@ -75,7 +74,7 @@ class Storage:
 
 def peak_memory(
     counts: ParameterCounts,
-    storage: Storage,
+    storage: StorageLayout,
     order: Iterable[Operation],
     traces: Mapping[int, MicroBatchTrace],
     received: int,
@@ -102,8 +101,8 @@ def peak_memory(
     return max(moments, key=lambda moment: moment.total)
 
 
-def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
-    """Bytes in memory while micro-batches run."""
+def _computing(counts: ParameterCounts, storage: StorageLayout) -> dict[str, int]:
+    """Return the bytes in memory while micro-batches run."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
     largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
     gradients, communication = counts.trained * storage.gradient_bytes, 0
@@ -114,22 +113,29 @@ def _computing(counts: ParameterCounts, storage: Storage) -> dict[str, int]:
         gathered = counts.root + max(two, largest + max(counts.first, counts.last))
         if storage.zero_stage < 3:
             gathered = counts.local - counts.experts_kept
-        weights += gathered * storage.compute_bytes
+        weights += _computed_with(gathered, counts, storage)
         if storage.gradient_use == "sharded":
             # Gradients of the root are reduced last. The head's are among them where it is tied to the embedding.
             gradients = counts.trained_stored * storage.gradient_bytes + counts.root * storage.compute_bytes
             communication = largest * storage.gradient_bytes
         if storage.zero_stage == 3:
-            communication += largest * storage.compute_bytes
+            communication += _computed_with(largest, counts, storage)
             # What travels in autocast's dtype is kept in it until it is unpacked.
-            communication += largest * storage.product_bytes * counts.narrow // max(counts.local, 1)
+            travelling = 0 if counts.frozen_narrow else counts.narrow
+            communication += largest * storage.product_bytes * travelling // max(counts.local, 1)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
 
 
-def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool = False) -> tuple[int, int]:
-    """Stored weights, and optimizer state with masters; masters that are rounded in place have a copy
-    while the rank is ``computing``."""
-    frozen = (counts.stored - counts.trained_stored) * storage.compute_bytes
+def _computed_with(elements: int, counts: ParameterCounts, storage: StorageLayout) -> int:
+    """Bytes of gathered elements, of which as many are frozen in autocast's dtype as among all."""
+    saved = (storage.compute_bytes - storage.product_bytes) * counts.frozen_narrow
+    return elements * storage.compute_bytes - elements * saved // max(counts.local, 1)
+
+
+def _between_steps(counts: ParameterCounts, storage: StorageLayout, *, computing: bool = False) -> tuple[int, int]:
+    """Return the bytes of stored weights, and of optimizer state with masters. Masters that are rounded in place have a
+    copy while the rank is ``computing``."""
+    frozen = counts.frozen_bytes
     trained = counts.trained_stored * storage.stored_bytes
     state = round(counts.state)
     if not storage.policy.master_weights:
@@ -138,9 +144,9 @@ def _between_steps(counts: ParameterCounts, storage: Storage, *, computing: bool
     return frozen, copies * trained + state
 
 
-def _reducing_first(counts: ParameterCounts, storage: Storage, computing: Memory) -> Memory:
-    """FSDP2 reduces what is behind the layers first, when the logits are gone and all activations are there: out of a
-    flat copy, into this rank's shard."""
+def _reducing_first(counts: ParameterCounts, storage: StorageLayout, computing: Memory) -> Memory:
+    """Return the memory when FSDP2 reduces the modules behind the layers first: the logits are freed, all activations
+    are kept, and gradients are reduced from a flat copy into this rank's shard."""
     if not storage.sharded:
         return computing
     shard = storage.gradient_bytes * counts.trained_stored / max(counts.trained, 1)
@@ -149,9 +155,9 @@ def _reducing_first(counts: ParameterCounts, storage: Storage, computing: Memory
     return replace(computing, logits=0, workspace=0, communication=flat)
 
 
-def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
-    """Gradients are reduced out of flat copies when the activations are gone: by FSDP2 those of the embedding and the
-    root as the last, without it all of them, a bucket at a time."""
+def _reducing(counts: ParameterCounts, storage: StorageLayout) -> Memory:
+    """Return the memory when the last gradients are reduced from flat copies, after the activations are freed: by FSDP2
+    those of the embedding and the root, without it all of them, a bucket at a time."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
     if not storage.sharded:
         gradients = counts.trained * storage.gradient_bytes
@@ -168,8 +174,9 @@ def _reducing(counts: ParameterCounts, storage: Storage) -> Memory:
     )
 
 
-def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
-    """With stand-ins a bucket of weights and gradients in float32, and of the state where that is kept in less."""
+def _updating(counts: ParameterCounts, storage: StorageLayout) -> Memory:
+    """Return the memory of the update; stand-ins add a bucket of weights and gradients in float32, and of narrower
+    state."""
     weights, optimizer = _between_steps(counts, storage)
     gradients = (counts.trained_stored if storage.sharded else counts.trained) * storage.gradient_bytes
     widened = 0.0
@@ -181,7 +188,7 @@ def _updating(counts: ParameterCounts, storage: Storage) -> Memory:
 
 
 def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace], received: int) -> dict[str, int]:
-    """Activations, logits and workspace at the worst moment, by going through the schedule.
+    """Return activations, logits and workspace at the fullest moment of the schedule.
 
     A backward in two passes keeps its activations until the second.
     """

@@ -19,22 +19,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.data.fsdp import keeps_experts
-from nxdt_core.engine.data.gathers import gather_forms
+from nxdt_core.engine.data.collectives import gather_dtypes
+from nxdt_core.engine.data.fsdp import leaves_experts_whole
 from nxdt_core.engine.estimate.kernels import keep_as_compiled
-from nxdt_core.engine.estimate.memory import Storage
+from nxdt_core.engine.estimate.memory import StorageLayout
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.global_batch import objective_output
 from nxdt_core.engine.layout import lay_out
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import ModelReadsValues
-from nxdt_core.models.loss.logit_rows import RowKernels
+from nxdt_core.models.loss import RowKernels
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["MeasuredRank", "dimensions", "fake_mesh", "measure_rank"]
@@ -44,7 +44,7 @@ _FAKE = "fake"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRank:
-    """What was counted on one rank."""
+    """Measurements of one rank."""
 
     counts: ParameterCounts
     """Of all its stages."""
@@ -55,7 +55,7 @@ class MeasuredRank:
     """Width of what travels between stages; 0 without a pipeline."""
 
 
-def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank:
+def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> MeasuredRank:
     """Lay out the stages of ``pp_rank`` and run a micro-batch through each.
 
     FSDP2 and compilation are left out: the first cannot run without memory and is counted by rules, and what compiled
@@ -78,8 +78,8 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
                 work.sizes,
                 sharded=storage.sharded,
                 partial=laid.tensor_partial,
-                forms=gather_forms(module, laid.plan, work.precision),
-                keeps=storage.sharded and keeps_experts(work.sizes, work.precision),
+                forms=gather_dtypes(module, laid.plan, work.precision),
+                keeps=storage.sharded and leaves_experts_whole(work.sizes, work.precision),
                 state=work.state,
             )
             if compiled:
@@ -92,7 +92,7 @@ def measure_rank(work: Workload, storage: Storage, pp_rank: int) -> MeasuredRank
 
 
 def _trace(
-    module: nn.Module, work: Workload, storage: Storage, mesh: ParallelMesh, number: int, hidden_size: int
+    module: nn.Module, work: Workload, storage: StorageLayout, mesh: ParallelMesh, number: int, hidden_size: int
 ) -> MicroBatchTrace:
     batch, autocast = work.batch(), work.precision.autocast
 
@@ -133,7 +133,8 @@ _IN_KERNELS = RowKernels(
 
 @contextmanager
 def _refuse_values() -> Iterator[None]:
-    """Where an operator needs values, torch speaks of the meta tensor, or has not implemented it for the device."""
+    """Raise :class:`ModelReadsValues` where an operator needs values, for which torch names the meta tensor or the
+    device."""
     try:
         yield
     except RuntimeError as error:
@@ -144,8 +145,8 @@ def _refuse_values() -> Iterator[None]:
 
 
 def _use_local_tensors(module: nn.Module) -> list[nn.Parameter]:
-    """Put plain parameters in the place of DTensors, and return them. What a module computes with is the local part
-    anyway; DTensor's own propagation of shapes, which works on whole tensors, would be counted otherwise."""
+    """Replace DTensors by plain local parameters, and return these. Modules compute with local parts; DTensor's
+    propagation of shapes, which works on whole tensors, would be counted otherwise."""
     replaced = []
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
@@ -167,7 +168,7 @@ def dimensions(mesh: ParallelMesh) -> Mapping[str, str]:
 
 @contextmanager
 def fake_mesh(sizes: MeshSizes, *, rank: int = 0) -> Iterator[ParallelMesh]:
-    """Provide the mesh of a run of ``sizes`` as its process ``rank`` sees it, for tensors of the meta device.
+    """Provide the mesh of a run of ``sizes`` as its rank ``rank`` sees it, for tensors of the meta device.
 
     Raises:
         RuntimeError: this process is in a process group already.

@@ -12,23 +12,22 @@ from dataclasses import replace
 
 from torch import nn
 
-from nxdt_core.engine.data.fsdp import check_sums, needs_sharding
-from nxdt_core.engine.estimate.memory import Storage, peak_memory
+from nxdt_core.engine.data.collectives import product_weights
+from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
+from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_unique
 from nxdt_core.engine.estimate.workload import Workload
-from nxdt_core.engine.expert.apply import exchange_chunks, expert_modules
-from nxdt_core.engine.expert.router_metrics import routers_of
+from nxdt_core.engine.expert import exchange_chunks, expert_modules, routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.cuts import stage_costs
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations
-from nxdt_core.engine.stages import stage_layers, stages_of_rank
+from nxdt_core.engine.pipeline.split import stage_layers, stages_of_rank
 from nxdt_core.engine.weights import build_whole
-from nxdt_core.protocols.parallel.estimate import Estimate, RankEstimate
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
+from nxdt_core.protocols.estimate import Estimate, RankEstimate
+from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["estimate"]
@@ -45,10 +44,10 @@ def estimate(work: Workload) -> Estimate:
         ModelReadsValues: the model cannot run without values.
     """
     sizes = work.sizes
-    check_sums(sizes, work.precision, micro_batches=work.micro_batches)
+    check_gradient_dtype(sizes, work.precision, micro_batches=work.micro_batches)
     built = build_whole(work.builder, work.adapters)
     whole, plan = built.module, built.plan
-    storage = Storage(
+    storage = StorageLayout(
         policy=work.precision,
         zero_stage=sizes.zero_stage,
         sharded=needs_sharding(ParallelMesh(sizes, None), work.precision),
@@ -94,7 +93,7 @@ _FORWARD = 1 / 3
 """Share of forward in the operations of a step: each matrix has one product in forward and two in backward."""
 
 
-def _hidden_behind(work: Workload, storage: Storage) -> dict[str, float]:
+def _hidden_behind(work: Workload, storage: StorageLayout) -> dict[str, float]:
     """Return the share of a step's computation that traffic can be hidden behind, by dimension.
 
     FSDP2 gathers a layer's weights during the layer before, and reduces its gradients during the next one's backward:
@@ -137,15 +136,20 @@ def _experts_share(whole: nn.Module, plan: ParallelPlan, work: Workload) -> floa
     return 6 * used / work.builder.flops_per_token(work.seq_length)
 
 
-def _checkpoint_bytes(work: Workload, storage: Storage, whole: nn.Module, plan: ParallelPlan) -> int:
+def _checkpoint_bytes(work: Workload, storage: StorageLayout, whole: nn.Module, plan: ParallelPlan) -> int:
     parameters, trained = count_unique(whole)
     others = tables([whole], plan)
     updated = [(name, tuple(each.shape)) for name, each in whole.named_parameters() if each.requires_grad]
     state = sum(work.state(shape, name not in others).saved for name, shape in updated)
-    saved = round(trained * storage.saved_bytes(bfloat16=work.saves_bfloat16) + state)
-    if not all(adapter.saves_base for adapter in work.adapters):
+    saved = round(trained * storage.saved_bytes(storage.stored_bytes, bfloat16=work.saves_bfloat16) + state)
+    if trained == parameters or not all(adapter.saves_base for adapter in work.adapters):
         return saved
-    return saved + (parameters - trained) * storage.saved_bytes(bfloat16=work.saves_bfloat16, frozen=True)
+    frozen = {name: each.numel() for name, each in whole.named_parameters() if not each.requires_grad}
+    narrow = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())
+    saved += narrow * storage.saved_bytes(storage.product_bytes, bfloat16=work.saves_bfloat16)
+    return saved + (parameters - trained - narrow) * storage.saved_bytes(
+        storage.compute_bytes, bfloat16=work.saves_bfloat16
+    )
 
 
 def _layers_of_stages(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
@@ -181,7 +185,7 @@ def _shapes(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _of_rank(
-    measured: MeasuredRank, work: Workload, storage: Storage, pp_rank: int, order: Sequence[Operation]
+    measured: MeasuredRank, work: Workload, storage: StorageLayout, pp_rank: int, order: Sequence[Operation]
 ) -> RankEstimate:
     """What was measured on a rank of this kind, at this one's place in the schedule."""
     sizes = work.sizes
@@ -218,7 +222,7 @@ def _layout(work: Workload) -> Iterator[str]:
 
 
 def sent_in_a_step(
-    measured: MeasuredRank, work: Workload, storage: Storage, stages: tuple[int, ...]
+    measured: MeasuredRank, work: Workload, storage: StorageLayout, stages: tuple[int, ...]
 ) -> Mapping[str, int]:
     """Return the bytes by dimension (``tp``, ``cp``, ``ep``, ``token_shuffle``, ``pp``, ``dp``), without those that
     send none."""
@@ -240,7 +244,7 @@ def _hops(stage: int, sizes: MeshSizes) -> int:
     return sum(rank_of_stage(other, sizes.pp, sizes.schedule) != here for other in neighbours)
 
 
-def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_batches: int) -> Iterator[float]:
+def _data(counts: ParameterCounts, sizes: MeshSizes, storage: StorageLayout, micro_batches: int) -> Iterator[float]:
     """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
     experts = (counts.experts, counts.experts_narrow, counts.experts_trained)
     dense = (counts.local - experts[0] - counts.scaled, counts.narrow - experts[1], counts.trained - experts[2])
@@ -263,7 +267,7 @@ def _data(counts: ParameterCounts, sizes: MeshSizes, storage: Storage, micro_bat
         yield -_share(sizes.fsdp) * micro_batches * ends
 
 
-def _travelling(local: int, narrow: int, storage: Storage) -> int:
+def _travelling(local: int, narrow: int, storage: StorageLayout) -> int:
     """Bytes of ``local`` elements that are gathered, ``narrow`` of them in autocast's dtype."""
     return (local - narrow) * storage.compute_bytes + narrow * storage.product_bytes
 

@@ -69,7 +69,7 @@ def trace_micro_batch(
 
     Args:
         stage: on the meta device, in its layout; its gradients are cleared afterwards.
-        given: the input.
+        given: one micro-batch on the meta device.
         loss: from the logits to the scalar that backward starts from, on the last stage; None on others.
         holds_output: whether the output lives until backward is over, as stock pipeline stages have it.
         gradients: what becomes of them.

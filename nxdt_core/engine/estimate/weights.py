@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
+from nxdt_core.engine.data.collectives import GatherDtypes
 from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
-from nxdt_core.engine.data.gathers import GatherForms
-from nxdt_core.engine.packed_state import stepped_once, unpacked_state
+from nxdt_core.engine.optim.rounded_updates import AdamUpdates, in_buckets
+from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.engine.parameters import tables
-from nxdt_core.engine.rounded_updates import AdamUpdates, in_buckets
 from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterShard
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = [
@@ -50,6 +50,10 @@ class ParameterCounts:
     """The part of ``local`` that has gradients."""
     trained_stored: int = 0
     """The part of ``stored`` that has gradients."""
+    frozen_narrow: int = 0
+    """The part of ``local`` that is frozen, and stored in autocast's dtype."""
+    frozen_bytes: int = 0
+    """Bytes of the part of ``stored`` that is frozen."""
     groups: tuple[int, ...] = ()
     """``local`` of layers and experts by what FSDP2 gathers at a time, the largest first."""
     first: int = 0
@@ -88,6 +92,8 @@ class ParameterCounts:
             stored=self.stored + other.stored,
             trained=self.trained + other.trained,
             trained_stored=self.trained_stored + other.trained_stored,
+            frozen_narrow=self.frozen_narrow + other.frozen_narrow,
+            frozen_bytes=self.frozen_bytes + other.frozen_bytes,
             groups=tuple(sorted((*self.groups, *other.groups), reverse=True)),
             first=max(self.first, other.first),
             last=max(self.last, other.last),
@@ -116,7 +122,7 @@ def count_parameters(
     *,
     sharded: bool,
     partial: Iterable[str] = (),
-    forms: GatherForms | None = None,
+    forms: GatherDtypes | None = None,
     keeps: bool = False,
     state: StateOf,
 ) -> ParameterCounts:
@@ -125,7 +131,7 @@ def count_parameters(
     Args:
         stage: on the meta device.
         plan: names layers and experts.
-        sizes: of the mesh.
+        sizes: ranks over which FSDP2 will shard.
         sharded: whether FSDP2 will hold the parameters.
         partial: names whose gradients are partial sums over ``tp``.
         forms: how FSDP2 gathers the weights; None as it does by itself.
@@ -155,6 +161,10 @@ def count_parameters(
             trained[name] = parameter.numel(), stored
             counts.update(trained=local.numel(), trained_stored=stored, partial=local.numel() * (name in sums))
             held += state(shard, name not in others).held
+        else:
+            counts.update(
+                frozen_bytes=stored * parameter.element_size(), frozen_narrow=local.numel() * (name in narrow)
+            )
         group = _group_of(name, plan, outer)
         groups[group] += local.numel() * (not (expert and keeps))
         counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
@@ -199,9 +209,9 @@ def optimizer_state(
     state is taken to grow with the number of elements.
 
     Args:
-        factory: of the optimizer.
-        config: its section.
-        dtype: of the parameter that it sees.
+        factory: builds the optimizer over parameter groups.
+        config: section of the optimizer.
+        dtype: dtype of the parameters that the optimizer gets.
         narrow: whether float32 state of the parameter's shape is kept in two bytes.
         more: further bytes for each element.
     """

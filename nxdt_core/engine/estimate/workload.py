@@ -13,13 +13,13 @@ from nxdt_core.distributed.devices import PROFILES, DeviceProfile, available_typ
 from nxdt_core.engine.estimate.weights import StateOf, needs_stand_ins, optimizer_state
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.rounding import updates_rounded
+from nxdt_core.engine.optim.rounding import updates_rounded
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.estimate import RunParts
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, traits_of
-from nxdt_core.protocols.parallel.estimate import RunParts
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = ["Workload", "workload_of"]

@@ -21,8 +21,7 @@ from torch import nn
 from nxdt_core.engine.pipeline.schedules import Operation, schedule_operations, step_length
 from nxdt_core.errors.layouts import FewerLayersThanStages
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
+from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["PartCosts", "choose_cuts", "counted_costs", "stage_costs"]
@@ -58,7 +57,7 @@ def counted_costs(
 
     Args:
         whole: with adapters, not sharded.
-        plan: of it; it has a pipeline.
+        plan: its ``pipeline`` must be set.
         attention: operations of all attention cores per token, divided among them by the tokens that each attends to.
         seq_length: tokens of a sequence.
         recomputes_layers: whether backward repeats the forward of each layer.
@@ -135,8 +134,10 @@ def _attention(whole: nn.Module, plan: ParallelPlan, operations: float, seq_leng
 
 
 def _window(core: nn.Module) -> int | None:
+    """The tokens that a token's scores are computed with; with a cap, all are, and a window hides some."""
     semantics = getattr(core, "semantics", None)
-    return None if semantics is None else getattr(semantics(), "window", None)
+    found = None if semantics is None else semantics()
+    return None if getattr(found, "softcap", None) is not None else getattr(found, "window", None)
 
 
 def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tuple[str, ...]:
@@ -146,9 +147,9 @@ def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tu
     fast, those are chosen that keep the fewest activations on the fullest rank.
 
     Args:
-        costs: of the model.
-        sizes: of the mesh, with more than one stage.
-        micro_batches: of a step, per rank.
+        costs: operations of each layer and of what is around the layers.
+        sizes: the mesh, with more than one stage.
+        micro_batches: number per step and rank.
 
     Raises:
         FewerLayersThanStages: a stage would have no layer.

@@ -17,12 +17,18 @@ from torch import nn
 
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.schedules import StockSchedule, make_schedule
-from nxdt_core.engine.pipeline.stage import StageSettings, StreamedStage, run_schedule
-from nxdt_core.engine.pipeline.stream import ForwardArguments, HiddenLike, MicroBatchStream, StepContexts
+from nxdt_core.engine.pipeline.stage import (
+    ForwardArguments,
+    HiddenSpec,
+    MicroBatchStream,
+    StageSettings,
+    StepContexts,
+    StreamedStage,
+    run_schedule,
+)
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import Schedule
-from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, rank_of_stage
+from nxdt_core.protocols.mesh import Schedule, check_micro_batches, rank_of_stage
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["PipelineRunner"]
@@ -32,7 +38,7 @@ T = TypeVar("T")
 
 @final
 class PipelineRunner:
-    """Runs micro-batches through the stages of this rank, together with the runners of the other pipeline ranks.
+    """Runs micro-batches through the stages of this rank; the other pipeline ranks do the same.
 
     All ranks of the ``pp`` group call the same methods with the same micro-batches: each reads ids, positions and
     documents itself, and only hidden states travel.
@@ -46,7 +52,7 @@ class PipelineRunner:
         *,
         schedule: Schedule,
         micro_batches: int,
-        hidden_like: Callable[[Batch], HiddenLike],
+        hidden_spec: Callable[[Batch], HiddenSpec],
         device: torch.device,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         sent: torch.dtype | None = None,
@@ -55,16 +61,16 @@ class PipelineRunner:
 
         Args:
             stage_modules: of this rank, in the order of ``stage_indices``; under FSDP2 the root of each is wrapped.
-            stage_indices: see :func:`nxdt_core.protocols.parallel.pipeline_schedules.stages_of_rank`.
+            stage_indices: see :func:`nxdt_core.protocols.mesh.stages_of_rank`.
             mesh: its ``pp`` is above 1. FSDP2 gradients are reduced as its ``zero_stage`` says: up to 1 once after
                 the last micro-batch, from 2 after each one's backward.
             schedule: order of micro-batches.
             micro_batches: of a training step; a step may have another number that the schedule allows.
-            hidden_like: shape of the hidden states of a host micro-batch between stages, on this rank, and their dtype
+            hidden_spec: shape of the hidden states of a host micro-batch between stages, on this rank, and their dtype
                 within stages.
-            device: of the stages.
+            device: on which the stages run.
             forward_context: entered around each stage's forward and around the loss (autocast).
-            sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_like``.
+            sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_spec``.
 
         Raises:
             MicroBatchesDoNotFit: the schedule cannot be filled.
@@ -76,7 +82,7 @@ class PipelineRunner:
         """This rank's modules by stage number."""
         self._schedule = schedule
         self._pp, self._group = mesh.size("pp"), group
-        self._stream = MicroBatchStream(device, hidden_like, sent)
+        self._stream = MicroBatchStream(device, hidden_spec, sent)
         self._settings = StageSettings(
             stages=self._pp * len(self.stages),
             group=group,
@@ -87,7 +93,7 @@ class PipelineRunner:
             keeps_sends=schedule != "1f1b",
         )
         self._loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor] | None = None
-        self._prepared: tuple[tuple[int, HiddenLike], list[StreamedStage], StockSchedule] | None = None
+        self._prepared: tuple[tuple[int, HiddenSpec], list[StreamedStage], StockSchedule] | None = None
 
     @property
     def holds_last(self) -> bool:
@@ -101,12 +107,13 @@ class PipelineRunner:
         contexts: StepContexts,
         loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Forward and backward of one step; gradients add up in the parameters as if one process had all stages.
+        """Run forward and backward of one step; gradients accumulate in the parameters as if one process had all
+        stages.
 
         Args:
             batches: on the host; each moves to the device when the rank's first stage takes it.
             forward_kwargs: keyword arguments of every stage's forward, from a micro-batch on the device.
-            contexts: the argument ``step`` of every stage's forward.
+            contexts: return the argument ``step`` of every stage's forward, from a micro-batch on the device.
             loss: on the last stage, of logits, the micro-batch on the device and its context: its share of the global
                 loss, divided by the global weight already.
 
@@ -141,12 +148,12 @@ class PipelineRunner:
         contexts: StepContexts,
         consume: Callable[[torch.Tensor, Batch, StepContext], T],
     ) -> list[T]:
-        """Forward without gradients through all stages: any number of micro-batches, each with its own shape.
+        """Run forward without gradients through all stages: any number of micro-batches, each with its own shape.
 
         Args:
             batches: on the host.
             forward_kwargs: as for :meth:`train`.
-            contexts: as there.
+            contexts: as for :meth:`train`.
             consume: called on the last stage with logits, the micro-batch on the device and its context; what it does
                 not keep is freed.
 
@@ -157,7 +164,7 @@ class PipelineRunner:
             return forward_stages(
                 self.stages,
                 self._stream,
-                StageLinks(self._group, partial(rank_of_stage, pp=self._pp, schedule=self._schedule)),
+                StageMessages(self._group, partial(rank_of_stage, pp=self._pp, schedule=self._schedule)),
                 stages=self._settings.stages,
                 window=self._pp if len(self.stages) > 1 else 1,
                 forward_context=self._settings.forward_context,
@@ -170,8 +177,9 @@ class PipelineRunner:
         return broadcast_from(value, source, self._group, self._settings.device)
 
     def _stock_schedule(self, micro_batches: int) -> tuple[list[StreamedStage], StockSchedule]:
-        """Built again where the number or shape of micro-batches changes, which costs milliseconds."""
-        key = micro_batches, self._stream.hidden_like(0)
+        """Return the stages and torch's schedule, rebuilt where the number or shape of micro-batches changes
+        (milliseconds)."""
+        key = micro_batches, self._stream.hidden_spec(0)
         if self._prepared is None or self._prepared[0] != key:
             top = max(self.stages)
             stages = [
@@ -194,7 +202,7 @@ class PipelineRunner:
 
 @contextmanager
 def _without_stock_log() -> Iterator[None]:
-    """Where an operation fails, stock logs all operations of all ranks, on every rank, before it raises."""
+    """Suppress the log of all operations of all ranks that torch writes on every rank where one fails."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
 
     def keeps(record: logging.LogRecord) -> bool:
@@ -208,7 +216,7 @@ def _without_stock_log() -> Iterator[None]:
 
 
 @final
-class StageLinks:
+class StageMessages:
     """Messages between stages: receives that are started early, sends that are waited for at the end of a window."""
 
     def __init__(self, group: dist.ProcessGroup, rank_of_stage: Callable[[int], int]) -> None:
@@ -218,7 +226,8 @@ class StageLinks:
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, stage: int, index: int, make_buffer: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Start to receive the input of ``stage`` for micro-batch ``index``; what is returned waits for it."""
+        """Start to receive the input of ``stage`` for micro-batch ``index``, and return a function that waits for
+        it."""
         peer = self._rank_of_stage(stage - 1)
         if peer == self._own_rank:
             return lambda: self._local.pop((stage, index))
@@ -233,7 +242,7 @@ class StageLinks:
         return wait
 
     def send(self, hidden: torch.Tensor, stage: int, index: int) -> None:
-        """Pass the output of ``stage`` on."""
+        """Send the output of ``stage`` to the next one."""
         peer = self._rank_of_stage(stage + 1)
         if peer == self._own_rank:
             self._local[stage + 1, index] = hidden
@@ -244,7 +253,7 @@ class StageLinks:
         self._sends.append((work, hidden))
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait for all sends."""
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
@@ -253,7 +262,7 @@ class StageLinks:
 def forward_stages(
     modules: Mapping[int, nn.Module],
     stream: MicroBatchStream,
-    links: StageLinks,
+    links: StageMessages,
     *,
     stages: int,
     window: int,
@@ -278,11 +287,11 @@ def forward_stages(
             for index in indices:
                 args, kwargs = stream.inputs(index, first=stage == 0)
                 if stage > 0:
-                    args = (inputs.pop(index)().to(stream.hidden_like(index)[1]),)
+                    args = (inputs.pop(index)().to(stream.hidden_spec(index)[1]),)
                 with forward_context():
                     output = module(*args, **kwargs, step=stream[index][1])
                 if stage < stages - 1:
-                    links.send(output.to(stream.sent_like(index)[1]), stage, index)
+                    links.send(output.to(stream.sent_spec(index)[1]), stage, index)
                 else:
                     results.append(consume(output, *stream[index]))
                 if stage == top:

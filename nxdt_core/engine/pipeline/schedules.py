@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import UNSHARD
 
-from nxdt_core.protocols.parallel.mesh import Schedule
-from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.mesh import Schedule, stages_of_rank
 
 __all__ = ["Operation", "bubble_fraction", "make_schedule", "schedule_operations", "step_length"]
 
@@ -39,9 +38,9 @@ def make_schedule(
     ``scale_grads=True`` divides twice where stages share a parameter.
 
     Args:
-        schedule: its name.
-        stages: of this rank, ascending.
-        micro_batches: of every step.
+        schedule: name in the configuration.
+        stages: this rank's, in ascending order.
+        micro_batches: number per step.
         loss: of the last stage's output and the micro-batch's index.
         gather_at_start: False leaves gathering FSDP2's parameters to its hooks, layer by layer (ZeRO-3).
     """
@@ -70,7 +69,7 @@ _COST: Mapping[OperationKind, int] = {"forward": 1, "backward": 2, "backward_inp
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One piece of work of a rank."""
+    """One operation of a rank."""
 
     kind: OperationKind
     stage: int
@@ -104,7 +103,7 @@ def schedule_operations(schedule: Schedule, pp: int, vpp: int, micro_batches: in
 def bubble_fraction(
     schedule: Schedule, pp: int, vpp: int, micro_batches: int, stages: Sequence[int] | None = None
 ) -> float:
-    """Share of a step in which the ranks wait for one another, by playing the schedule's operations through.
+    """Return the share of a step in which the ranks wait for one another, by simulating the schedule.
 
     Without ``stages``, the cost of each, every stage takes equally long. For 1F1B that is
     ``(pp - 1) / (micro_batches + pp - 1)``.
@@ -122,7 +121,7 @@ def step_length(orders: Sequence[Sequence[Operation]], costs: Sequence[int]) -> 
 
     Args:
         orders: of :func:`schedule_operations`.
-        costs: of each stage.
+        costs: forward time of each stage, in any unit.
     """
     last = len(costs) - 1
     done: dict[Operation, int] = {}
@@ -153,7 +152,7 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Op
 
 
 def _ready_at(operation: Operation, done: Mapping[Operation, int], last: int) -> int | None:
-    """When what ``operation`` needs of other stages is done; None: not yet."""
+    """Return when the inputs of ``operation`` from other stages are ready; None: not yet."""
     stage, index = operation.stage, operation.micro_batch
     if operation.kind == "forward":
         return 0 if stage == 0 else done.get(Operation("forward", stage - 1, index))

@@ -1,4 +1,4 @@
-"""One stage under the stock schedules: stock ``PipelineStage`` with two changes.
+"""One stage under the stock schedules: stock ``PipelineStage`` with two changes; and the micro-batches that it reads.
 
 Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them permanently, and its
 looped schedules keep all tensors that they sent until the end of the step. Here, a received tensor lives until its
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, cast, final
@@ -28,10 +28,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from nxdt_core.engine.pipeline.stream import MicroBatchStream
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.torch_versions import fsdp_parameter_groups
 
-__all__ = ["StageSettings", "StreamedStage", "run_schedule"]
+__all__ = [
+    "ForwardArguments",
+    "HiddenSpec",
+    "MicroBatchStream",
+    "StageSettings",
+    "StepContexts",
+    "StreamedStage",
+    "run_schedule",
+]
 
 _REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
 """Whether schedules call ``perform_reduce_grad`` at the end of a step. Those of 2.9 do not."""
@@ -58,14 +67,14 @@ class StockStage(PipelineStage):
         return ops
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients at the end of a step. 2.9 does so in the last backward, and has no such call."""
+        """Reduce gradients at the end of a step. Torch 2.9 does so in the last backward, and has no such call."""
         if _REDUCES_LAST:
             super().perform_reduce_grad(grad_scale_factor)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of one micro-batch, after the last of which all that a step needs is done."""
+        """Run backward of one micro-batch; after the last one, finish the step."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if last_backward and full_backward and not _REDUCES_LAST:
             self.perform_reduce_grad(1)
@@ -106,7 +115,7 @@ def run_schedule(schedule: Any, targets: torch.Tensor, losses: list[torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """What all stages of a rank share."""
+    """Settings that all stages of a rank share."""
 
     stages: int
     group: dist.ProcessGroup
@@ -124,7 +133,7 @@ class StreamedStage(StockStage):
 
     def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, drops: bool) -> None:
         """``drops``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
-        shape, dtype = settings.stream.sent_like(0)
+        shape, dtype = settings.stream.sent_spec(0)
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         # Shapes are given, so that no stage infers them by running; the ends' are never used.
         super().__init__(
@@ -159,7 +168,7 @@ class StreamedStage(StockStage):
         """Return the module's forward, in the context that the run wants around it (autocast); hidden states from and
         for other stages are in the dtype in which they travel."""
         stream, index = self._settings.stream, self._running
-        shape, dtype = stream.hidden_like(index)
+        shape, dtype = stream.hidden_spec(index)
         if not self.is_first:
             args = (args[0].to(dtype), *args[1:])
         with self._settings.forward_context():
@@ -171,7 +180,7 @@ class StreamedStage(StockStage):
         if output.shape != torch.Size(shape) or output.dtype != dtype:
             found = f"{tuple(output.shape)} {output.dtype}"
             raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
-        return output.to(stream.sent_like(index)[1])
+        return output.to(stream.sent_spec(index)[1])
 
     # Buffers
 
@@ -212,7 +221,7 @@ class StreamedStage(StockStage):
         return self._sent(super().get_bwd_send_ops(bwd_chunk_id))
 
     def finish_sends(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait for all sends."""
         while self._sends:
             self._sends.popleft().wait()
 
@@ -265,7 +274,7 @@ class StreamedStage(StockStage):
         return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what is not reduced yet and free gathered parameters: the optimizer will change their shards."""
+        """Reduce the remaining gradients and free gathered parameters: the optimizer will change their shards."""
         if not self._reduces_each:
             super().perform_reduce_grad(grad_scale_factor)
             return
@@ -282,9 +291,9 @@ class StreamedStage(StockStage):
         module.set_requires_all_reduce(last_backward)
 
     def _unshard(self) -> None:
-        """Gather the parameters, before a split backward looks for them in the module: it would not find those that
-        ZeRO-3 has freed, and leave out their gradients silently. Backward of the embedding reads no weights: the first
-        stage's is always one pass, which finds them without their values."""
+        """Gather the parameters before a split backward, which would miss those that ZeRO-3 has freed and leave out
+        their gradients silently. Backward of the embedding reads no weights: the first stage's is always one pass,
+        which needs no values."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule) and _read_in_backward(module):
                 module.unshard()
@@ -309,10 +318,82 @@ def _read_in_backward(module: FSDPModule) -> bool:
 
 
 def _run_post_backward(module: FSDPModule) -> None:
-    """Run what FSDP2 runs after backward, with the settings of the moment. It has no public call for that; stock
-    ``perform_reduce_grad`` goes the same way."""
+    """Run what FSDP2 runs after backward, with its current settings. FSDP2 has no public call for that; torch's
+    ``perform_reduce_grad`` does the same."""
     root = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in fsdp_parameter_groups(state):
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+ForwardArguments = Callable[[Batch], Mapping[str, Any]]
+"""Keyword arguments of a stage's forward from the micro-batch on the device: positions and documents."""
+
+StepContexts = Callable[[Batch], StepContext]
+"""From the micro-batch on the device to what its passes depend on in addition."""
+
+HiddenSpec = tuple[torch.Size | tuple[int, ...], torch.dtype]
+"""Shape of the hidden states that travel between two stages for one micro-batch, on this rank, and the dtype that they
+have within stages."""
+
+
+@final
+class MicroBatchStream:
+    """Micro-batches that are moved to the device when a stage first asks for them, and released when the rank's last
+    stage has run their forward."""
+
+    def __init__(
+        self, device: torch.device, hidden_spec: Callable[[Batch], HiddenSpec], sent: torch.dtype | None = None
+    ) -> None:
+        """``sent``: dtype in which hidden states travel; None: as they are."""
+        self.on_device: dict[int, tuple[Batch, StepContext]] = {}
+        self._device, self._hidden_spec, self._sent = device, hidden_spec, sent
+        self._host: Sequence[Batch] = ()
+        self._arguments: ForwardArguments = lambda batch: {}
+        self._context_of: StepContexts = lambda batch: StepContext()
+
+    @contextmanager
+    def of(self, batches: Sequence[Batch], arguments: ForwardArguments, contexts: StepContexts) -> Iterator[None]:
+        """Serve ``batches`` within the block."""
+        self._host, self._arguments, self._context_of = batches, arguments, contexts
+        try:
+            yield
+        finally:
+            self._host = ()
+            self.on_device.clear()
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of the step."""
+        return len(self._host)
+
+    def __getitem__(self, index: int) -> tuple[Batch, StepContext]:
+        """Micro-batch ``index`` on the device, and its context, the same for all stages and the loss."""
+        if index not in self.on_device:
+            batch = self._host[index].to(self._device)
+            self.on_device[index] = batch, self._context_of(batch)
+        return self.on_device[index]
+
+    def inputs(self, index: int, *, first: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        """Return what a stage's forward takes from outside the pipeline: token ids on the first stage, arguments on
+        all."""
+        batch, _ = self[index]
+        return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
+
+    def hidden_spec(self, index: int) -> HiddenSpec:
+        """Return the hidden states between stages for micro-batch ``index``, as stages compute with them."""
+        return self._hidden_spec(self._host[index])
+
+    def sent_spec(self, index: int) -> HiddenSpec:
+        """Return the same as they travel."""
+        shape, dtype = self.hidden_spec(index)
+        return shape, self._sent or dtype
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Return the memory into which those hidden states are received."""
+        shape, dtype = self.sent_spec(index)
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def drop(self, index: int) -> None:
+        """Release the memory of micro-batch ``index``."""
+        self.on_device.pop(index, None)

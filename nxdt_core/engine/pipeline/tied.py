@@ -22,7 +22,7 @@ __all__ = ["TiedCopies", "sum_tied_gradients", "tied_copies", "tied_group"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedCopies:
-    """A pair of ``ParallelPlan.tied`` that the cut has separated."""
+    """A pair of ``ParallelPlan.tied`` whose parameters are on different stages."""
 
     owner: str
     user: str
@@ -34,9 +34,9 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
     """Return the separated pairs, the same list on every rank.
 
     Args:
-        stages: this rank's modules by stage number, of :func:`~nxdt_core.engine.stages.cut_stage`, which
+        stages: this rank's modules by stage number, of :func:`~nxdt_core.engine.pipeline.split.cut_stage`, which
             refuses pairs across stages of any modules but those before and after the layers.
-        plan: of the model.
+        plan: its ``tied`` pairs, and the modules before and after the layers.
         stage_count: stages in all.
     """
     if stage_count == 1 or plan.pipeline is None:
@@ -96,7 +96,7 @@ def _end_of(parameter: str, ends: tuple[tuple[str, ...], tuple[str, ...]]) -> in
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part of the gradient, for changes in place."""
+    """Return this rank's part of the gradient, to be changed in place."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     grad = parameter.grad

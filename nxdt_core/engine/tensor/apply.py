@@ -1,28 +1,48 @@
-"""Tensor and sequence parallelism by a model's plan, on plain modules.
+"""Tensor and sequence parallelism by a model's plan: each ``torch.nn`` module is replaced by a sharded one.
 
-Inside a tensor block (``ParallelPlan.tensor_blocks``) activations are whole and their gradients are partial sums over
-the ranks; outside, activations and gradients are whole and equal on all ranks, or under sequence parallelism both are
-this rank's part of the sequence. From this follows whose gradients are summed: :func:`partial_parameters`.
+Inside a tensor block (``ParallelPlan.tensor_blocks``), activations are whole and their gradients are partial sums over
+the ranks. Outside, activations and gradients are whole and equal on all ranks, or both are this rank's part of the
+sequence under sequence parallelism. :func:`partial_parameters` follows from this: the gradients that are summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.placement import sharded_over
+from nxdt_core.engine.discarded import with_block_entry
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.tensor.gathered_again import entering_block
-from nxdt_core.engine.tensor.heads import HeadLayout
-from nxdt_core.engine.tensor.layers import BlockEntry
-from nxdt_core.engine.tensor.shards import TensorSharder
-from nxdt_core.errors.launch import TensorPlanUnusable
+from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
+from nxdt_core.engine.tensor.layers import (
+    BlockEntry,
+    ColumnParallelLinear,
+    FeatureShard,
+    GatheredColumnLinear,
+    PartialRowLinear,
+    RowParallelLinear,
+    SequenceParallelEmbedding,
+    SplitRowLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    WholeColumnLinear,
+    local_part,
+)
+from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
-__all__ = ["apply_tensor_parallel", "gather_once", "partial_parameters", "replicated_partials"]
+__all__ = ["TensorSharder", "apply_tensor_parallel", "keep_gathered", "partial_parameters", "replicated_partials"]
 
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
     "column",
@@ -47,17 +67,17 @@ def apply_tensor_parallel(
     gathers_again: bool = False,
     pad_heads: bool = False,
 ) -> None:
-    """Replace, in place, the modules that ``plan.tensor`` names by sharded ones under the same names.
+    """Replace the modules that ``plan.tensor`` names by sharded ones under the same names, in place.
 
     Collective: every rank of every pipeline stage calls it. With one tensor-parallel rank nothing changes.
 
     Args:
         module: one pipeline stage, mostly on the meta device; values of a real one are kept.
         plan: patterns that match nothing here belong to other stages.
-        mesh: of the run.
+        mesh: its ``tp`` ranks share the modules.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
         gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
-            layers keep them once :func:`nxdt_core.engine.recompute.drop_in_layers` was called.
+            layers keep them once :func:`nxdt_core.engine.recompute.discard_in_layers` was called.
         pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
             :func:`nxdt_core.engine.tensor.heads.padded_parameters`.
 
@@ -68,7 +88,7 @@ def apply_tensor_parallel(
     group = mesh.group("tp")
     if group is None:
         return
-    heads = None if plan.heads is None else HeadLayout.of(plan.heads, mesh.size("tp"), pad=pad_heads)
+    heads = None if plan.heads is None else HeadSharding.of(plan.heads, mesh.size("tp"), pad=pad_heads)
     if heads is not None and heads.kv_replicas > 1:
         mesh.split_tp(heads.padded_kv_heads)
     blocks = _blocks(module, plan)
@@ -94,13 +114,13 @@ def apply_tensor_parallel(
             part: Any = module.get_submodule(block)
             if again:
                 kind: Any = type(part)
-                part.entry, part.__class__ = entry, entering_block(kind)
+                part.entry, part.__class__ = entry, with_block_entry(kind)
             else:
                 part.register_forward_pre_hook(entry)
 
 
-def gather_once(parts: Iterable[nn.Module]) -> None:
-    """Let tensor blocks among ``parts`` keep what they gathered: they are recomputed, and gather again anyway."""
+def keep_gathered(parts: Iterable[nn.Module]) -> None:
+    """Let tensor blocks among ``parts`` save what they gathered: they are recomputed, and so gather again anyway."""
     for part in parts:
         entry = getattr(part, "entry", None)
         if isinstance(entry, BlockEntry):
@@ -144,7 +164,7 @@ def replicated_partials(module: nn.Module) -> frozenset[str]:
 
 
 def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list[str]) -> None:
-    """The sequence is cut at the embeddings and made whole again at the head."""
+    """Check that the sequence is sharded at the embeddings and gathered at the head."""
     styled = dict(_styled(module, plan))
     gathering = any(styled.get(block) in ("column", "column_whole") for block in blocks)
     if "vocab_head" not in plan.tensor.values() and not gathering:
@@ -158,7 +178,7 @@ def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list
 
 
 def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, TensorStyle]]:
-    """Paths that a pattern of ``plan.tensor`` matches, but for the placeholders of other stages."""
+    """Yield the paths that a pattern of ``plan.tensor`` matches, without the placeholders of other stages."""
     for path, part in module.named_modules(remove_duplicate=False):
         style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
         if style is not None and not isinstance(part, nn.Identity):
@@ -166,7 +186,7 @@ def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Tensor
 
 
 def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
-    """Paths of the tensor blocks, none inside another."""
+    """Return the paths of the tensor blocks, none inside another."""
     blocks = [
         path
         for path, part in module.named_modules()
@@ -181,3 +201,203 @@ def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
 
 def _inside(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
+
+
+_ROWS: Mapping[TensorStyle, type[RowParallelLinear]] = {
+    "row": RowParallelLinear,
+    "row_split": SplitRowLinear,
+    "row_partial": PartialRowLinear,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardedDim:
+    """How one dimension of a parameter is sharded over the ranks."""
+
+    spread: PaddedDim
+    mesh: DeviceMesh
+    copied: bool
+    """Whether the second dimension of ``mesh`` holds copies."""
+    part: int
+    """This rank's."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        shard = Shard(self.spread.dim)
+        return (shard, Replicate()) if self.copied else (shard,)
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part: real elements, then zeros."""
+        spread, source = self.spread, parameter.detach()
+        shape = [*source.shape]
+        shape[spread.dim] = spread.block
+        part, count = source.new_zeros(shape), spread.counts[self.part]
+        part.narrow(spread.dim, 0, count).copy_(source.narrow(spread.dim, spread.starts[self.part], count))
+        return part
+
+
+class TensorSharder:
+    """Shards the modules of one pipeline stage; parameters that were one (tied) stay one."""
+
+    def __init__(
+        self, plan: ParallelPlan, mesh: ParallelMesh, heads: HeadSharding | None, *, sequence_parallel: bool
+    ) -> None:
+        group = mesh.group("tp")
+        assert group is not None, "nothing to shard over"
+        self._plan = plan
+        self._mesh = mesh
+        self._group = group
+        self._heads = heads
+        self._sequence_parallel = sequence_parallel
+        self._sharded: dict[torch.Tensor, nn.Parameter] = {}
+
+    def replacement(self, path: str, module: nn.Module, style: TensorStyle) -> nn.Module | None:
+        """Return the module to put at ``path``; None where the existing one may stay."""
+        if style == "replicate":
+            if not self._sequence_parallel or not isinstance(module, nn.Embedding):
+                return None
+            table = _table(path, module, style)
+            update = self._update(table, None)
+            return SequenceParallelEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
+        if style == "vocab_embedding":
+            return self._embedding(path, module)
+        if style in ("heads", "channels"):
+            return self._features_of(path, module, style)
+        linear = _linear(path, module, style)
+        if style == "column":
+            return self._column(path, linear)
+        if style in ("column_gathered", "column_whole"):
+            cut = self._even(path, 0, linear.out_features, "output features")
+            weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
+            kind = GatheredColumnLinear if style == "column_gathered" else WholeColumnLinear
+            return kind(weight, bias, self._group, update=self._update(linear, cut))
+        if style in _ROWS:
+            return self._row(path, linear, style)
+        cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")
+        weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
+        return VocabParallelHead(weight, bias, cut.mesh, update=self._update(linear, cut))
+
+    def _column(self, path: str, linear: nn.Linear) -> ColumnParallelLinear:
+        size = linear.out_features
+        cut = self._of_heads(path, 0, size) or self._even(path, 0, size, "output features")
+        weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
+        return ColumnParallelLinear(weight, bias, spread=cut.spread, part=cut.part, update=self._update(linear, cut))
+
+    def _row(self, path: str, linear: nn.Linear, style: TensorStyle) -> RowParallelLinear:
+        if style == "row_partial" and linear.bias is not None:
+            raise TensorPlanUnusable(problem=f"'{path}' is {style} and has a bias, which each rank would add")
+        size = linear.in_features
+        of_heads = self._of_heads(path, 1, size) if style == "row" else None
+        cut = of_heads or self._even(path, 1, size, "input features")
+        return _ROWS[style](
+            self._shard(linear.weight, cut),
+            linear.bias,
+            self._group,
+            sequence_parallel=self._sequence_parallel,
+            spread=cut.spread,
+            update=self._update(linear, cut),
+        )
+
+    def _features_of(self, path: str, module: nn.Module, style: TensorStyle) -> FeatureShard:
+        own, buffers = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in (*own.values(), *buffers.values())}
+        if len(sizes) != 1 or len([*module.children()]):
+            raise TensorPlanUnusable(
+                problem=f"'{path}' is {style}, and has more than parameters and buffers of equal leading size"
+            )
+        saved = [name for name in buffers if name in module.state_dict(keep_vars=True)]
+        if saved:
+            raise TensorPlanUnusable(
+                problem=f"'{path}' is {style}, and its buffer '{saved[0]}' would be saved: register it with"
+                " persistent=False and compute it in reset_buffers(), or make it a parameter"
+            )
+        size = sizes.pop()
+        cut = self._even(path, 0, size, "channels") if style == "channels" else self._of_heads(path, 0, size)
+        if cut is None:
+            raise TensorPlanUnusable(problem=f"'{path}' is heads, and AttentionHeads does not say of which")
+        parameters = {name: self._shard(parameter, cut) for name, parameter in own.items()}
+        return FeatureShard(module, parameters, cut.spread, cut.local)
+
+    def _embedding(self, path: str, module: nn.Module) -> VocabParallelEmbedding:
+        table = _table(path, module, "vocab_embedding")
+        cut = self._even(path, 0, table.num_embeddings, "rows of the vocabulary")
+        return VocabParallelEmbedding(
+            self._shard(table.weight, cut),
+            self._group,
+            padding_idx=table.padding_idx,
+            sequence_parallel=self._sequence_parallel,
+            update=self._update(table, cut),
+        )
+
+    def _update(self, layer: nn.Module, cut: _ShardedDim | None) -> Update | None:
+        """Return the update of ``layer``, sharded with it; ``cut`` None leaves it whole."""
+        update: Update | None = getattr(layer, "update", None)
+        if update is None or cut is None:
+            return update
+        for name, dim in update.follows.items():
+            if dim == cut.spread.dim:
+                setattr(update, name, self._shard(getattr(update, name), cut))
+        update.local = local_part
+        for part in update.modules():
+            if isinstance(part, Dropout):
+                part.whole = cut.spread.dim == 0
+                part.features = None if part.whole else (cut.spread.starts[cut.part], sum(cut.spread.counts))
+        if cut.spread.dim == update.inputs:
+            update.over_inputs = partial(reduce_from_group, group=self._group)
+        return update
+
+    def _even(self, path: str, dim: int, size: int, features: str) -> _ShardedDim:
+        """Return the sharding into equal parts without padding."""
+        tp = self._group.size()
+        if size % tp:
+            raise ShardDoesNotDivide(module=path, size=size, features=features, tp=tp)
+        block = size // tp
+        spread = PaddedDim.of(dim, block=block, starts=range(0, size, block), counts=[block] * tp, unit=1)
+        return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+
+    def _of_heads(self, path: str, dim: int, size: int) -> _ShardedDim | None:
+        """Return the sharding by whole heads, where the plan says that the ``size`` features are heads."""
+        heads, layout = self._plan.heads, self._heads
+        if heads is None or layout is None:
+            return None
+        key_value = dim == 0 and matches_any(heads.key_value, path)
+        if not key_value and not matches_any(heads.query if dim == 0 else heads.output, path):
+            return None
+        count = heads.kv_heads if key_value else heads.query_heads
+        if size % count:
+            raise TensorPlanUnusable(problem=f"'{path}' has {size} features, no multiple of {count} heads")
+        if not key_value:
+            spread = layout.query(dim, size // count)
+            return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+        spread, copied = layout.key_value(dim, size // count), layout.kv_replicas > 1
+        mesh = self._mesh.mesh("tp_kv", "tp_kv_replica") if copied else self._mesh.mesh("tp")
+        return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
+
+    def _shard_bias(self, linear: nn.Linear, cut: _ShardedDim) -> nn.Parameter | None:
+        bias: nn.Parameter | None = linear.bias
+        return None if bias is None else self._shard(bias, cut)
+
+    def _shard(self, parameter: torch.Tensor, cut: _ShardedDim) -> nn.Parameter:
+        known = self._sharded.get(parameter)
+        if known is None:
+            sharded = DTensor.from_local(cut.local(parameter), cut.mesh, cut.placements, run_check=False)
+            known = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            self._sharded[parameter] = known
+        return known
+
+
+def _linear(path: str, module: nn.Module, style: TensorStyle) -> nn.Linear:
+    if isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, UpdatedLinear.forward):
+        return module
+    raise TensorPlanUnusable(problem=f"'{path}' is {style} and no torch.nn.Linear, but {type(module).__name__}")
+
+
+def _table(path: str, module: nn.Module, style: TensorStyle) -> nn.Embedding:
+    known = (nn.Embedding.forward, UpdatedEmbedding.forward)
+    if not isinstance(module, nn.Embedding) or type(module).forward not in known:
+        raise TensorPlanUnusable(problem=f"'{path}' is {style} and no torch.nn.Embedding, but {type(module).__name__}")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise TensorPlanUnusable(
+            problem=f"the embedding '{path}' has max_norm, scale_grad_by_freq or sparse, which no shard can follow"
+        )
+    return module

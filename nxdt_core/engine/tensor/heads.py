@@ -7,7 +7,7 @@ may fill up: whole groups of them behind the last, or some behind each group's o
 A padded parameter is a DTensor of the padded shape whose parts each begin with real elements and end with zeros. The
 zeros stay: layers compute with the real elements only, so that all others have gradients of exactly zero, and no
 optimizer moves a zero without a gradient. Checkpoints and initial weights know the real elements alone, at their
-places in the whole parameter without padding (:func:`real_part`), and so fit any number of ranks.
+places in the whole parameter without padding (:func:`unpadded_shard`), and so fit any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import nn
 
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.launch import HeadsDoNotDivide
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import AttentionHeads
 
-__all__ = ["HeadLayout", "PaddedDim", "padded_parameters", "real_part"]
+__all__ = ["HeadSharding", "PaddedDim", "padded_parameters", "unpadded_shard"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadLayout:
-    """Heads of one attention block over ``tp`` ranks; ``padded_*`` count the heads of zeros too."""
+class HeadSharding:
+    """The heads of one attention block over ``tp`` ranks; ``padded_*`` include heads of zeros."""
 
     query_heads: int
     kv_heads: int
@@ -38,8 +38,8 @@ class HeadLayout:
     """Query heads of each key head."""
 
     @classmethod
-    def of(cls, heads: AttentionHeads, tp: int, *, pad: bool = False) -> HeadLayout:
-        """Share out ``heads``; without ``pad`` nothing is filled up.
+    def of(cls, heads: AttentionHeads, tp: int, *, pad: bool = False) -> HeadSharding:
+        """Divide ``heads`` over the ranks; ``pad`` adds heads of zeros where the numbers do not divide.
 
         Raises:
             HeadsDoNotDivide: the ranks would not all have the same number of whole heads of each kind, or a rank's
@@ -50,7 +50,7 @@ class HeadLayout:
         padded_kv = _multiple(kv, tp) if tp < kv else next(n for n in range(kv, tp + 1) if tp % n == 0)
         padded_group = _multiple(group, tp // padded_kv) if tp > padded_kv else group
         layout = cls(query_heads=query, kv_heads=kv, tp=tp, padded_kv_heads=padded_kv, padded_group=padded_group)
-        reason = layout._obstacle(heads, pad=pad)
+        reason = layout._reason_against(heads, pad=pad)
         if reason is not None:
             raise HeadsDoNotDivide(query_heads=query, kv_heads=kv, tp=tp, reason=reason)
         return layout
@@ -87,8 +87,8 @@ class HeadLayout:
         counts = [min(block, self.kv_heads - start) for start in starts]
         return PaddedDim.of(dim, block=block, starts=starts, counts=counts, unit=head_dim)
 
-    def _obstacle(self, heads: AttentionHeads, *, pad: bool) -> str | None:
-        """Why not, as the end of a sentence."""
+    def _reason_against(self, heads: AttentionHeads, *, pad: bool) -> str | None:
+        """Return why the heads cannot be divided, as the end of a sentence; None where they can."""
         query, kv, tp = self.query_heads, self.kv_heads, self.tp
         if query % kv:
             return f": {kv} does not divide {query}"
@@ -120,7 +120,7 @@ class PaddedDim:
 
     @classmethod
     def of(cls, dim: int, *, block: int, starts: Sequence[int], counts: Sequence[int], unit: int) -> PaddedDim:
-        """From numbers of heads of ``unit`` elements each."""
+        """Return the division of heads of ``unit`` elements each, from numbers of heads."""
         return cls(
             dim=dim,
             block=block * unit,
@@ -156,7 +156,7 @@ def padded_parameters(module: nn.Module) -> dict[str, PaddedDim]:
     return padded
 
 
-def real_part(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
+def unpadded_shard(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
     """Return the real elements of this rank's part of a padded parameter, or of its optimizer's state.
 
     Args:

@@ -1,8 +1,8 @@
-"""Linear layers whose weight is cut over tensor-parallel ranks, by output or by input features.
+"""Linear layers and embeddings sharded over tensor parallel ranks: by output or input features, or by vocabulary row.
 
-They take the place of ``torch.nn.Linear`` under the same path and the same parameter names. Parameters are DTensors;
-the arithmetic runs on local tensors, since dispatch through DTensor costs 1.7 times as much at small sizes.
-(Shoeybi et al. 2019, arXiv:1909.08053; with the sequence cut as well, Korthikanti et al. 2022, arXiv:2205.05198.)
+They replace ``torch.nn`` modules under the same paths and parameter names. Parameters are DTensors; the arithmetic runs
+on local tensors. (Shoeybi et al. 2019, arXiv:1909.08053; with sequence parallelism, Korthikanti et al. 2022,
+arXiv:2205.05198.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -22,25 +23,29 @@ from nxdt_core.distributed.collectives import (
     gather_along,
     gather_whole,
     reduce_from_group,
-    scatter_sum_along,
+    reduce_scatter_along,
 )
-from nxdt_core.engine.dropped import cast_dropped
-from nxdt_core.engine.tensor.gathered_again import gather_dropped, gathers_ahead
+from nxdt_core.engine.discarded import cast_discarded, gather_discarded, prefetch_block_input
 from nxdt_core.engine.tensor.heads import PaddedDim
+from nxdt_core.errors.launch import SequenceDoesNotDivide
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.updates import Product, updated_linear
 
 __all__ = [
     "SEQUENCE_DIM",
     "BlockEntry",
-    "ColumnLinear",
+    "ColumnParallelLinear",
     "FeatureShard",
     "GatheredColumnLinear",
     "PartialRowLinear",
-    "RowLinear",
+    "RowParallelLinear",
+    "SequenceParallelEmbedding",
     "SplitRowLinear",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "WholeColumnLinear",
     "local_part",
+    "local_vocab_rows",
     "sum_over_ranks",
 ]
 
@@ -49,7 +54,7 @@ SEQUENCE_DIM = 1
 
 
 class BlockEntry:
-    """Forward pre-hook of a tensor block: makes its first argument whole and its gradient a sum over the ranks."""
+    """Forward pre-hook of a tensor block: makes its first argument whole, and its gradient a sum over the ranks."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, sequence_parallel: bool, routes: bool = False, again: bool = False
@@ -73,15 +78,15 @@ class BlockEntry:
         hidden, *rest = args
         dtype = hidden.dtype if self.routes else compute_dtype(hidden)
         if self.again:
-            return gather_dropped(module, hidden, dtype, SEQUENCE_DIM, self.group), *rest
-        hidden = cast_dropped(module, hidden, dtype)
+            return gather_discarded(module, hidden, dtype, SEQUENCE_DIM, self.group), *rest
+        hidden = cast_discarded(module, hidden, dtype)
         if self.sequence_parallel:
             return gather_along(hidden, SEQUENCE_DIM, self.group), *rest
         return copy_to_group(hidden, self.group), *rest
 
 
-class ColumnLinear(nn.Module):
-    """Each rank computes its own output features; what it is fed is whole (:class:`BlockEntry`)."""
+class ColumnParallelLinear(nn.Module):
+    """A linear layer of which each rank computes its own output features, from whole inputs (:class:`BlockEntry`)."""
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class ColumnLinear(nn.Module):
 
 
 class GatheredColumnLinear(nn.Module):
-    """As :class:`ColumnLinear`, with the features of all ranks as output, whose gradients are partial sums."""
+    """A column-parallel layer that returns the features of all ranks; their gradients are partial sums."""
 
     def __init__(
         self,
@@ -149,15 +154,16 @@ class GatheredColumnLinear(nn.Module):
 
 
 class WholeColumnLinear(GatheredColumnLinear):
-    """As its base, for what is computed equally on all ranks: the end of a tensor block."""
+    """A column-parallel layer that ends a tensor block: what follows is computed equally on all ranks."""
 
     def gathered(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features of all ranks; each rank's gradient is its own part."""
         return gather_whole(features, -1, self.group)
 
 
-class RowLinear(nn.Module):
-    """Each rank multiplies its own input features; the products are summed over the ranks, then comes the bias."""
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank multiplies its own input features; products are summed over the ranks, then the
+    bias is added."""
 
     def __init__(
         self,
@@ -196,21 +202,21 @@ class RowLinear(nn.Module):
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' products."""
-        gathers_ahead(self, product)
+        prefetch_block_input(self, product)
         return sum_over_ranks(product, self.group, sequence_parallel=self.sequence_parallel)
 
 
-class PartialRowLinear(RowLinear):
-    """As its base, without the sum: what comes behind adds the ranks' products up with others. It has no bias."""
+class PartialRowLinear(RowParallelLinear):
+    """A row-parallel layer without the sum, which a later module makes. It has no bias."""
 
     def total(self, product: torch.Tensor) -> torch.Tensor:
         """Return this rank's product, without the sum over ranks."""
         return product
 
 
-class SplitRowLinear(RowLinear):
-    """As its base, of inputs with the features of all ranks. Gradients of the others' features are zero, so that those
-    of what comes before are partial sums, as everywhere in a tensor block."""
+class SplitRowLinear(RowParallelLinear):
+    """A row-parallel layer of inputs with the features of all ranks. Gradients of the other ranks' features are zero,
+    so that gradients before it are partial sums, as everywhere in a tensor block."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
@@ -219,7 +225,7 @@ class SplitRowLinear(RowLinear):
 
 
 class FeatureShard(nn.Module):
-    """A module whose parameters and buffers have a leading dimension of heads or channels, with those of this rank."""
+    """A module with this rank's heads or channels of parameters and buffers that have a leading dimension of those."""
 
     def __init__(
         self,
@@ -230,7 +236,7 @@ class FeatureShard(nn.Module):
     ) -> None:
         """
         Args:
-            module: the whole one; it has no children.
+            module: the module with all heads or channels; it has no children.
             parameters: by name, DTensors with ``Shard(0)`` in the place of the module's own.
             spread: how the leading dimension is cut.
             part_of: this rank's part of a whole tensor.
@@ -251,7 +257,7 @@ class FeatureShard(nn.Module):
         return functional_call(self._inner[0], own | dict(self.named_buffers()), args, kwargs)
 
     def reset_buffers(self) -> None:
-        """Let the module compute its buffers whole, and keep this rank's part of each."""
+        """Let the module compute its whole buffers, and keep this rank's part of each."""
         (inner,), own = self._inner, dict(self.named_buffers())
         reset = getattr(inner, "reset_buffers", None)
         if not own or reset is None:
@@ -269,15 +275,15 @@ class FeatureShard(nn.Module):
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, sequence_parallel: bool) -> torch.Tensor:
-    """End a tensor block: the sum of the ranks' ``partial`` [batch, seq, hidden], whole or, under sequence
-    parallelism, this rank's part of it along the sequence."""
+    """End a tensor block: return the sum of the ranks' ``partial`` [batch, seq, hidden], or this rank's part of it
+    along the sequence under sequence parallelism."""
     if sequence_parallel:
-        return scatter_sum_along(partial, SEQUENCE_DIM, group)
+        return reduce_scatter_along(partial, SEQUENCE_DIM, group)
     return reduce_from_group(partial, group)
 
 
 def _padded(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
-    """The parameters of ``layer`` that are cut as ``spread`` says, where that has zeros."""
+    """Return the parameters of ``layer`` that are sharded as ``spread`` says, where that has zeros."""
     if not spread.padded:
         return {}
     named = dict(layer.named_parameters())
@@ -285,5 +291,115 @@ def _padded(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, inside autograd; the gradient returns with the parameter's own placements."""
+    """Return this rank's part of a DTensor, inside autograd; the gradient gets the parameter's own placements."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding sharded by vocabulary row: each rank looks up its own ids and zero for others, and the ranks are
+    summed."""
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        group: dist.ProcessGroup,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        update: nn.Module | None = None,
+    ) -> None:
+        """``weight`` [vocab, hidden]: a DTensor with ``Shard(0)``, cut evenly; ``update`` likewise."""
+        super().__init__()
+        self.weight = weight
+        self.update = update
+        self.group = group
+        self.padding_idx = padding_idx
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [batch, seq] to [batch, seq, hidden], or to [batch, seq / tp, hidden] under sequence parallelism.
+
+        Raises:
+            IndexError: an id outside of the vocabulary (a device-side failure on accelerators), as ``nn.Embedding``.
+            SequenceDoesNotDivide: under sequence parallelism.
+        """
+        if self.sequence_parallel:
+            check_sequence(ids.shape[-1], self.group)
+        table = local_part(self.weight)
+        rows, elsewhere = local_vocab_rows(ids, len(table), self.group)
+        padding = None if self.padding_idx is None else self.padding_idx - self.group.rank() * len(table)
+        if padding is not None and not 0 <= padding < len(table):
+            padding = None
+        found = functional.embedding(rows, table, padding_idx=padding)
+        if self.update is not None:
+            found = self.update(rows, found, table)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return sum_over_ranks(found, self.group, sequence_parallel=self.sequence_parallel)
+
+
+class SequenceParallelEmbedding(nn.Module):
+    """A whole table, such as learned positions, that looks up this rank's part of the sequence."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        padding_idx: int | None = None,
+        update: nn.Module | None = None,
+    ) -> None:
+        """``weight`` [rows, hidden]: a parameter, whole on each rank, as ``update`` is."""
+        super().__init__()
+        self.weight = weight
+        self.update = update
+        self.group = group
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [..., seq] to [..., seq / tp, hidden]."""
+        length = check_sequence(ids.shape[-1], self.group)
+        part = ids.narrow(-1, self.group.rank() * length, length)
+        found = functional.embedding(part, self.weight, padding_idx=self.padding_idx)
+        return found if self.update is None else self.update(part, found, self.weight)
+
+
+class VocabParallelHead(nn.Module):
+    """The output projection sharded by vocabulary: each rank computes its logits from whole hidden states."""
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: DeviceMesh, *, update: nn.Module | None = None
+    ) -> None:
+        """``weight`` [vocab, hidden] and ``bias`` [vocab]: DTensors with ``Shard(0)`` on ``mesh``; ``update``
+        likewise."""
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.update = update
+        self.mesh = mesh
+
+    def forward(self, hidden: torch.Tensor) -> DTensor:
+        """[..., hidden] to logits [..., vocab], a DTensor with ``Shard(-1)``: an objective that takes them for whole
+        fails instead of being wrong silently."""
+        bias = None if self.bias is None else local_part(self.bias)
+        logits = updated_linear(hidden, local_part(self.weight), bias, self.update)
+        return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
+
+
+def check_sequence(length: int, group: dist.ProcessGroup) -> int:
+    """Return the positions of a sequence on each rank under sequence parallelism."""
+    if length % group.size():
+        raise SequenceDoesNotDivide(length=length, ranks=group.size())
+    return length // group.size()
+
+
+def local_vocab_rows(ids: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of the vocabulary as row numbers of this rank's part, which has ``rows`` rows.
+
+    Returns:
+        Row numbers, 0 for ids on other ranks, and a mask of those. Ids on no rank stay out of range,
+        so that the lookup fails on them.
+    """
+    local = ids - group.rank() * rows
+    elsewhere = (local < 0) | (local >= rows)
+    exists = (ids >= 0) & (ids < group.size() * rows)
+    return local.masked_fill(elsewhere & exists, 0), elsewhere

@@ -8,11 +8,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from nxdt_core import __version__
 from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range
+from nxdt_core.config.section import Section
 from nxdt_core.protocols.launcher import Job
 
 _CORES = "aws.amazon.com/neuroncore"
@@ -47,8 +50,7 @@ INSTANCES: Mapping[str, Instance] = {
 """By type without SageMaker's prefix ``ml.``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
+class ClusterOptions(Section):
     """What every cluster has."""
 
     nodes: PositiveInt | None = None
@@ -61,7 +63,7 @@ class ClusterOptions:
     """Container image in which the processes run."""
     mounts: tuple[str, ...] = ()
     """Paths of shared file systems that containers see: /fsx, or /host/path:/path."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = Field(default_factory=dict)
     """Variables for all processes."""
     efa: bool | None = None
     """Set libfabric's variables for EFA; by default where instance_type has EFA interfaces."""
@@ -70,7 +72,8 @@ class ClusterOptions:
     program: str | None = None
     """Command that calls nxdt on the nodes; by default nxdt in a container, and this Python outside."""
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse an instance that nothing is known of, and mounts that are not absolute."""
         if self.instance_type is not None and self.instance is None:
             raise ValueError(
                 f"instance_type is {self.instance_type!r}, of which nothing is known. Write one of "
@@ -106,7 +109,6 @@ class ClusterOptions:
         return {**(efa if self.efa_interfaces else {}), **self.environment}
 
 
-@dataclass(frozen=True, kw_only=True)
 class LocalOptions(ClusterOptions):
     """Nodes that are processes of this machine, to try a run over several nodes."""
 
@@ -116,7 +118,6 @@ class LocalOptions(ClusterOptions):
     """How often a node starts its ranks again after a loss."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SlurmOptions(ClusterOptions):
     """A batch job of Slurm."""
 
@@ -143,7 +144,6 @@ class SlurmOptions(ClusterOptions):
     """Shell lines before the run, such as module load or source of an environment."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class KubernetesOptions(ClusterOptions):
     """A job of Kubernetes with a pod per node."""
 
@@ -153,7 +153,7 @@ class KubernetesOptions(ClusterOptions):
     """Namespace of the objects; by default that of kubectl's context."""
     device_resource: str | None = None
     """Name of the devices, such as nvidia.com/gpu; by default that of instance_type."""
-    claims: Mapping[str, str] = field(default_factory=dict)
+    claims: Mapping[str, str] = Field(default_factory=dict)
     """Persistent volume claims and the paths at which pods see them: {fsx-claim: /fsx}."""
     memory: str | None = None
     """Memory of a pod, such as 480Gi."""
@@ -161,7 +161,7 @@ class KubernetesOptions(ClusterOptions):
     """Size of /dev/shm."""
     service_account: str | None = None
     """Service account of the pods."""
-    node_selector: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = Field(default_factory=dict)
     """Labels that nodes must have."""
     grace_s: PositiveInt = 300
     """Seconds that a pod may take to save a checkpoint when it is ended."""
@@ -173,7 +173,6 @@ class KubernetesOptions(ClusterOptions):
     """ClusterTrainingRuntime of a TrainJob."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HyperPodOptions(SlurmOptions, KubernetesOptions):
     """A job on SageMaker HyperPod, which replaces nodes that fail and resumes the job."""
 

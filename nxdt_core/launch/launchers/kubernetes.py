@@ -14,7 +14,7 @@ import yaml
 
 from nxdt_core.errors.launch import LauncherNeedsOption
 from nxdt_core.launch.launchers.config import KubernetesOptions, header, program
-from nxdt_core.protocols.launcher import Job, Place, Submission
+from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 
 MANIFEST = "job.yaml"
 _CONFIG_PATH = "/etc/nxdt"
@@ -29,7 +29,7 @@ _Object = dict[str, Any]
 class KubernetesLauncher:
     """``kubectl``."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return None: pods have the variables of a node, or those that torchrun sets."""
         return None
 

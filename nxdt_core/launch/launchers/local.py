@@ -10,7 +10,7 @@ from typing import Any
 from nxdt_core.distributed.environment import join_mpi, join_usual
 from nxdt_core.errors.launch import CannotSubmit
 from nxdt_core.launch.launchers.config import LocalOptions, exports, header, program
-from nxdt_core.protocols.launcher import Job, Place, Submission
+from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 
 _SCRIPT = "job.sh"
 _NODES = """\
@@ -34,7 +34,7 @@ exit "$status"
 class LocalLauncher:
     """This machine alone: processes that something else has started are not looked at."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return None: ``nxdt train`` starts the processes itself."""
         return None
 
@@ -58,7 +58,7 @@ class LocalLauncher:
 class EnvironmentLauncher:
     """``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place that the usual variables say."""
         return join_usual(environment, socket.gethostname())
 
@@ -70,7 +70,7 @@ class EnvironmentLauncher:
 class MPILauncher:
     """Variables of ``mpirun``."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place that MPI's variables say."""
         return join_mpi(environment, socket.gethostname())
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import SlurmOptions, exports, header, program
-from nxdt_core.protocols.launcher import Job, Place, Submission
+from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 
 SCRIPT = "job.sbatch"
 _BEGIN = """\
@@ -47,7 +47,7 @@ exit "$status"
 class SlurmLauncher:
     """``sbatch`` and ``srun``."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place of a task of ``srun``."""
         return join_slurm(environment, socket.gethostname())
 

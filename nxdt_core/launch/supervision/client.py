@@ -35,7 +35,7 @@ from nxdt_core.launch.supervision.messages import (
 )
 from nxdt_core.launch.supervision.supervisor import keep_alive
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +52,17 @@ class SupervisorAddress:
     """Whether it lives in rank 0; otherwise in the launcher."""
 
 
-def publish_address(store: TCPStore, place: Place, address: SupervisorAddress) -> None:
+def publish_address(store: TCPStore, place: RankEnvironment, address: SupervisorAddress) -> None:
     """Publish the address of the supervisor to the run's processes."""
     store.set(_key(place), json.dumps(asdict(address)))
 
 
-def is_published(store: TCPStore, place: Place) -> bool:
+def is_published(store: TCPStore, place: RankEnvironment) -> bool:
     """Return whether there is a supervisor already, which is the launcher's."""
     return bool(store.check([_key(place)]))
 
 
-def find_supervisor(store: TCPStore, place: Place) -> SupervisorAddress:
+def find_supervisor(store: TCPStore, place: RankEnvironment) -> SupervisorAddress:
     """Wait for the supervisor's address.
 
     Raises:
@@ -74,7 +74,7 @@ def find_supervisor(store: TCPStore, place: Place) -> SupervisorAddress:
         raise TimeoutError("rank 0 has not come there") from error
 
 
-def _key(place: Place) -> str:
+def _key(place: RankEnvironment) -> str:
     return f"nxdt/{place.attempt}/supervisor"
 
 
@@ -95,7 +95,7 @@ class Client:
         OSError: the supervisor does not answer.
     """
 
-    def __init__(self, place: Place, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
+    def __init__(self, place: RankEnvironment, supervisor: SupervisorAddress, *, is_rank: bool = True) -> None:
         self.place = place
         self.on_stop: Callable[[int], None] | None = None
         """Takes the number of a signal; while it is None, a request to stop ends the run."""

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 
 from nxdt_core.launch.supervision.messages import Beat
 from nxdt_core.progress import PROGRESS, process_stat
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.regular_files import make_directory, regular_opener
 
 _READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -100,7 +100,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        place: Place,
+        place: RankEnvironment,
         send: Callable[[Beat], None],
         *,
         limit_s: float,

@@ -66,7 +66,7 @@ def windowed_attention(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSemantics:
     """All that an attention core computes, for who puts another one in its place: softmax(scale q kᵀ) v over tokens of
-    the same document. A core that does more (a bias, dropout) has none."""
+    the same document. A core that does more, such as a bias, has none."""
 
     causal: bool
     """Whether only earlier tokens, and the token itself, are seen."""
@@ -74,6 +74,10 @@ class AttentionSemantics:
     """None for 1 / sqrt(head_dim)."""
     window: int | None = None
     """How many tokens one sees, itself included; None for all."""
+    softcap: float | None = None
+    """Scores are ``softcap · tanh(score / softcap)``; None: as they are."""
+    dropout: float = 0.0
+    """Of the probabilities, while training."""
 
 
 class CausalAttention(nn.Module):

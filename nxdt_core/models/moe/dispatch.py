@@ -15,11 +15,11 @@ from nxdt_core.models.random.dropout_masks import TokenNumbers, run_numbered
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["LocalDispatcher", "Placement", "collect", "spread"]
+__all__ = ["LocalDispatcher", "TokenPermutation", "permute", "unpermute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class TokenPermutation:
     """Assignment i of token i // top_k is in row ``row_of[i]``; the two vectors are each other's inverse.
 
     With both at hand, forward and backward only ever read by index: no sums over equal indices, which accelerators add
@@ -35,7 +35,7 @@ class Placement:
     """Whether there may be any −1."""
 
     @classmethod
-    def ordered(cls, groups: torch.Tensor, top_k: int = 1) -> Placement:
+    def ordered(cls, groups: torch.Tensor, top_k: int = 1) -> TokenPermutation:
         """Return the rows in the order of ``groups`` int64 [assignments], equal ones in their own order."""
         assignment_of = groups.argsort(stable=True)
         row_of = torch.empty_like(assignment_of)
@@ -43,7 +43,7 @@ class Placement:
         return cls(row_of=row_of, assignment_of=assignment_of, top_k=top_k, holes=False)
 
     @classmethod
-    def slotted(cls, routing: Routing) -> Placement:
+    def by_capacity(cls, routing: Routing) -> TokenPermutation:
         """``routing.capacity`` rows for each expert, filled from the first on."""
         assert routing.slots is not None
         assert routing.capacity is not None
@@ -57,16 +57,16 @@ class Placement:
         return cls(row_of=row_of, assignment_of=assignment_of[:rows], top_k=top_k, holes=True)
 
 
-def spread(tokens: torch.Tensor, placement: Placement) -> torch.Tensor:
+def permute(tokens: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
     """Return each token in the rows of its assignments: [tokens, hidden] to [rows, hidden]; empty rows are zero."""
-    rows: torch.Tensor = _Spread.apply(tokens, placement)  # type: ignore[no-untyped-call]
+    rows: torch.Tensor = _Permute.apply(tokens, permutation)  # type: ignore[no-untyped-call]
     return rows
 
 
-def collect(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
+def unpermute(rows: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
     """Return the row of each assignment: [rows, hidden] to [tokens, top_k, hidden]; zero for dropped ones."""
-    found: torch.Tensor = _Collect.apply(rows, placement)  # type: ignore[no-untyped-call]
-    return found.view(-1, placement.top_k, rows.shape[1])
+    found: torch.Tensor = _Unpermute.apply(rows, permutation)  # type: ignore[no-untyped-call]
+    return found.view(-1, permutation.top_k, rows.shape[1])
 
 
 class LocalDispatcher(nn.Module):
@@ -119,7 +119,7 @@ class LocalDispatcher(nn.Module):
 
         Args:
             hidden: [batch, seq, hidden].
-            routing: of these tokens.
+            routing: the experts, weights and slots of these tokens.
             experts: called with rows as :class:`nxdt_core.models.moe.experts.SwiGLUExperts` is.
 
         Returns:
@@ -130,18 +130,18 @@ class LocalDispatcher(nn.Module):
     def mixed(self, tokens: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
         """Compute forward for ``tokens`` [tokens, hidden], without :meth:`finish`."""
         if routing.capacity is None:
-            placement, counts = self.ordered(routing)
-            outputs = self.run_ordered(spread(tokens, placement), counts, experts)
+            permutation, counts = self.ordered(routing)
+            outputs = self.run_ordered(permute(tokens, permutation), counts, experts)
         else:
-            placement = Placement.slotted(routing)
-            padded = spread(tokens, placement).view(-1, routing.capacity, tokens.shape[1])
+            permutation = TokenPermutation.by_capacity(routing)
+            padded = permute(tokens, permutation).view(-1, routing.capacity, tokens.shape[1])
             outputs = self.run_padded(padded, experts).flatten(0, 1)
-        found = collect(outputs, placement)  # [tokens, top_k, hidden]
+        found = unpermute(outputs, permutation)  # [tokens, top_k, hidden]
         return (found * routing.weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
-    def ordered(self, routing: Routing) -> tuple[Placement, torch.Tensor]:
+    def ordered(self, routing: Routing) -> tuple[TokenPermutation, torch.Tensor]:
         """Return the rows in the order in which :meth:`run_ordered` expects them, and how many each expert has."""
-        return Placement.ordered(routing.experts.flatten(), routing.experts.shape[1]), routing.counts
+        return TokenPermutation.ordered(routing.experts.flatten(), routing.experts.shape[1]), routing.counts
 
     def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """Return the outputs of ``rows`` [rows, hidden], ``counts`` [experts] of them for each expert."""
@@ -158,14 +158,14 @@ class LocalDispatcher(nn.Module):
         return mixed
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, placement: Placement) -> torch.Tensor:
-        ctx.save_for_backward(placement.row_of)
-        ctx.top_k, ctx.holes = placement.top_k, placement.holes
+    def forward(ctx: Any, tokens: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
+        ctx.save_for_backward(permutation.row_of)
+        ctx.top_k, ctx.holes = permutation.top_k, permutation.holes
         # Floor division keeps the −1 of empty rows.
-        tokens_of = placement.assignment_of.div(placement.top_k, rounding_mode="floor")
-        return _read(tokens, tokens_of, placement.holes)
+        tokens_of = permutation.assignment_of.div(permutation.top_k, rounding_mode="floor")
+        return _read(tokens, tokens_of, permutation.holes)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -174,12 +174,12 @@ class _Spread(torch.autograd.Function):
         return _read(grad, row_of, ctx.holes).view(-1, ctx.top_k, grad.shape[1]).sum(1), None
 
 
-class _Collect(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, placement: Placement) -> torch.Tensor:
-        ctx.save_for_backward(placement.assignment_of)
-        ctx.holes = placement.holes
-        return _read(rows, placement.row_of, placement.holes)
+    def forward(ctx: Any, rows: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
+        ctx.save_for_backward(permutation.assignment_of)
+        ctx.holes = permutation.holes
+        return _read(rows, permutation.row_of, permutation.holes)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

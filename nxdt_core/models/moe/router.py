@@ -31,7 +31,7 @@ __all__ = [
     "TopKRouter",
     "WholeMicroBatch",
     "balance_loss_sum",
-    "exclusive_sum",
+    "exclusive_cumsum",
     "expert_capacity",
     "slots_within",
     "z_loss_sum",
@@ -84,10 +84,10 @@ class WholeMicroBatch:
 
     def count(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the counts of :meth:`TokenShards.count`, without communication."""
-        return exclusive_sum(counts), counts.sum((0, 1))
+        return exclusive_cumsum(counts), counts.sum((0, 1))
 
 
-def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
+def exclusive_cumsum(counts: torch.Tensor) -> torch.Tensor:
     """``counts`` [batch, segments, experts] of what comes before each segment, rows first."""
     flat = counts.flatten(0, 1)
     return (flat.cumsum(0) - flat).view_as(counts)
@@ -106,7 +106,7 @@ def slots_within(capacity: int, segments: torch.Tensor, before: torch.Tensor) ->
     expert, and their numbers have no gaps.
 
     Args:
-        capacity: of each expert, for the micro-batch.
+        capacity: assignments of the micro-batch that each expert takes.
         segments: int64 [batch, segments, tokens, experts], 1 where a token chose the expert.
         before: int64 [batch, segments, experts], assignments in earlier segments of the whole micro-batch.
 
@@ -115,7 +115,7 @@ def slots_within(capacity: int, segments: torch.Tensor, before: torch.Tensor) ->
         −1 where it is refused. Meaningless where the token did not choose the expert.
     """
     in_segment = segments.cumsum(2) - 1
-    here = in_segment + exclusive_sum(segments.sum(2)).unsqueeze(2)
+    here = in_segment + exclusive_cumsum(segments.sum(2)).unsqueeze(2)
     return torch.where(in_segment + before.unsqueeze(2) < capacity, here, -1)
 
 
@@ -209,8 +209,8 @@ class TopKRouter(nn.Module):
         """Create the router's weight [experts, hidden].
 
         Args:
-            hidden_size: of the tokens.
-            experts: to choose from.
+            hidden_size: width of the tokens.
+            experts: number of experts.
             top_k: experts per token.
             order: see :data:`RouterOrder`.
             normalize: let each token's weights add up to 1 (they do anyway with ``topk_softmax``).

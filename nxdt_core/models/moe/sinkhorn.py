@@ -36,11 +36,11 @@ class SinkhornRouter(TopKRouter):
         """Create the router's weight [experts, hidden].
 
         Args:
-            hidden_size: of the tokens.
-            experts: to choose from.
+            hidden_size: width of the tokens.
+            experts: number of experts.
             activation: see :data:`RouterActivation`.
             iterations: of :func:`sinkhorn_offsets`.
-            tolerance: of the same.
+            tolerance: of :func:`sinkhorn_offsets`.
             options: ``capacity_factor`` and coefficients, as of :class:`TopKRouter`.
         """
         super().__init__(hidden_size, experts, top_k=1, **options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.attention.grouped_query import CausalAttention
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.models.random.dropout_masks import MaskPart, RowPart
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import StepContext
@@ -86,7 +87,7 @@ class Dropout(nn.Module):
 
 
 class CausalAttentionWithDropout(CausalAttention):
-    """As its base, with dropout of the probabilities. It states no semantics: nothing may take its place."""
+    """As its base, with dropout of the probabilities."""
 
     salt = Salt()
     """As in :class:`Dropout`."""
@@ -95,6 +96,10 @@ class CausalAttentionWithDropout(CausalAttention):
         super().__init__(masks)
         self.p = p
         self._salt: torch.Tensor | None = None
+
+    def semantics(self) -> AttentionSemantics:
+        """Return the base's semantics with the dropout."""
+        return replace(super().semantics(), dropout=self.p)
 
     def forward(
         self,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.models.random.rounding import noise, rounding_key
+from nxdt_core.models.random.positions import noise, rounding_key
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
@@ -128,13 +128,13 @@ def _position_mask(
     Args:
         numbers: seed, step and first row.
         name: encoded.
-        shape: of the result.
-        whole: of a row's mask.
+        shape: shape of the result, [rows, tokens, features].
+        whole: shape of a row's mask, [sequence, features].
         runs: as :attr:`MaskPart.runs` gives them.
-        first_token: where the result begins among the tokens of these.
-        first_feature: where it begins among the features.
+        first_token: index among the tokens of ``runs`` at which the result begins.
+        first_feature: index of the result's first feature.
         kept_share: probability with which an element is kept.
-        device: of the result.
+        device: on which the result is needed.
     """
     seed, step, first_row = numbers.tolist()
     module = decoded_name(name)
@@ -231,7 +231,7 @@ def run_numbered(
 
     Args:
         run: moves tokens [..., features] to experts and back; called twice.
-        hidden: of the tokens.
+        hidden: [..., features], the tokens.
         experts: called with rows, and perhaps with their groups.
         step: of the micro-batch; experts get it at the border, since dispatchers call them with rows alone.
         numbers: int64 [tokens], of :class:`TokenNumbers`.

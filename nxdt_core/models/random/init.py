@@ -28,10 +28,19 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors.models import NoInitRule
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.positions import Rows, rows_of
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.plan import InitRule
 
-__all__ = ["Stream", "draw", "fill", "fresh_rules", "initialize", "normal_quantiles", "quantile_table", "rule_for"]
+__all__ = [
+    "Stream",
+    "complete_init_rules",
+    "draw",
+    "fill",
+    "initialize",
+    "normal_quantiles",
+    "quantile_table",
+    "rule_for",
+]
 
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
@@ -66,7 +75,7 @@ class Stream:
 
         Args:
             terms: :meth:`terms` of the elements' numbers, less ``first``.
-            first: of the stream's numbers.
+            first: index in the stream of the first number.
             words: two buffers of int64, as large as ``terms``.
         """
         mixed, spare = words
@@ -172,12 +181,12 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequ
         fill(parameter, rule_for(name, rules), name=name, seed=seed)
 
 
-def fresh_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[InitRule, ...]:
+def complete_init_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[InitRule, ...]:
     """Return a builder's rules, with those of the norms that its plan names: one, unless a rule makes them constant.
 
     Args:
-        builder: of the model.
-        names: of the model's parameters.
+        builder: gives the rules and the plan.
+        names: global names of all parameters of the model.
     """
     rules, norms = tuple(builder.init_rules()), builder.plan().norms
     left = [name for name in names if matches_any(norms, name) and _is_for_all(name, rules)]
@@ -215,11 +224,11 @@ def draw(
     """Draw a parameter or one block of it.
 
     Args:
-        shape: of the whole parameter.
-        rule: the distribution.
+        shape: shape of the whole parameter.
+        rule: distribution, mean and standard deviation.
         name: the parameter's global name.
-        seed: the run's.
-        dtype: of the result.
+        seed: the run's, from which all initial weights follow.
+        dtype: dtype of the result.
         offsets: where the block starts, one number per dimension; None for the origin.
         local_shape: size of the block; None for everything from ``offsets`` on.
 
@@ -250,9 +259,9 @@ def fill(
 
     Args:
         block: on any device.
-        rule: the distribution.
+        rule: distribution, mean and standard deviation.
         name: the parameter's global name.
-        seed: the run's.
+        seed: the run's, from which all initial weights follow.
         shape: of the whole parameter; None for that of ``block``.
         offsets: where the block starts, one number per dimension; None for the origin.
 

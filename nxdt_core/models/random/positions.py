@@ -1,14 +1,21 @@
-"""Positions of a block's elements in the whole parameter, for random numbers by position."""
+"""Random numbers by position: positions of a block's elements in the whole parameter, and stochastic rounding by them.
+
+Stochastic rounding of float32 to bfloat16 (Gupta et al. 2015, arXiv:1502.02551): a value between two neighbours goes to
+the upper one with the probability that makes its mean exact. Sums of steps that are each too small for bfloat16 are
+then right, where rounding to nearest loses each of them. It is element-wise arithmetic on 32-bit numbers, which a
+compiler merges with what computes the values.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Rows", "rows_of"]
+__all__ = ["KEY_WORDS", "Rows", "element_numbers", "noise", "rounded", "rounding_key", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +55,9 @@ def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -
     One item, and in it one row where the block has no gaps, but for a block that is cut along three dimensions or more.
 
     Args:
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         starts: where the block starts, one number per dimension.
-        sizes: of the block.
+        sizes: shape of the block.
     """
     shape, starts, sizes = _merged(tuple(shape), tuple(starts), tuple(sizes))
     if len(shape) == 1:
@@ -80,3 +87,64 @@ def _merged(
             merged.append((extent, start, size))
     extents, first, counts = zip(*merged, strict=True)
     return tuple(extents), tuple(first), tuple(counts)
+
+
+KEY_WORDS = 4
+"""32-bit words of a key. The last is 0, so that each key in a table starts at a multiple of 16 bytes, where
+accelerators load fastest."""
+
+_LOW_BITS = 0xFFFF
+"""What a float32 has and a bfloat16 has not."""
+_MULTIPLIER_1 = 0x7FEB352D
+_MULTIPLIER_2 = 0x846CA68B - (1 << 32)
+"""Of the 32-bit mixing function that Wellons found by search (https://github.com/skeeto/hash-prospector, the public
+domain ``lowbias32``)."""
+
+
+def rounding_key(seed: int, name: str) -> tuple[int, int, int, int]:
+    """Return the key of one tensor in one step, as int32: an odd increment and two offsets, 96 bits of BLAKE2b."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=12).digest()
+    increment, first, second = (int.from_bytes(digest[at : at + 4], "little", signed=True) for at in (0, 4, 8))
+    return increment | 1, first, second, 0
+
+
+def element_numbers(
+    first: torch.Tensor, elements: int, columns: torch.Tensor | None = None, gap: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the numbers of consecutive elements of a block in the whole parameter, modulo 2³², int32 [elements].
+
+    Args:
+        first: int32 scalar, the number of the first element.
+        elements: how many, fewer than 2³¹.
+        columns: int32 scalar, elements of a row, where rows do not follow each other in the whole; the first element
+            then begins a row.
+        gap: int32 scalar, elements of the whole between two rows; given with ``columns``.
+    """
+    # Tensors, since ints that vary from call to call have 64 bits in Triton, and so would all that follows from them.
+    index = torch.arange(elements, dtype=torch.int32, device=first.device)
+    if columns is None or gap is None:
+        return index + first
+    return index + first + index.div(columns, rounding_mode="trunc") * gap
+
+
+def noise(numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return 16 random bits for each element, int32 of the shape of ``numbers``.
+
+    Args:
+        numbers: int32, see :func:`element_numbers`.
+        key: int32 [KEY_WORDS], see :func:`rounding_key`.
+    """
+    bits = (numbers * key[0]).add_(key[1])  # int32 wraps modulo 2³²
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIER_1)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).add_(key[2]).mul_(_MULTIPLIER_2)
+    return bits.bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)
+
+
+def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``values`` rounded by :func:`noise` to values of bfloat16, as float32.
+
+    Exact up to the 2⁻¹⁶ of a step that float32 resolves there; what bfloat16 can represent stays as it is, and so do
+    infinities and NaN.
+    """
+    noise = torch.where(values == values, noise, 0)  # a NaN of all ones would overflow into a zero
+    return (values.view(torch.int32) + noise).bitwise_and_(~_LOW_BITS).view(torch.float32)

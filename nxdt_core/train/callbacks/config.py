@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
+from nxdt_core.config.section import Section
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationsConfig:
+class GenerationsConfig(Section):
     """``name: generations``."""
 
     prompts: tuple[str, ...] = ()

@@ -17,7 +17,8 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.regular_files import regular_opener
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.config import GenerationsConfig
-from nxdt_core.train.generate import Sampling, continue_ids
+from nxdt_core.train.continuation import Writer
+from nxdt_core.train.sampling import Sampling
 from nxdt_core.visible_text import visible
 
 _log = logging.getLogger(__name__)
@@ -56,16 +57,10 @@ class Generations(Callback):
         keys = build.chat_keys(run.config)
         source = HFSource.of_facts(run.session.hf_facts)
         stops = {*stop_ids(keys, tokenizer), *(() if source is None else source.stops_of(tokenizer))}
-        for number, prompt in enumerate(config.prompts):
-            written = continue_ids(
-                run.session.model,
-                self._ids(prompt, tokenizer, keys),
-                sampling,
-                window=run.config.run.data.seq_length,
-                vocab_size=tokenizer.vocab_size,
-                stop_ids=stops,
-            )
-            text = tokenizer.decode(written)
+        window = run.config.run.data.seq_length
+        writer = Writer(model=run.session.model, tokenizer=tokenizer, window=window, stop_ids=stops)
+        prompts = [self._ids(prompt, tokenizer, keys) for prompt in config.prompts]
+        for number, (prompt, (text,)) in enumerate(zip(config.prompts, writer.texts(prompts, sampling), strict=True)):
             if run.rank == 0:
                 self._log(run, number, prompt, text)
 

@@ -18,7 +18,7 @@ from nxdt_core.callback import Callback, Run
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.regular_files import replace_text
 from nxdt_core.train.callbacks.metrics import MetricsWriter
 from nxdt_core.train.callbacks.prometheus import MonitorServer, Sample, exposition, samples_of_row

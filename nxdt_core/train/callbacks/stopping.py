@@ -11,14 +11,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.config.schema.exp_manager import EarlyStoppingParams
+from nxdt_core.config.training_schema import EarlyStoppingParams
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
 from nxdt_core.train.callbacks.console import Console
 
 if TYPE_CHECKING:
-    from nxdt_core.protocols.parallel.ranks import RankAgreement
+    from nxdt_core.protocols.ranks import RankAgreement
 
 
 _VALIDATION = "signals in a validation"

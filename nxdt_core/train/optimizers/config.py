@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Range
+from nxdt_core.config.section import Section
 
 Positive = Annotated[float, Range(1e-300, None)]
 
 
-@dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """What every optimizer has."""
 
     lr: NonNegativeFloat = 1e-3
@@ -21,7 +20,6 @@ class OptimizerConfig:
     """Weight decay, added to the gradient as the gradient of ``weight_decay / 2 * |w| ** 2``."""
 
 
-@dataclass(kw_only=True)
 class BetasConfig(OptimizerConfig):
     """Running means of the gradient and of its square."""
 
@@ -36,7 +34,6 @@ class BetasConfig(OptimizerConfig):
             yield "betas", "each must be below 1"
 
 
-@dataclass(kw_only=True)
 class AdamConfig(BetasConfig):
     """Adam; its weight decay is a part of the gradient."""
 
@@ -46,7 +43,6 @@ class AdamConfig(BetasConfig):
     """Keep the step counter on the device."""
 
 
-@dataclass(kw_only=True)
 class AdamWConfig(AdamConfig):
     """AdamW, with torch's defaults except where the older schema had its own."""
 
@@ -54,7 +50,6 @@ class AdamWConfig(AdamConfig):
     """Decoupled weight decay of matrices and embeddings."""
 
 
-@dataclass(kw_only=True)
 class SGDConfig(OptimizerConfig):
     """Gradient descent."""
 
@@ -71,7 +66,6 @@ class SGDConfig(OptimizerConfig):
             yield "nesterov", "needs a momentum above 0 and no dampening"
 
 
-@dataclass(kw_only=True)
 class AdadeltaConfig(OptimizerConfig):
     """Adadelta."""
 
@@ -81,12 +75,10 @@ class AdadeltaConfig(OptimizerConfig):
     """Added below the roots."""
 
 
-@dataclass(kw_only=True)
 class AdamaxConfig(BetasConfig):
     """Adamax, torch's."""
 
 
-@dataclass(kw_only=True)
 class AdagradConfig(OptimizerConfig):
     """Adagrad."""
 
@@ -98,7 +90,6 @@ class AdagradConfig(OptimizerConfig):
     """Added to the root of the sum."""
 
 
-@dataclass(kw_only=True)
 class RMSpropConfig(OptimizerConfig):
     """RMSprop."""
 
@@ -112,7 +103,6 @@ class RMSpropConfig(OptimizerConfig):
     """Divide by the standard deviation instead."""
 
 
-@dataclass(kw_only=True)
 class RpropConfig(OptimizerConfig):
     """Rprop: step sizes by the gradient's sign alone."""
 
@@ -129,7 +119,6 @@ class RpropConfig(OptimizerConfig):
             yield "etas", "the first must be below 1 and the second above"
 
 
-@dataclass(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
     """Adafactor as torch has it: ``lr`` is the most that the relative step may be."""
 
@@ -145,7 +134,6 @@ class AdafactorConfig(OptimizerConfig):
     """Root mean square that an update is clipped to."""
 
 
-@dataclass(kw_only=True)
 class LionConfig(OptimizerConfig):
     """Lion; rates are 3 to 10 times below AdamW's, decays as much above."""
 
@@ -157,7 +145,6 @@ class LionConfig(OptimizerConfig):
     """Share of the momentum in the update's sign, and in the momentum itself."""
 
 
-@dataclass(kw_only=True)
 class NovogradConfig(BetasConfig):
     """NovoGrad: Adam with one running square a parameter."""
 
@@ -169,7 +156,6 @@ class NovogradConfig(BetasConfig):
     """Take ``1 - betas[0]`` of each gradient, so that the mean is one."""
 
 
-@dataclass(kw_only=True)
 class MuonConfig(BetasConfig):
     """Muon for the matrices of hidden layers, AdamW for all else (``betas``, ``eps``)."""
 

@@ -18,7 +18,7 @@ from nxdt_core.distributed.collectives import all_to_all, gather_along
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.train.optimizers.config import MuonConfig
 from nxdt_core.train.optimizers.whole_parameters import TrainedPiece, trained_pieces
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdt_core.distributed.bucketed_sums import sum_over
+from nxdt_core.distributed.collectives import all_reduce_bucketed
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 from nxdt_core.train.optimizers.config import AdafactorConfig, NovogradConfig
 
@@ -60,7 +60,7 @@ def sum_over_pieces(pieces: Sequence[TrainedPiece], values: Sequence[torch.Tenso
         by_groups.setdefault(piece.shard.groups, []).append(value)
     for groups, tensors in by_groups.items():
         for group in groups:
-            sum_over(group, tensors)
+            all_reduce_bucketed(group, tensors)
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,13 +15,12 @@ from pathlib import Path
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.ownership import Ownership, own
 from nxdt_core.config import ResolvedConfig, render_show
-from nxdt_core.config.secrets.command_line import shown_words
-from nxdt_core.config.sources.paths import PackageNotFound, expand_home, resolve_path
-from nxdt_core.config.sources.recipes import RECIPE_SCHEME
+from nxdt_core.config.secrets import shown_words
+from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 
@@ -44,7 +43,7 @@ def with_dated_run_dir(config: ResolvedConfig, ranks: RankAgreement) -> Resolved
     run_dir = config.run_dir / version
     return replace(
         config,
-        run=replace(config.run, exp_manager=replace(manager, version=version)),
+        run=config.run.changed(exp_manager=manager.changed(version=version)),
         run_dir=run_dir,
         checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
     )

@@ -13,9 +13,9 @@ import torch
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets.command_line import shown_words
+from nxdt_core.config.secrets import shown_words
 from nxdt_core.errors import NxdtError
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.console import human
 from nxdt_core.train.session import TrainSession
@@ -76,7 +76,7 @@ _WIDTH = 12
 
 
 def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
-    """Yield the lines: model, devices and layout, precision, data, steps, run directory, checkpoints."""
+    """Yield the lines: model, devices and layout, precision, optimizer, data, steps, run directory, checkpoints."""
     for name, value in _facts(config, engine):
         yield f"{name:<{_WIDTH}}{value}"
 
@@ -89,6 +89,7 @@ def _facts(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[tuple[str
     yield "model", ", ".join(model)
     yield "devices", f"{engine.rank_info.world_size} x {engine.device.type}, {_layout(config, engine)}"
     yield "precision", config.selected("precision").component.record.name
+    yield "optimizer", f"{config.selected('optimizer').component.record.name}, {_learning_rate(config)}"
     tokens = data.global_batch_size * data.seq_length
     yield (
         "data",
@@ -99,6 +100,13 @@ def _facts(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[tuple[str
     yield "steps", f"{last:,}, {human(last * tokens)} tokens" if last > 0 else "until max_time"
     yield "run", str(config.run_dir)
     yield "checkpoints", config.checkpoint_uri if run.checkpoint.enabled else "none"
+
+
+def _learning_rate(config: ResolvedConfig) -> str:
+    """The peak learning rate, and which plugin it comes from where the user wrote none."""
+    origin = config.origins["model.optim.lr"]
+    rate = f"learning rate {config.selected('optimizer').config.lr:g}"
+    return f"{rate}, the default of {origin.where}" if origin.kind == "plugin" else rate
 
 
 def _parameters(config: ResolvedConfig) -> Iterator[str]:

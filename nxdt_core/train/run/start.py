@@ -14,7 +14,7 @@ from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.sources.node import Node
+from nxdt_core.config.tree import Node
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
     LengthUnknown,
@@ -22,7 +22,7 @@ from nxdt_core.errors.training import (
     PluginVersionChanged,
     RunAlreadyHasCheckpoints,
 )
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
@@ -135,7 +135,7 @@ def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) 
     node = config.tree.find(key)
     kept = f"{node.shown.rstrip('/')}/{step_name(began.manifest.step)}" if node is not None and node.shown else None
     tree = config.tree.set(key, Node(uri, config.origins[key], kept))
-    return replace(config, run=replace(config.run, checkpoint=replace(wanted, resume_from=uri)), tree=tree)
+    return replace(config, run=config.run.changed(checkpoint=wanted.changed(resume_from=uri)), tree=tree)
 
 
 def _named(
@@ -197,19 +197,17 @@ def epochs_to_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConf
     save = steps("checkpoint.every_n_epochs", run.checkpoint.every_n_epochs)
     sched = run.model.optim.sched
     if sched.max_steps == trainer.max_steps:
-        sched = replace(sched, max_steps=last)
+        sched = sched.changed(max_steps=last)
     return replace(
         config,
-        run=replace(
-            run,
-            trainer=replace(
-                trainer,
+        run=run.changed(
+            trainer=trainer.changed(
                 max_steps=last,
                 min_steps=max(trainer.min_steps or 0, least or 0),
                 val_check_interval=validation or trainer.val_check_interval,
             ),
-            checkpoint=replace(run.checkpoint, every_n_train_steps=save or run.checkpoint.every_n_train_steps),
-            model=replace(run.model, optim=replace(run.model.optim, sched=sched)),
+            checkpoint=run.checkpoint.changed(every_n_train_steps=save or run.checkpoint.every_n_train_steps),
+            model=run.model.changed(optim=run.model.optim.changed(sched=sched)),
         ),
     )
 
@@ -221,10 +219,8 @@ def apply_fast_dev_run(config: ResolvedConfig) -> ResolvedConfig:
         return config
     return replace(
         config,
-        run=replace(
-            run,
-            trainer=replace(
-                run.trainer,
+        run=run.changed(
+            trainer=run.trainer.changed(
                 max_steps=steps,
                 max_epochs=-1,
                 val_check_interval=steps,
@@ -233,8 +229,8 @@ def apply_fast_dev_run(config: ResolvedConfig) -> ResolvedConfig:
                 num_sanity_val_steps=0,
                 log_every_n_steps=1,
             ),
-            checkpoint=replace(run.checkpoint, enabled=False, resume_if_exists=False),
-            exp_manager=replace(run.exp_manager, create_early_stopping_callback=False),
+            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False),
+            exp_manager=run.exp_manager.changed(create_early_stopping_callback=False),
         ),
         loggers=(),
         run_dir=config.run_dir / "fast_dev_run",

@@ -15,7 +15,7 @@ from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.fields.duration import seconds_of
+from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.resolved import Selected
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
@@ -25,7 +25,7 @@ from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.models.token_flops import token_flops
 from nxdt_core.progress import PROGRESS
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build

@@ -15,11 +15,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.config.schema.exp_manager import EmaConfig
+from nxdt_core.config.training_schema import EmaConfig
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import CheckpointHasNoAverage
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Piece
 
 __all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "pop_average"]
 

@@ -22,12 +22,12 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
-from nxdt_core.models.random.init import draw, fresh_rules, rule_for
+from nxdt_core.models.random.init import complete_init_rules, draw, rule_for
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 
@@ -187,7 +187,7 @@ def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
         users = {user for _, user in builder.plan().tied}
         named = builder.build().named_parameters(remove_duplicate=False)
         specs = {name: TensorSpec(dtype, tuple(p.shape)) for name, p in named if name not in users}
-    rules = fresh_rules(builder, specs)
+    rules = complete_init_rules(builder, specs)
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
         for name in names:

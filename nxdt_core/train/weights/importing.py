@@ -23,14 +23,14 @@ from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.format import CheckpointReader
-from nxdt_core.protocols.parallel.piece import Listing, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Listing, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
 
-__all__ = ["Imported", "check_empty", "import_checkpoint", "write_counters"]
+__all__ = ["Imported", "check_empty", "described_run", "import_checkpoint", "write_counters"]
 
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
@@ -99,7 +99,7 @@ def import_checkpoint(
     on_all_ranks(ranks, prepare, where=source)
     train, run, said = foreign.train_state(), foreign.run, foreign.hf
 
-    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
         return foreign.write(writer, mine, train, rank=rank_of(ranks))
 
     facts = CheckpointFacts(
@@ -148,7 +148,7 @@ class _Foreign:
         """Open it, for the model of ``run`` or for the one that it describes."""
         kernel = Kernel.start() if run is None else run.kernel
         self.format, self.reader = open_checkpoint(Path(self.path), kernel, format)
-        self.run = _described(self.path, self.format, self.reader, overrides) if run is None else run
+        self.run = described_run(self.path, self.format, self.reader, overrides) if run is None else run
 
     def list_tensors(self, *, weights_only: bool) -> None:
         """Read which tensors it holds, and what it says of using the model."""
@@ -163,10 +163,10 @@ class _Foreign:
         return TrainState(step=self.reader.step, consumed_samples=self.reader.consumed_samples)
 
     def write(
-        self, writer: AttemptWriter, mine: AbstractSet[Place], train: TrainState, *, rank: int
-    ) -> dict[Place, TensorPart]:
+        self, writer: AttemptWriter, mine: AbstractSet[TensorKey], train: TrainState, *, rank: int
+    ) -> dict[TensorKey, TensorPart]:
         """Write the tensors that were given to this rank; rank 0 also writes the state."""
-        parts: dict[Place, TensorPart] = {}
+        parts: dict[TensorKey, TensorPart] = {}
         for section in SECTIONS:
             held = {place[1]: each for place, each in self.listing.items() if place[0] == section and place in mine}
 
@@ -186,8 +186,13 @@ def write_counters(writer: AttemptWriter, train: TrainState) -> None:
         stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
 
 
-def _described(source: str, format: str, found: CheckpointReader, overrides: Sequence[str]) -> ResolvedConfig:
-    """A run without data, of the model that the checkpoint describes."""
+def described_run(source: str, format: str, found: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Return a run without data, of the model that a checkpoint of another program describes.
+
+    Raises:
+        ForeignConfigMissing: it does not.
+        ArchitectureUnread, ConfigError: no plugin builds its model.
+    """
     keys = found.model_config()
     if keys is None:
         raise ForeignConfigMissing(path=source, format=format)

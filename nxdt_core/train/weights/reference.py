@@ -25,8 +25,8 @@ from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
 from nxdt_core.models.updates import updates_off
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import MapDataset
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
 from nxdt_core.train.run.files import run_dir_explained

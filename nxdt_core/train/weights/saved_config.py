@@ -7,8 +7,8 @@ configuration that the user names decides in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,12 +16,11 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name, step_of
 from nxdt_core.config import Origin, ResolvedConfig, load
-from nxdt_core.config.huggingface.bounds import oversized
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.interpolation import interpolations
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.secrets.fields import dotted
-from nxdt_core.config.sources.node import Node, from_plain, merge, to_plain
+from nxdt_core.config.huggingface import oversized
+from nxdt_core.config.interpolation import interpolations
+from nxdt_core.config.read import read_part
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.tree import Node, dotted, from_plain, merge, to_plain
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
 from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError
@@ -37,6 +36,7 @@ __all__ = [
     "config_to_save",
     "locate",
     "named_config",
+    "one_process_run",
     "own_run",
     "saved_adapter",
     "saved_base",
@@ -67,7 +67,7 @@ _OF_BEFORE = (
 """Second names and keys without an effect, which checkpoints hold that were written while the schema had them."""
 _BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
 """Kept where the checkpoint leaves out the weights below an adapter: they say where its run read them."""
-_CHAT = tuple(sorted({each.name for each in fields(ChatKeys)} - {each.name for each in fields(RecordFiles)}))
+_CHAT = tuple(sorted(keys_of(ChatKeys).keys() - keys_of(RecordFiles).keys()))
 _ONE_PROCESS: Mapping[str, Any] = {
     "name": "saved",
     "trainer": {"max_steps": 1},
@@ -123,26 +123,49 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
         SavedConfigUnusable: the model or the tokenizer cannot be built here, or needs what a checkpoint may not
             decide; names the keys.
     """
-    if config is None:
-        tree, paths = _saved_tree(manifest, where), _KEPT
-    else:
-        tree, paths = from_plain(config.to_values(), Origin(kind="file", where=where)), (*_KEPT, *_HERE)
+    without = _BASE if manifest.facts.without_base and base else ()
+    try:
+        if config is not None:
+            return one_process_run(config, without, lambda kept: _with_base_step(kept, manifest, config))
+        tree = _saved_tree(manifest, where)
+        kept = _kept(tree, (*_KEPT, *without))
+        keys = _checked_keys(manifest, tree, kept, where)
+        return SavedRun(config=_alone(kept), chat_keys=keys)
+    except ConfigError as error:
+        files = None if config is not None else _saved_tree(manifest, where).plain("plugins.local")
+        raise _unusable(error.problems, where, files) from error
+
+
+def one_process_run(
+    config: ResolvedConfig, more: Sequence[str] = (), change: Callable[[Node], Node] = lambda kept: kept
+) -> SavedRun:
+    """Return the run of ``config`` on one process, as far as using its model needs it.
+
+    Args:
+        config: that the user names.
+        more: keys to keep in addition.
+        change: applied to what is kept.
+
+    Raises:
+        ConfigError: it cannot be used so.
+    """
+    tree = from_plain(config.to_values(), Origin(kind="file", where="the configuration"))
+    kept = change(_kept(tree, (*_KEPT, *_HERE, *more)))
+    return SavedRun(config=_alone(kept, config.kernel), chat_keys=build.chat_keys(config))
+
+
+def _kept(tree: Node, paths: Sequence[str]) -> Node:
     kept = Node({}, tree.origin)
-    for path in (*paths, *(_BASE if manifest.facts.without_base and base else ())):
+    for path in paths:
         if (node := tree.find(path)) is not None:
             kept = kept.set(path, node)
     for path in (*_OF_TRAINING, *_OF_BEFORE):
         kept = kept.without(path)
-    if config is None:
-        keys, kernel, files = _checked_keys(manifest, tree, kept, where), None, tree.plain("plugins.local")
-    else:
-        keys, kernel, files = build.chat_keys(config), config.kernel, None
-        kept = _with_base_step(kept, manifest, config)
-    try:
-        run = load(to_plain(merge(kept, from_plain(_ONE_PROCESS, tree.origin))), kernel=kernel)
-    except ConfigError as error:
-        raise _unusable(error.problems, where, files) from error
-    return SavedRun(config=run, chat_keys=keys)
+    return kept
+
+
+def _alone(kept: Node, kernel: Kernel | None = None) -> ResolvedConfig:
+    return load(to_plain(merge(kept, from_plain(_ONE_PROCESS, kept.origin))), kernel=kernel)
 
 
 def _with_base_step(kept: Node, manifest: Manifest, config: ResolvedConfig) -> Node:
@@ -162,7 +185,7 @@ def own_run(config: ResolvedConfig) -> SavedRun:
     keys = build.chat_keys(config)
     template = named_template(keys) if keys.chat_template_file is not None else None
     if template is not None:
-        keys = replace(keys, chat_template=template.text, chat_template_file=None)
+        keys = keys.changed(chat_template=template.text, chat_template_file=None)
     return SavedRun(config=config, chat_keys=keys)
 
 
@@ -229,7 +252,7 @@ def _checked_keys(manifest: Manifest, tree: Node, kept: Node, where: str) -> Cha
     if refused:
         raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
     keys: ChatKeys
-    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data", Locator(where))
+    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data")
     if problems:
         raise _unusable(problems, where)
     wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]

@@ -13,12 +13,12 @@ from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import sharded_over
-from nxdt_core.engine.packed_state import stepped_once, unpacked_state
+from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.errors.optimizers import OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerChanged
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train.weights.average import AVERAGE
 from nxdt_core.train.weights.saved_config import saved_optimizer
 

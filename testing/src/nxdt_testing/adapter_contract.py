@@ -21,7 +21,6 @@ Options must leave out dropout. An adapter whose weights can be merged into the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import pytest
@@ -167,7 +166,7 @@ class AdapterContract(ComponentContract, TriesLayouts):
 
     def test_it_resumes_from_its_own_section(self, adapter: Adapter, section: Any) -> None:
         """``check_resume`` accepts what the same configuration wrote."""
-        saved = {"name": self.name, **({} if section is None else asdict(section))}
+        saved = {"name": self.name, **({} if section is None else section.model_dump())}
         with no_error("check_resume refuses the section that it was built with:"):
             adapter.check_resume(saved, "memory://contract/step-00000001")
 

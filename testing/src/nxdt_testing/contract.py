@@ -22,7 +22,7 @@ class ComponentContract:
 
     @pytest.fixture
     def section(self) -> Any:
-        """Return the section's dataclass; None for a component without options."""
+        """Return the section's class; None for a component without options."""
         return None
 
 

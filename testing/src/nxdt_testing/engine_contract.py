@@ -22,12 +22,12 @@ import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.models.loss.cross_entropy import cross_entropies, cross_entropy_sum
+from nxdt_core.models.loss import cross_entropies, cross_entropy_sum
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.estimate import EstimatesRuns
 from nxdt_core.protocols.objective import ObjectiveOutput
-from nxdt_core.protocols.parallel.estimate import EstimatesRuns
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build

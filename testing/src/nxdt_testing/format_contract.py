@@ -31,7 +31,7 @@ from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing
+from nxdt_core.protocols.piece import Box, Listing, ShardInfo
 
 __all__ = ["FormatContract"]
 
@@ -152,7 +152,7 @@ def _shapes(builder: ModelBuilder) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in named.items() if name not in users}
 
 
-def _section(listing: Listing, section: str) -> dict[str, Held]:
+def _section(listing: Listing, section: str) -> dict[str, ShardInfo]:
     return {name: held for (of, name), held in listing.items() if of == section}
 
 

@@ -36,7 +36,7 @@ import yaml
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.launch import CannotSubmit
-from nxdt_core.protocols.launcher import Job, Launcher, Place, Submission
+from nxdt_core.protocols.launcher import Job, Launcher, RankEnvironment, Submission
 from nxdt_testing.contract import ComponentContract, no_error
 from nxdt_testing.processes.side_effects import assert_light, side_effects
 
@@ -101,13 +101,13 @@ class LauncherContract(ComponentContract):
         return factory()
 
     @pytest.fixture
-    def places(self, joining: Launcher, environments: _Environments) -> Sequence[Place]:
+    def places(self, joining: Launcher, environments: _Environments) -> Sequence[RankEnvironment]:
         """Return the place of each process."""
         processes = _NODES * _DEVICES
         assert len(environments) == processes, f"'environments' must have the variables of {processes} processes"
         places = [joining.join(variables) for variables in environments]
-        strange = [place for place in places if not isinstance(place, Place)]
-        assert not strange, f"join must return the Place of each process; it returned {strange[0]!r}"
+        strange = [place for place in places if not isinstance(place, RankEnvironment)]
+        assert not strange, f"join must return the RankEnvironment of each process; it returned {strange[0]!r}"
         return [place for place in places if place is not None]
 
     @pytest.fixture
@@ -136,14 +136,14 @@ class LauncherContract(ComponentContract):
             place = factory().join(variables)
             assert place is None, f"join must return None without variables of the scheduler; it returned {place}"
 
-    def test_every_process_has_its_rank(self, places: Sequence[Place]) -> None:
+    def test_every_process_has_its_rank(self, places: Sequence[RankEnvironment]) -> None:
         """Rank, number of processes, and number of the device on its node."""
         for rank, place in enumerate(places):
             found = (place.rank, place.world_size, place.local_rank)
             wanted = (rank, len(places), rank % _DEVICES)
             assert found == wanted, f"rank {rank} must have rank, world_size, local_rank {wanted}; it has {found}"
 
-    def test_all_processes_meet_at_one_address(self, places: Sequence[Place]) -> None:
+    def test_all_processes_meet_at_one_address(self, places: Sequence[RankEnvironment]) -> None:
         """The host and the port of rank 0's store are the same in all, and usable."""
         found = {(place.master_addr, place.master_port) for place in places}
         assert len(found) == 1, f"the processes of a run must get one master_addr and master_port; they got {found}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +14,8 @@ from torch import nn
 from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import ReadsHFConfig
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.sources.node import Node, Origin, from_plain
+from nxdt_core.config.read import read_part
+from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_testing.model_plan import tokens
@@ -82,10 +80,9 @@ class ModelExchange:
 def _config_from_hf(cls: type[ReadsHFConfig], hf: Mapping[str, Any]) -> Any:
     """Return the section ``model`` that a run gets from a ``config.json`` alone."""
     origin = Origin(kind="hf", where="config.json")
-    tree = Node({"model": Node({}, origin)}, origin)
+    section = Node({}, origin)
     for key, value in cls.from_hf(hf).items():
-        tree = tree.set(f"model.{key}", from_plain(value, origin))
-    run = make_dataclass("Run", [("model", cls)])  # keys of the section may be aliases of `model.<key>`
-    read, problems = read_part(run, tree, "", Locator(origin.where))
+        section = section.set(key, from_plain(value, origin))
+    read, problems = read_part(cls, section, "model")
     assert not problems, f"its section does not take what from_hf returns: {'; '.join(map(str, problems))}"
-    return read.model
+    return read

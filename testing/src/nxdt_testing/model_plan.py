@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from nxdt_core.engine.pipeline.split import cut_stage
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.engine.stages import cut_stage
 from nxdt_core.engine.weights import check_rules
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.patterns import matches, matches_any
-from nxdt_core.models.random.init import fresh_rules, initialize
+from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_testing.runs.run import SEED, differing, fresh
@@ -44,7 +44,7 @@ class ModelPlan:
         idle = [path for path in _module_patterns(plan) if not any(matches(path, name) for name in modules)]
         idle += [path for path in _parameter_patterns(plan) if not any(matches(path, name) for name in parameters)]
         assert not idle
-        check_rules(fresh_rules(builder, parameters), parameters, norms=plan.norms, of=type(builder).__name__)
+        check_rules(complete_init_rules(builder, parameters), parameters, norms=plan.norms, of=type(builder).__name__)
 
     def test_each_matrix_is_planned_once(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Match each parameter with one pattern of ``tensor`` or ``experts.tensor``, a router, or one of
@@ -107,7 +107,7 @@ class ModelPlan:
         whole = dict(model.named_parameters(remove_duplicate=False))
         found: Counter[str] = Counter()
         for stage in _stages(builder):
-            initialize(stage.named_parameters(), fresh_rules(builder, whole), SEED)
+            initialize(stage.named_parameters(), complete_init_rules(builder, whole), SEED)
             for name, parameter in stage.named_parameters(remove_duplicate=False):
                 found[name] += 1
                 user_of = [owner for owner, user in builder.plan().tied if user == name]

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.section import REQUIRED, keys_of
+from nxdt_core.config.sources import list_recipes
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownPlugin
 from nxdt_core.kernel import Kernel
@@ -154,10 +155,10 @@ def _section(component: RegisteredComponent) -> Any:
     cls = component.load_config()
     if cls is None:
         return None
-    own = {each.name for each in fields(cls)}
+    own = keys_of(cls)
     given = {name: value for name, value in {"lr": _RATE, "weight_decay": 0.1}.items() if name in own}
     given |= {name: 0.0 for name in own if name == "dropout" or name.endswith("_dropout")}
-    required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+    required = [name for name, key in own.items() if key.default is REQUIRED]
     missing = [name for name in required if name not in given]
     if missing:
         pytest.skip(f"{cls.__name__} has no default for {', '.join(missing)}: subclass the contract in your tests")

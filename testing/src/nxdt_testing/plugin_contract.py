@@ -26,16 +26,14 @@ import pytest
 import yaml
 
 from nxdt_core.config import check
-from nxdt_core.config.fields.component_slots import Composition
-from nxdt_core.config.fields.docs import class_doc, field_docs
-from nxdt_core.config.fields.keys import REQUIRED, Key, keys_of
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.defaults import complete
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.sources.node import Node, Origin, Place, to_plain
-from nxdt_core.config.sources.recipes import list_recipes
-from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.config.complete import complete
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.read import read_part
+from nxdt_core.config.reference import class_doc, field_docs
+from nxdt_core.config.schema import Composition
+from nxdt_core.config.section import REQUIRED, Key, keys_of
+from nxdt_core.config.sources import list_recipes
+from nxdt_core.config.tree import Node, Origin, Place, parse_yaml, to_plain
 from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.registry import RegisteredComponent
@@ -100,7 +98,7 @@ class PluginContract:
 
     @pytest.fixture
     def sections(self, components: Sequence[RegisteredComponent]) -> Sequence[tuple[RegisteredComponent, type]]:
-        """Return the components that have a section, each with its dataclass."""
+        """Return the components that have a section, each with its class."""
         return [(each, cls) for each in components if (cls := each.load_config()) is not None]
 
     @pytest.fixture
@@ -144,7 +142,7 @@ class PluginContract:
             assert called, f"the target {each.record.target!r} of the {each.kind} {each.record.name!r} cannot be called"
 
     def test_every_section_is_documented(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
-        """The dataclass and each of its keys, where ``nxdt config show`` and the reference take their text from."""
+        """The section and each of its keys, where ``nxdt config show`` and the reference take their text from."""
         for _, cls in sections:
             assert class_doc(cls), f"{cls.__name__} has no docstring"
             documented = field_docs(cls)
@@ -155,7 +153,7 @@ class PluginContract:
         """Code of the package or of the core reads each key, so that none is accepted and then ignored.
 
         A key that is deliberately ignored says so: ``Annotated[bool, NoEffect("reason")]``. A package that takes all
-        keys at once, for example with ``dataclasses.asdict``, is not checked.
+        keys at once, for example with ``model_dump``, is not checked.
         """
         for _, cls in sections:
             unread = unread_keys_of_package(cls)
@@ -177,7 +175,7 @@ class PluginContract:
                 if key.section is not None:
                     continue
                 with no_error(f"the JSON Schema of {cls.__name__}.{name} has a value that JSON has not:"):
-                    json.dumps(key.shape.json_schema())
+                    json.dumps(key.json_schema())
 
     def test_every_record_has_a_summary(self, components: Sequence[RegisteredComponent]) -> None:
         """``nxdt plugins show`` prints it."""
@@ -224,12 +222,12 @@ def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
 
 def _assert_comes_back(cls: type) -> None:
     tree = complete(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
-    first, problems = read_part(cls, tree, "", Locator(cls.__name__))
+    first, problems = read_part(cls, tree, "")
     assert not problems, f"the defaults of {cls.__name__} do not fit its keys: {problems[0]}"
     with no_error(f"the defaults of {cls.__name__} cannot be written as YAML:"):
         text = yaml.safe_dump(to_plain(tree))
     found, unread = parse_yaml(text, cls.__name__)
-    again, problems = read_part(cls, found, "", Locator(cls.__name__))
+    again, problems = read_part(cls, found, "")
     wrong = [*unread, *problems]
     assert not wrong, f"the defaults of {cls.__name__} are not read back from YAML: {wrong[0]}"
     assert again == first, f"{cls.__name__} is {first} by its defaults, and {again} when they are read from a file"

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, get_args
 import pytest
 import torch
 
-from nxdt_core.config.fields.component import RequiresCapabilities
+from nxdt_core.config.section import RequiresCapabilities
 from nxdt_core.protocols.precision import DType, PrecisionFactory, PrecisionPolicy, capabilities_of
 from nxdt_testing.contract import ComponentContract, difference
 from nxdt_testing.runs.run import Run, global_batch, run_config, small_decoder

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from nxdt_core.config.annotations import Deprecated
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.fields.types import Choice, Nothing, OneOf, Shape
+from nxdt_core.config.section import keys_of, members
 
 __all__ = ["NamesRead", "names_read", "unread_keys", "unread_keys_of_package"]
 
-_TAKE_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "vars"})
+_TAKE_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "model_dump", "vars"})
 """Names by which code reads all keys of a section at once."""
 
 
@@ -42,7 +42,7 @@ class NamesRead:
 
     @property
     def take_all(self) -> bool:
-        """Whether some code reads all fields of a dataclass at once, as :func:`dataclasses.asdict` does."""
+        """Whether some code reads all keys of a section at once, as ``model_dump`` does."""
         return not _TAKE_ALL.isdisjoint(self.attributes)
 
 
@@ -83,7 +83,7 @@ def unread_keys(cls: type, names: NamesRead) -> list[str]:
     return [
         name
         for name, key in keys_of(cls).items()
-        if name not in names and not key.mark(Deprecated) and not _has_one_value(key.shape)
+        if name not in names and not key.mark(Deprecated) and not _has_one_value(key.annotation)
     ]
 
 
@@ -128,7 +128,8 @@ def _patterns(node: ast.JoinedStr) -> list[str]:
     return [part.replace("*", r"\w+") for part in parts]
 
 
-def _has_one_value(shape: Shape) -> bool:
+def _has_one_value(annotation: Any) -> bool:
     """Return whether a key allows one value other than null, so that there is nothing to read."""
-    members = shape.members if isinstance(shape, OneOf) else (shape,)
-    return all(isinstance(each, Nothing) or (isinstance(each, Choice) and len(each.values) == 1) for each in members)
+    return all(
+        each is type(None) or (get_origin(each) is Literal and len(get_args(each)) == 1) for each in members(annotation)
+    )

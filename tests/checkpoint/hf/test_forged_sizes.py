@@ -19,7 +19,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.config.huggingface.bounds import oversized, weights_in
+from nxdt_core.config.huggingface import oversized, weights_in
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.errors.models import HFFileDamaged

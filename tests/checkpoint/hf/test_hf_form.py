@@ -15,7 +15,7 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.models import HFExchangeUnsupported
-from nxdt_core.protocols.launcher import Place
+from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model
@@ -93,4 +93,4 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
 def test_a_model_without_a_counterpart_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(export.build, "model_builder", lambda config: SimpleNamespace())
     with raises(HFExchangeUnsupported):
-        HFForm(llama(), LocalStorage(str(tmp_path)), Ranks(Place(host="here")), every=1)
+        HFForm(llama(), LocalStorage(str(tmp_path)), Ranks(RankEnvironment(host="here")), every=1)

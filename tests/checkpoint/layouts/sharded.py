@@ -27,7 +27,7 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.saving import save_checkpoint
 from tests.error_names import name_of

@@ -13,7 +13,7 @@ from nxdt_core.checkpoint import read_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed import devices
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step

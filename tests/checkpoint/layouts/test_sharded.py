@@ -26,7 +26,7 @@ from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.plan import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.parallel.piece import Box, Held
+from nxdt_core.protocols.piece import Box, ShardInfo
 from tests.calls import Call, run_in_turn
 from tests.checkpoint.layouts import sharded
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
@@ -234,8 +234,8 @@ def test_partial_sums_are_refused():
     assert RankPool(2).run(sharded.partial_sums)[0][0] == "TensorStateUnsupported"
 
 
-def held(box: Box, shape: tuple[int, ...] = (8,), **more) -> Held:
-    return Held(dtype="float32", shape=shape, box=box, **more)
+def held(box: Box, shape: tuple[int, ...] = (8,), **more) -> ShardInfo:
+    return ShardInfo(dtype="float32", shape=shape, box=box, **more)
 
 
 def test_large_boxes_go_to_those_who_have_written_least():

@@ -18,16 +18,15 @@ from nxdt_core.errors.plugins import UnknownScheme
 from nxdt_core.kernel import Kernel, PluginPolicy
 
 MEMORY_PLUGIN = """
-from dataclasses import dataclass
 from nxdt_core.api import StoreComponent, hookimpl
+from nxdt_core.config.section import Section
 
 @hookimpl
 def nxdt_stores():
     target, config = __name__ + ":Ram", __name__ + ":RamConfig"
     return [StoreComponent(name="ram", target=target, config=config, uri_schemes=("ram",))]
 
-@dataclass(frozen=True)
-class RamConfig:
+class RamConfig(Section):
     size: int = 7
 
 class Ram:

@@ -22,7 +22,7 @@ ENTRY = dedent("""
 """)
 FORMAT = dedent("""
     import torch
-    from nxdt_core.protocols.parallel.piece import Box, Held
+    from nxdt_core.protocols.piece import Box, ShardInfo
 
     class Reader:
         step = consumed_samples = 0
@@ -33,7 +33,7 @@ FORMAT = dedent("""
         def listing(self, builder, *, weights_only=False):
             named = dict(builder.build().named_parameters())
             held = {{name: tuple(each.shape) for name, each in named.items()}}
-            return {{("model", n): Held(dtype="float32", shape=s, box=Box.whole(s)) for n, s in held.items()}}
+            return {{("model", n): ShardInfo(dtype="float32", shape=s, box=Box.whole(s)) for n, s in held.items()}}
 
         def read(self, places):
             from nxdt_core.config import load

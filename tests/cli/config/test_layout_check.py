@@ -164,7 +164,7 @@ def test_ranks_that_another_launcher_started_name_the_plan_in_the_first_step(wor
 
 Z_LOSS = """
 from nxdt_core.api import Component, hookimpl
-from nxdt_core.models.loss.cross_entropy import cross_entropies, log_partition
+from nxdt_core.models.loss import cross_entropies, log_partition
 from nxdt_core.protocols.objective import ObjectiveOutput
 
 

@@ -6,15 +6,13 @@ import re
 import pytest
 
 MODEL = """
-from dataclasses import dataclass
-
 import torch
 from nxdt_core.api import ModelComponent, hookimpl
+from nxdt_core.config.section import Section
 from nxdt_core.protocols.model import PlainBuilder
 
 
-@dataclass(frozen=True, kw_only=True)
-class BigramConfig:
+class BigramConfig(Section):
     vocab_size: int = 272
     hidden_size: int = 32
 

@@ -131,10 +131,9 @@ def nxdt_optimizers():
     ]
 """
 CONFIG = """
-from dataclasses import dataclass
+from nxdt_core.config.section import Section
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SgdConfig:
+class SgdConfig(Section):
     \"\"\"Gradient descent.\"\"\"
 
     lr: float = 0.01

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.schema.strategy import DistributedStrategyConfig
-from nxdt_core.config.sources.node import from_plain
-from nxdt_core.config.sources.overrides import COMMAND_LINE
-from nxdt_core.config.validate import Checked, find_impossible
+from nxdt_core.config.checks import Checked, find_impossible
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.sources import COMMAND_LINE
+from nxdt_core.config.training_schema import DistributedStrategyConfig
+from nxdt_core.config.tree import from_plain
 from nxdt_core.engine.layout_rules import find_impossible_layouts
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.config.sources.node import from_plain
-from nxdt_core.config.sources.overrides import COMMAND_LINE
-from nxdt_core.config.validate import Checked, find_impossible
+from nxdt_core.config.checks import Checked, find_impossible
+from nxdt_core.config.sources import COMMAND_LINE
+from nxdt_core.config.tree import from_plain
 
 IMPOSSIBLE = {
     "weights from nowhere": (

@@ -10,10 +10,8 @@ import yaml
 from nxdt_testing.errors import raises
 
 from nxdt_core import config
-from nxdt_core.config.secrets.addresses import without_credentials
-from nxdt_core.config.secrets.command_line import drop_replaced, shown_words
-from nxdt_core.config.secrets.messages import Redaction, hide_secrets
-from nxdt_core.config.sources.node import MASK
+from nxdt_core.config.secrets import Redaction, drop_replaced, hide_secrets, shown_words, without_credentials
+from nxdt_core.config.tree import MASK
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.ranks import RanksDisagree
 from nxdt_core.launch.agreement import check_agreement

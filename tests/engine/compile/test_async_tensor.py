@@ -22,7 +22,7 @@ from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.layouts import NoSymmetricMemory
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan
 from nxdt_core.train.step import initialize_parallel_model

@@ -13,9 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.chunked_loss import _sums, compiled_rows, linear_cross_entropies
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum, whole_vocabulary_cross_entropies
-from nxdt_core.models.loss.logit_rows import IN_CHUNKS
+from nxdt_core.engine.loss import _sums, compiled_rows, linear_cross_entropies
+from nxdt_core.models.loss import IN_CHUNKS, cross_entropy_sum, whole_vocabulary_cross_entropies
 from nxdt_core.protocols.step_context import StepContext
 from tests.integer_widths import IntegerWidths
 

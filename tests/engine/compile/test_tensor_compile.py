@@ -8,7 +8,7 @@ from torch import nn
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from tests.engine.tensor.cases import Case, built, materialised
 from tests.engine.tensor.models import HIDDEN, SEQ
 

@@ -25,10 +25,10 @@ from nxdt_core.errors.layouts import (
     RingNeedsPointToPoint,
 )
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from tests.sampling import slow, takes_all
 

@@ -18,7 +18,7 @@ from nxdt_core.engine.context.apply import apply_context_parallel, unshard_seque
 from nxdt_core.engine.context.blocks import zigzag_shard
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.at_rest import at_rest
 from tests.sampling import slow, slow_except

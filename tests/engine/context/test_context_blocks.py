@@ -8,8 +8,8 @@ import torch.distributed as dist
 from nxdt_testing.ranks import process_group
 
 from nxdt_core.engine.context.blocks import (
+    DocumentCache,
     DocumentChunks,
-    DocumentsOfBatches,
     _relations,
     local_blocks,
     prefix_blocks,
@@ -129,7 +129,7 @@ def test_shards_in_order_are_the_whole(ranks):
 
 def gatherings() -> list[bool]:
     with process_group():
-        documents = DocumentsOfBatches(dist.group.WORLD)
+        documents = DocumentCache(dist.group.WORLD)
         ids = zigzag_shard(torch.tensor(PACKED)[:, :12], dist.get_rank(), 2, 1)
         first = documents(ids)
         again = documents(ids)

@@ -14,7 +14,7 @@ from nxdt_core.engine.context.kernels import (
     FlashOrEfficientKernel,
     MaskedFlashKernel,
     Scoring,
-    dense_heads,
+    contiguous_heads,
 )
 from nxdt_core.engine.context.partial_attention import (
     _KERNELS,
@@ -262,6 +262,6 @@ def test_autocast_does_not_round_what_was_made_wide():
 
 def test_heads_that_are_not_side_by_side_are_copied():
     transposed = torch.randn(2, 2, 8, 4).transpose(-1, -2)
-    assert dense_heads(transposed).stride(-1) == 1
-    assert dense_heads(torch.ones(1).expand(2, 2, 4, 4)).stride(-1) == 1
-    assert dense_heads(transposed.transpose(-1, -2)).data_ptr() == transposed.data_ptr()
+    assert contiguous_heads(transposed).stride(-1) == 1
+    assert contiguous_heads(torch.ones(1).expand(2, 2, 4, 4)).stride(-1) == 1
+    assert contiguous_heads(transposed.transpose(-1, -2)).data_ptr() == transposed.data_ptr()

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
-from nxdt_core.engine.stages import cut_stage
+from nxdt_core.engine.pipeline.split import cut_stage
 from nxdt_core.train import build
 from tests.engine.test_traffic import HIDDEN, STRATEGY, configured, running
 

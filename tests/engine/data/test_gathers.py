@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from nxdt_core.engine.data.gathers import GatherForms, gather_as, product_weights
+from nxdt_core.engine.data.collectives import GatherDtypes, product_weights, set_gather_dtypes
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan
@@ -64,7 +64,7 @@ def gathered(asynchronous: bool) -> tuple[dict[str, torch.Tensor], dict[str, tor
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        gather_as(module, GatherForms(dtype=torch.bfloat16, narrow=product_weights(module, PLAN)), names)
+        set_gather_dtypes(module, GatherDtypes(dtype=torch.bfloat16, narrow=product_weights(module, PLAN)), names)
         handle = module.unshard(async_op=asynchronous)
         if handle is not None:
             handle.wait()

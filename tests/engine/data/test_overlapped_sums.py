@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine import gradients
-from nxdt_core.engine.gradients import OverlappedSums
+from nxdt_core.engine.data import gradients
+from nxdt_core.engine.data.gradients import OverlappedAllReduce
 from tests.engine.data.test_gather_order import LAYER, TABLE
 from tests.engine.test_traffic import HIDDEN, STRATEGY, configured, running
 from tests.sampling import slow
@@ -64,7 +64,7 @@ def sums_by_hand(requires: Sequence[bool]) -> list[list[float]]:
     with process_group():
         gradients._BUCKET_BYTES = 8
         parameters = [nn.Parameter(torch.ones(2), requires_grad=needs) for needs in requires]
-        sums = OverlappedSums(dist.group.WORLD, parameters, hooked=True)
+        sums = OverlappedAllReduce(dist.group.WORLD, parameters, hooked=True)
         for parameter in parameters:
             parameter.requires_grad_()
         found = []

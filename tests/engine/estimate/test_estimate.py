@@ -14,7 +14,7 @@ from nxdt_core.engine.estimate import workload
 from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.errors.launch import UnknownAccelerator
 from nxdt_core.errors.models import ModelReadsValues
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
 from tests.train.small import SMALL

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.models.loss import logit_rows
+from nxdt_core.models import loss
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan
@@ -148,7 +148,7 @@ def pytest_generate_tests(metafunc):
 
 def test_every_ranks_peak_is_what_was_planned(layout, ranks, monkeypatch):
     # As the real ranks, on the host.
-    monkeypatch.setattr(logit_rows, "_CHUNK_ELEMENTS", logit_rows._CHUNK_ELEMENTS_IN_CACHE)
+    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", loss._CHUNK_ELEMENTS_IN_CACHE)
     overrides = [*SIZES, *LAYOUTS[layout]]
     made = plan(load("recipe:llama-tiny", overrides))
     found = ranks(2).run(peak_of_a_step, overrides, timeout_s=300)

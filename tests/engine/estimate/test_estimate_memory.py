@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.engine.estimate.live import LiveBytes
-from nxdt_core.models.loss import logit_rows
+from nxdt_core.models import loss
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan
@@ -42,7 +42,7 @@ def config_of(*overrides):
 @pytest.fixture
 def hosts_loss(monkeypatch):
     """The real run's loss works in chunks of the host's cache; let that of the meta device do the same."""
-    monkeypatch.setattr(logit_rows, "_CHUNK_ELEMENTS", logit_rows._CHUNK_ELEMENTS_IN_CACHE)
+    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", loss._CHUNK_ELEMENTS_IN_CACHE)
 
 
 class Run:
@@ -128,6 +128,18 @@ def test_masters_have_gradients_once_a_micro_batch_has_made_them(micro_batches, 
     memory = memory_of(*sizes)
     needed = memory.total - memory.optimizer  # with the copies of the weights, and without masters
     assert needed == pytest.approx(sum(live.peak.values()), rel=WITHIN)
+
+
+def test_a_frozen_base_under_autocast_counts_in_bfloat16(hosts_loss):
+    sizes = (*NARROW, "precision.type=autocast", "adapter.name=lora", "data.global_batch_size=2")
+    run = Run(config_of(*sizes))
+    batch = run.batch()
+    with LiveBytes(run.parameters()) as live:
+        run.model.run_train([batch], run.objective)
+    memory = memory_of(*sizes)
+    assert memory.weights == sum(parameter.nbytes for parameter in run.parameters())
+    assert {parameter.dtype for parameter in run.parameters()} == {torch.float32, torch.bfloat16}
+    assert memory.activations + memory.logits == pytest.approx(sum(live.peak.values()), rel=WITHIN)
 
 
 def test_compiled_losses_make_no_copies_of_logits():

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
 from nxdt_core.engine.estimate.live import LiveBytes, WireBytes
-from nxdt_core.engine.estimate.memory import Storage, peak_memory
+from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
 from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
 from nxdt_core.engine.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
@@ -17,8 +17,8 @@ from nxdt_core.engine.pipeline.schedules import schedule_operations
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.models.moe.experts import RowGroups, grouped_linear
 from nxdt_core.models.norm import RMSNorm
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import as_torch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -175,7 +175,7 @@ def test_gradients_are_counted_where_they_are_new_and_stay(use, gradients):
 
 def test_the_fullest_moment_comes_of_the_schedules_own_order():
     trace = MicroBatchTrace(kept=10, peak={"activations": 8, "logits": 0, "workspace": 7, "gradients": 0})
-    storage = Storage(
+    storage = StorageLayout(
         policy=PrecisionPolicy(name="fp32"),
         zero_stage=0,
         sharded=False,
@@ -194,7 +194,7 @@ def test_the_fullest_moment_comes_of_the_schedules_own_order():
 
 def test_masters_are_counted_with_the_optimizer():
     policy = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
-    storage = Storage(policy=policy, zero_stage=1, sharded=True, replicated=True, accumulates=True)
+    storage = StorageLayout(policy=policy, zero_stage=1, sharded=True, replicated=True, accumulates=True)
     counts = ParameterCounts(local=100, stored=25, trained=100, trained_stored=25, groups=(60,), root=40, state=25 * 8)
     peak = MicroBatchTrace(kept=0, peak=dict.fromkeys(("activations", "logits", "workspace", "gradients"), 1000))
     memory = peak_memory(counts, storage, schedule_operations("1f1b", 1, 1, 2)[0], {0: peak}, 0)

@@ -7,9 +7,9 @@ import gc
 import torch
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.engine.data.fsdp import keeps_experts
+from nxdt_core.engine.data.fsdp import leaves_experts_whole
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model
@@ -49,9 +49,9 @@ def test_a_rank_holds_its_experts_once(ranks):
 
 def test_experts_that_other_ranks_have_too_or_with_masters_are_sharded():
     policy = PrecisionPolicy(name="autocast", autocast="bfloat16")
-    assert keeps_experts(MeshSizes(dp_shard=4, ep=4), policy)
-    assert not keeps_experts(MeshSizes(dp_shard=4, ep=2), policy)
-    assert not keeps_experts(MeshSizes(dp_shard=2, dp_replicate=2, ep=2), policy)
-    assert not keeps_experts(MeshSizes(dp_shard=4), policy)
+    assert leaves_experts_whole(MeshSizes(dp_shard=4, ep=4), policy)
+    assert not leaves_experts_whole(MeshSizes(dp_shard=4, ep=2), policy)
+    assert not leaves_experts_whole(MeshSizes(dp_shard=2, dp_replicate=2, ep=2), policy)
+    assert not leaves_experts_whole(MeshSizes(dp_shard=4), policy)
     masters = PrecisionPolicy(name="masters", parameters="bfloat16", master_weights=True)
-    assert not keeps_experts(MeshSizes(dp_shard=4, ep=4), masters)
+    assert not leaves_experts_whole(MeshSizes(dp_shard=4, ep=4), masters)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.engine.context.blocks import zigzag_shard, zigzag_unshard
-from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_parameters
+from nxdt_core.engine.expert import apply_expert_parallel, expert_parameters
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.models.mlp import SwiGLU
@@ -22,9 +22,8 @@ from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.random.init import initialize
 from nxdt_core.models.step_border import at_border
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow_except
 

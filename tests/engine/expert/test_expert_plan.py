@@ -13,7 +13,7 @@ from nxdt_core.engine.estimate.weights import StateBytes
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.models.moe.dispatch import LocalDispatcher
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train.step import CausalLM
 

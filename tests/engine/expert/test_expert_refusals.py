@@ -10,11 +10,11 @@ from nxdt_testing.errors import raises
 from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
-from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_modules, expert_parameters
+from nxdt_core.engine.expert import apply_expert_parallel, expert_modules, expert_parameters
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 

@@ -10,7 +10,7 @@ from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 from torch import nn
 
-from nxdt_core.engine.expert.router_metrics import RouterMetrics, routers_of
+from nxdt_core.engine.expert import RouterMetrics, routers_of
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.random.init import initialize

@@ -9,8 +9,8 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.engine.expert.apply import apply_expert_parallel, expert_parameters
-from nxdt_core.engine.expert.dispatch import apply_token_shuffle, exchange_tokens
+from nxdt_core.engine.expert import apply_expert_parallel, expert_parameters
+from nxdt_core.engine.expert_dispatch import apply_token_shuffle, exchange_tokens
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.models.moe.experts import SwiGLUExperts
@@ -18,9 +18,8 @@ from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.random.init import initialize
 from nxdt_core.models.step_border import at_border
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow_except
 

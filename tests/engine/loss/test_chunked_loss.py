@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.chunked_loss import chunk_loss, linear_cross_entropies
+from nxdt_core.engine.loss import chunk_loss, linear_cross_entropies
 from nxdt_core.errors.models import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
-from nxdt_core.models.loss.cross_entropy import TokenLosses, cross_entropy_sum, head_output
+from nxdt_core.models.loss import TokenLosses, cross_entropy_sum, head_output
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext

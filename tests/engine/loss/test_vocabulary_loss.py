@@ -8,9 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nxdt_core.engine.global_batch import objective_output
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.errors.models import LogitsAreSharded
-from nxdt_core.models.loss import cross_entropy_sum, log_partition, log_probs, logit_rows
+from nxdt_core.models import loss as loss_module
+from nxdt_core.models.loss import cross_entropy_sum, log_partition, log_probs
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext
@@ -47,7 +48,7 @@ def sharded_losses():
         found = {}
         for dtype, weighted, chunk_rows in CASES:
             if chunk_rows is not None:
-                logit_rows._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
+                loss_module._CHUNK_ELEMENTS_IN_CACHE = chunk_rows * VOCAB // 2
             part = logits_of(dtype).chunk(2, -1)[mesh.get_local_rank()].clone().requires_grad_()
             logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
             loss_sum, weight = cross_entropy_sum(logits, labels_of(), weights_of(weighted), SHARDED)

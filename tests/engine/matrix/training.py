@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step

@@ -7,9 +7,9 @@ import torch
 from nxdt_testing.errors import raises
 from torch import nn
 
-from nxdt_core.engine.gradients import global_norm
-from nxdt_core.engine.optimizer import TorchOptimizer
-from nxdt_core.engine.parameter_groups import parameter_groups
+from nxdt_core.engine.data.gradients import global_norm
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
+from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.optimizers.config import AdamWConfig

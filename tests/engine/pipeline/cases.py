@@ -17,15 +17,15 @@ from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.engine.data.fsdp import apply_data_parallel
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.runner import PipelineRunner
+from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.engine.stages import cut_stage, stages_of_rank
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.models.random.init import draw, rule_for
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 
@@ -108,7 +108,7 @@ def arguments(batch):
     return {"position_ids": batch.position_ids, "document_ids": batch.document_ids}
 
 
-def hidden_like(batch, case):
+def hidden_spec(batch, case):
     return (*batch.input_ids.shape, HIDDEN), getattr(torch, case.precision.parameters)
 
 
@@ -238,7 +238,7 @@ def pipeline(case):
         mesh,
         schedule=case.schedule,
         micro_batches=case.micro_batches,
-        hidden_like=lambda batch: hidden_like(batch, case),
+        hidden_spec=lambda batch: hidden_spec(batch, case),
         device=torch.device("cpu"),
     )
     return Pipeline(

@@ -2,7 +2,7 @@
 
 from torch.distributed.pipelining import PipelineStage
 
-from nxdt_core.engine import stages
+from nxdt_core.engine.pipeline import split
 from tests.engine.pipeline import cases
 
 
@@ -18,10 +18,10 @@ def leave_tied_gradients_apart():
 
 def drop_a_layer():
     """The last layer of the first stage is on no stage."""
-    stock = stages.stage_layers
+    stock = split.stage_layers
 
     def shares(layers, count, cuts):
         first, *others = stock(layers, count, cuts)
         return [first[:-1], *others]
 
-    stages.stage_layers = shares
+    split.stage_layers = shares

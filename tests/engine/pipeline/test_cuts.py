@@ -13,10 +13,9 @@ from nxdt_core.config import load
 from nxdt_core.engine.layout import LayoutOptions, part_costs, pipeline_cuts
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, stage_costs
 from nxdt_core.engine.pipeline.schedules import schedule_operations, step_length
-from nxdt_core.engine.stages import stage_layers
+from nxdt_core.engine.pipeline.split import stage_layers
 from nxdt_core.errors.layouts import FewerLayersThanStages
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import rank_of_stage
+from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan
 from tests.engine.matrix.layouts import Layout

@@ -17,7 +17,7 @@ from nxdt_core.engine.pipeline.schedules import Operation, schedule_operations
 from nxdt_core.engine.pipeline.stage import StreamedStage
 from nxdt_core.errors.layouts import MicroBatchesDoNotFit
 from nxdt_core.errors.models import SequenceTooLongForModel
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext

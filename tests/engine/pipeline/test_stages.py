@@ -13,7 +13,7 @@ from torch import nn
 from nxdt_core.engine.layout import LayoutOptions, lay_out
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
-from nxdt_core.engine.stages import cut_stage, stage_layers, stages_of_rank
+from nxdt_core.engine.pipeline.split import cut_stage, stage_layers, stages_of_rank
 from nxdt_core.errors.layouts import (
     LayersDoNotDivide,
     MicroBatchesDoNotFit,
@@ -23,8 +23,7 @@ from nxdt_core.errors.layouts import (
     UnknownPipelineCut,
     ZeroBubbleCannot,
 )
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.pipeline_schedules import check_micro_batches, check_whole_backward, rank_of_stage
+from nxdt_core.protocols.mesh import MeshSizes, check_micro_batches, check_whole_backward, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nxdt_core.engine.data.fsdp import copies_masters, needs_sharding
+from nxdt_core.engine.data.fsdp import needs_sharding, uses_copied_masters
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from tests.engine.test_traffic import MICRO_BATCHES, configured, running
 
@@ -72,5 +72,5 @@ def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(ranks):
     ids=str,
 )
 def test_masters_that_others_hold_too_or_in_a_pipeline_are_sharded(sizes, copied):
-    assert copies_masters(sizes, MASTERS) == copied
+    assert uses_copied_masters(sizes, MASTERS) == copied
     assert needs_sharding(ParallelMesh(sizes, None), MASTERS) == (not copied)

@@ -46,7 +46,8 @@ def train(policy, world, overrides):
     )
     engine = build.engine(config)
     engine.start()
-    model = engine.initialize_model(build.model_builder(config), precision=policy, seed=3)
+    adapters = build.adapters(config)
+    model = engine.initialize_model(build.model_builder(config), precision=policy, seed=3, adapters=adapters)
     optimizer = initialize_parallel_optimizer(config, engine, model)
     ids = torch.randint(272, (2 * ROWS, SEQ + 1), generator=torch.Generator().manual_seed(1))
     place = engine.rank_info
@@ -94,3 +95,15 @@ def test_autocast_follows_float32_within_two_percent(ranks, in_float32, layout):
         torch.testing.assert_close(losses, in_float32, rtol=0.02, atol=0)
         assert losses != in_float32
         assert dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize("layout", slow_except(("dp2", "dp2-zero3", "dp2-tp2-sp", "dp2-pp2"), ("dp2-zero3",)))
+def test_frozen_weights_of_products_are_stored_in_bfloat16_under_autocast(ranks, layout):
+    adapter = ("adapter.name=lora", "adapter.lora_dropout=0", "adapter.target_modules=[all-linear]")
+    ((alone, dtypes, _),) = ranks(1).run(train, AUTOCAST, 1, adapter)
+    assert alone[-1] < alone[0] - 0.1
+    assert dtypes == {torch.float32, torch.bfloat16}
+    world, _, overrides = LAYOUTS[layout]
+    for losses, dtypes, _ in ranks(world).run(train, AUTOCAST, world, (*overrides, *adapter)):
+        torch.testing.assert_close(losses, alone, rtol=0.01, atol=0)
+        assert dtypes == {torch.float32, torch.bfloat16}

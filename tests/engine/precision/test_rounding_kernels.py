@@ -17,12 +17,12 @@ from torch._inductor import config, metrics
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nxdt_core.distributed.devices import HOST, current_device
-from nxdt_core.engine import rounding
-from nxdt_core.engine.data.masters import rounded_weights
-from nxdt_core.engine.rounded_updates import AdamUpdates, StochasticUpdates, round_into
-from nxdt_core.engine.rounding import BlockKernel, StochasticRounding, backend_on, can_compile, separate_rows
+from nxdt_core.engine.optim import rounding
+from nxdt_core.engine.optim.rounded_updates import AdamUpdates, StochasticUpdates, round_into
+from nxdt_core.engine.optim.rounding import BlockKernel, StochasticRounding, backend_on, can_compile, separate_rows
+from nxdt_core.engine.precision import rounded_weights
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from tests.integer_widths import IntegerWidths
 from tests.sampling import slow
 
@@ -111,7 +111,7 @@ def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name
 
 @pytest.mark.slow
 def test_masters_are_kept_and_rounded_in_one_kernel(monkeypatch):
-    monkeypatch.setattr("nxdt_core.engine.data.masters.backend_on", lambda device: "compile")
+    monkeypatch.setattr("nxdt_core.engine.precision.backend_on", lambda device: "compile")
     master = nn.Parameter(torch.randn(300, 401))
     before = master.detach().clone()
     with counting_bytes() as counted, rounded_weights([(master, "w", whole(300, 401))], StochasticRounding(seed=0), 1):
@@ -157,7 +157,7 @@ def rounded_masters(places, backend, device=HOST):
     masters = {name: nn.Parameter(value.to(device, copy=True)) for name, value in before.items()}
     of_places = [(masters[name], name, place) for name, place in places.items()]
     with (
-        mock.patch("nxdt_core.engine.data.masters.backend_on", return_value=backend),
+        mock.patch("nxdt_core.engine.precision.backend_on", return_value=backend),
         rounded_weights(of_places, StochasticRounding(seed=0), 1),
     ):
         found = {name: master.detach().to(HOST, copy=True) for name, master in masters.items()}

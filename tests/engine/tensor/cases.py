@@ -11,14 +11,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import local_of, piece_of
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor import apply
-from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, real_part
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train.step import CausalLM
@@ -62,7 +62,7 @@ def built(case: Case) -> tuple[nn.Module, ParallelPlan]:
 
 def own_part(name: str, tensor: torch.Tensor, padded: Padded) -> Piece:
     """This rank's real elements and their place in the whole parameter."""
-    return real_part(tensor, padded[name]) if name in padded else piece_of(tensor)
+    return unpadded_shard(tensor, padded[name]) if name in padded else piece_of(tensor)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from nxdt_core.engine.tensor import apply, layers, vocabulary_layers
-from nxdt_core.models.loss import cross_entropy as loss
+from nxdt_core.engine.tensor import apply, layers
+from nxdt_core.models import loss
 
 
 def _all_in_loss(logits, labels, weights):
@@ -18,6 +18,11 @@ def _all_in_loss(logits, labels, weights):
 def _sum_with_its_own_transpose(partial, group, *, sequence_parallel):
     """The sum whose gradient is summed as well, as if each rank had a loss of its own."""
     return layers.copy_to_group(layers.reduce_from_group(partial, group), group)
+
+
+def _summed_twice(self, ids, forward=layers.VocabParallelEmbedding.forward):
+    with mock.patch.object(layers, "sum_over_ranks", _sum_with_its_own_transpose):
+        return forward(self, ids)
 
 
 def _nothing_elsewhere(ids, rows, group):
@@ -41,11 +46,9 @@ MUTANTS: dict[str | None, Callable[[], AbstractContextManager[object]]] = {
     "norms not summed": lambda: mock.patch.object(apply, "partial_parameters", return_value=frozenset()),
     "copies of heads not summed": lambda: mock.patch.object(apply, "replicated_partials", return_value=frozenset()),
     "-100 in the loss": lambda: mock.patch.object(loss, "row_weights", _all_in_loss),
-    "embedding's gradient summed": lambda: mock.patch.object(
-        vocabulary_layers, "sum_over_ranks", _sum_with_its_own_transpose
-    ),
-    "embedding's ids not masked": lambda: mock.patch.object(vocabulary_layers, "rows_here", _nothing_elsewhere),
-    "bias before the sum": lambda: mock.patch.object(layers.RowLinear, "forward", _bias_before_sum),
-    "zeros take part": lambda: mock.patch.object(layers.RowLinear, "forward", _zeros_take_part),
+    "embedding's gradient summed": lambda: mock.patch.object(layers.VocabParallelEmbedding, "forward", _summed_twice),
+    "embedding's ids not masked": lambda: mock.patch.object(layers, "local_vocab_rows", _nothing_elsewhere),
+    "bias before the sum": lambda: mock.patch.object(layers.RowParallelLinear, "forward", _bias_before_sum),
+    "zeros take part": lambda: mock.patch.object(layers.RowParallelLinear, "forward", _zeros_take_part),
 }
 """What a wrong implementation would do."""

@@ -10,7 +10,7 @@ from torch import nn
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel
 from nxdt_core.errors.base import NxdtError
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 
 WIDTH, CHANNELS = 4, 6

@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.heads import HeadLayout, PaddedDim
+from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
 from nxdt_core.errors.launch import HeadsDoNotDivide, SequenceDoesNotDivide, ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan
 from tests.engine.tensor.models import HIDDEN, SEQ, VOCAB, Biased, biased_plan, llama
 
@@ -45,14 +45,14 @@ def biased(heads: int = 4, kv_heads: int = 4) -> tuple[nn.Module, ParallelPlan]:
 def test_uneven_heads_are_refused_with_sizes_that_work(query: int, kv: int, tp: int, possible: str) -> None:
     heads = AttentionHeads(query_heads=query, kv_heads=kv, query=("q",), key_value=("k",), output=("o",))
     with raises(HeadsDoNotDivide, match=rf"{query} query heads.*{kv} key/value.*{tp} tensor") as error:
-        HeadLayout.of(heads, tp)
+        HeadSharding.of(heads, tp)
     assert f"({possible})" in error.value.do()
-    assert HeadLayout.of(heads, tp, pad=True).padded
+    assert HeadSharding.of(heads, tp, pad=True).padded
 
 
 def test_copies_need_a_plan_that_names_the_projections() -> None:
     with raises(HeadsDoNotDivide, match="does not say which modules"):
-        HeadLayout.of(AttentionHeads(query_heads=8, kv_heads=2), 4)
+        HeadSharding.of(AttentionHeads(query_heads=8, kv_heads=2), 4)
 
 
 @pytest.mark.parametrize("kv", [1, 2, 3, 4, 5, 8])
@@ -60,7 +60,7 @@ def test_copies_need_a_plan_that_names_the_projections() -> None:
 @pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
 def test_every_query_head_lies_beside_its_key_once(kv: int, group: int, tp: int) -> None:
     heads = AttentionHeads(query_heads=kv * group, kv_heads=kv, query=("q",), key_value=("k",), output=("o",))
-    layout = HeadLayout.of(heads, tp, pad=True)
+    layout = HeadSharding.of(heads, tp, pad=True)
     query, key = layout.query(0, 1), layout.key_value(0, 1)
     assert query.parts == tp
     assert key.parts * layout.kv_replicas == tp

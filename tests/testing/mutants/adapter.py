@@ -5,7 +5,6 @@ Not collected by name: ``test_adapter_mutants.py`` runs this file and expects fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -14,8 +13,9 @@ from nxdt_testing.adapter_contract import AdapterContract
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.models.updates import Update, UpdatedLinear
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 
 RANK, SCALE = 2, 2.0
 TARGETS = ("q_proj", "o_proj")
@@ -27,8 +27,7 @@ def mutant(cls):
     return cls
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(BaseSection):
     rank: int = RANK
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from nxdt_testing.format_contract import FormatContract
 
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from tests.testing.mutants.small_model import SmallBuilder
 
 MUTANTS: list[type] = []
@@ -28,22 +28,22 @@ class Reader:
     step, consumed_samples = 3, 12
 
     def __init__(self, path: Path) -> None:
-        self.tensors: dict[Place, torch.Tensor] = torch.load(path / "model.acme")
+        self.tensors: dict[TensorKey, torch.Tensor] = torch.load(path / "model.acme")
 
     def model_config(self) -> Mapping[str, Any] | None:
         return {"model.name": "small"}
 
-    def chosen(self, weights_only: bool) -> dict[Place, torch.Tensor]:
+    def chosen(self, weights_only: bool) -> dict[TensorKey, torch.Tensor]:
         return {place: tensor for place, tensor in self.tensors.items() if place[0] == "model" or not weights_only}
 
-    def held(self, tensor: torch.Tensor) -> Held:
+    def held(self, tensor: torch.Tensor) -> ShardInfo:
         shape = tuple(tensor.shape)
-        return Held(dtype=str(tensor.dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
+        return ShardInfo(dtype=str(tensor.dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
 
     def listing(self, builder: Any, *, weights_only: bool = False) -> Listing:
         return {place: self.held(tensor) for place, tensor in self.chosen(weights_only).items()}
 
-    def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+    def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
         for place in places:
             yield self.tensors[place].clone()
 
@@ -97,9 +97,9 @@ class KeepsItsNames(Acme):
 @mutant
 class ListsParts(Acme):
     class reader(Reader):
-        def held(self, tensor: torch.Tensor) -> Held:
+        def held(self, tensor: torch.Tensor) -> ShardInfo:
             half = (max(tensor.shape[0] // 2, 1), *tensor.shape[1:])
-            return Held(dtype="float32", shape=tuple(tensor.shape), box=Box.whole(half))
+            return ShardInfo(dtype="float32", shape=tuple(tensor.shape), box=Box.whole(half))
 
 
 @mutant
@@ -116,35 +116,35 @@ class NumbersItsState(Acme):
 @mutant
 class ListsStateWithTheWeights(Acme):
     class reader(Reader):
-        def chosen(self, weights_only: bool) -> dict[Place, torch.Tensor]:
+        def chosen(self, weights_only: bool) -> dict[TensorKey, torch.Tensor]:
             return self.tensors
 
 
 @mutant
 class ReadsInItsOwnOrder(Acme):
     class reader(Reader):
-        def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+        def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
             return super().read([place for place in self.tensors if place in places])
 
 
 @mutant
 class ConvertsOnTheWay(Acme):
     class reader(Reader):
-        def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+        def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
             return (tensor.bfloat16() for tensor in super().read(places))
 
 
 @mutant
 class ReadsFromTheBeginning(Acme):
     class reader(Reader):
-        def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+        def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
             return super().read(list(self.tensors)[: len(places)])
 
 
 @mutant
 class ReadsNothing(Acme):
     class reader(Reader):
-        def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+        def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
             return (torch.zeros_like(tensor) for tensor in super().read(places))
 
 

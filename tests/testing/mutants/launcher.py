@@ -8,14 +8,15 @@ from __future__ import annotations
 import itertools
 import shlex
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from nxdt_testing.launcher_contract import LauncherContract
 
+from nxdt_core.config.section import Section
 from nxdt_core.distributed.environment import read_variable, require
 from nxdt_core.errors.launch import CannotSubmit
-from nxdt_core.protocols.launcher import Place, Submission
+from nxdt_core.protocols.launcher import RankEnvironment, Submission
 
 MUTANTS = []
 
@@ -25,8 +26,7 @@ def mutant(cls):
     return cls
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Section):
     queue: str = "default"
 
 
@@ -37,7 +37,7 @@ class Right:
             return None
         require(environment, ("MY_TASKS", "MY_SLOT", "MY_FIRST"), reason="MY_TASK is")
         rank, world_size = read_variable(environment, "MY_TASK"), read_variable(environment, "MY_TASKS", least=1)
-        return Place(
+        return RankEnvironment(
             rank=rank,
             world_size=world_size,
             local_rank=read_variable(environment, "MY_SLOT"),
@@ -69,7 +69,7 @@ class HasNoSubmission:
 @mutant
 class JoinsEveryProcess(Right):
     def join(self, environment):
-        return super().join(environment) or Place(host="here")
+        return super().join(environment) or RankEnvironment(host="here")
 
 
 @mutant

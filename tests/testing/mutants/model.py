@@ -5,7 +5,7 @@ Not collected by name: ``test_model_mutants.py`` runs this file and expects fail
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,9 @@ from nxdt_testing.model_contract import ModelContract
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 from tests.testing.mutants.small_model import HEADS, ROWS, WIDTH, Attention, Layer, Small, SmallBuilder, SmallConfig
 
 PLAN = SmallBuilder().plan()
@@ -272,8 +273,7 @@ class NamesAnotherArchitecture(SmallBuilder):
     hf_architectures = ("OtherForCausalLM",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadsNothing:
+class ReadsNothing(BaseSection):
     eps: float = 1e-5
 
 

@@ -5,12 +5,11 @@ Not collected by name: ``test_optimizer_mutants.py`` runs this file and expects 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from nxdt_testing.optimizer_contract import OptimizerContract
 
+from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.protocols.optimizer import as_torch
 
 MUTANTS = []
@@ -21,8 +20,7 @@ def mutant(cls):
     return cls
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
+class Section(BaseSection):
     lr: float = 0.01
     weight_decay: float = 0.1
 

@@ -21,11 +21,10 @@ def nxdt_optimizers():
     return [Component(name="NAME", target="NAME.build:build", config="NAME.build:Section", summary="a test's")]
 """
 BUILD = '''
-from dataclasses import dataclass
+from nxdt_core.config.section import Section as BaseSection
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
+class Section(BaseSection):
     """Keys of the optimizer."""
 
     lr: float = 0.1
@@ -48,7 +47,7 @@ MUTANTS = {
     "ImportsNumpy": {"entry": f"import numpy\n{ENTRY}"},
     "ComputesAtImport": {"entry": f"{ENTRY}\nTABLE = sum(range(5_000_000))\n"},
     "HasADefaultOfAnotherType": {"build": BUILD.replace("= 0.1", "= '0.1'")},
-    "HasATypeThatYAMLHasNot": {"build": BUILD.replace("lr: float = 0.1", "lr: complex = 1j")},
+    "HasATypeThatYAMLHasNot": {"build": BUILD.replace("lr: float = 0.1", "lr: memoryview | None = None")},
     "HasNoHook": {"entry": "LIMIT = 3\n"},
     "RequiresNoRange": {"requires": ("nxdt-core",)},
     "TakesTheFirstOfASet": {

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan
 
 HEADS, WIDTH, ROWS, PLACES = 2, 16, 32, 64
 PARTS = ("tokens", "places", "layers.*.norm", "layers.*.attention.qkv", "layers.*.attention.out", "norm", "head")
@@ -77,8 +76,7 @@ class Small(nn.Module):
         return self.head(self.norm(hidden))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallConfig:
+class SmallConfig(BaseSection):
     eps: float = 1e-5
 
     @classmethod

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from nxdt_core.api import Callback, Component, ConfigFinding, Run, hookimpl
 from nxdt_core.config.annotations import SecretText
+from nxdt_core.config.section import Section
 from nxdt_core.kernel.hookspecs import ValidateConfigContext
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoardConfig:
+class BoardConfig(Section):
     """A logger at a server."""
 
-    token: SecretText = field(repr=False)
+    token: SecretText = Field(repr=False)
     address: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailConfig:
+class FailConfig(Section):
     """A callback that cannot log in."""
 
-    password: SecretText = field(repr=False)
+    password: SecretText = Field(repr=False)
     at_step: int = 0
 
 

@@ -7,17 +7,17 @@ import torch
 
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.models.random.init import fresh_rules, initialize
+from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.engine import RankInfo
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
-from nxdt_core.protocols.parallel.engine import RankInfo
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.model import StepLoss
-from nxdt_core.protocols.parallel.ranks import OneRank
+from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.ranks import OneRank
 from nxdt_core.protocols.step_context import StepContext
 
 
@@ -33,7 +33,7 @@ class SoloModel:
         for part in self.module.modules():
             getattr(part, "reset_buffers", lambda: None)()
         named = dict(self.named_parameters())
-        initialize(named.items(), fresh_rules(builder, named), seed)
+        initialize(named.items(), complete_init_rules(builder, named), seed)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters under their global names."""

@@ -4,8 +4,7 @@ import torch
 from torch.nn import functional
 
 from acme_nxdt.alibi_config import AlibiConfig
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan
 
 
 class Slopes(torch.nn.Module):

@@ -1,10 +1,9 @@
 """The section of the decoder with ALiBi."""
 
-from dataclasses import dataclass
+from nxdt_core.config.section import Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlibiConfig:
+class AlibiConfig(Section):
     """Keys next to ``model.name: acme-alibi``."""
 
     vocab_size: int = 512

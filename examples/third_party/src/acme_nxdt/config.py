@@ -1,12 +1,12 @@
 """The sections of the YAML that belong to this plugin's components. No torch here: `nxdt config check` reads it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from nxdt_core.config.section import Section
 
-@dataclass(frozen=True, kw_only=True)
-class BigramConfig:
+
+class BigramConfig(Section):
     """Keys in addition to ``model.name: bigram``."""
 
     vocab_size: int = 512
@@ -20,8 +20,7 @@ class BigramConfig:
         return {"vocab_size": hf["vocab_size"], "hidden_size": hf["hidden_size"]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LionConfig:
+class LionConfig(Section):
     """Keys in addition to ``model.optim.name: acme-lion``."""
 
     lr: float = 1e-4
@@ -32,16 +31,14 @@ class LionConfig:
     """Weight of the momentum in the update, and in the momentum itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumsConfig:
+class SumsConfig(Section):
     """Keys in addition to ``data.name: sums``."""
 
     count: int = 1000
     """Samples of the training split."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class InverseSqrtConfig:
+class InverseSqrtConfig(Section):
     """Keys in addition to ``model.optim.sched.name: inverse_sqrt``."""
 
     warmup_steps: int = 10

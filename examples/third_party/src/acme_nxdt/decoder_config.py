@@ -1,9 +1,8 @@
 """Section ``model`` of the decoder, and the model of Hugging Face that it corresponds to. No torch here."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from nxdt_core.config.huggingface.values import HFValues
+from nxdt_core.config.huggingface import HFValues
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import DECODER_MODULES, OPTIONAL, REQUIRED, HFFamily, weight_keys
 
@@ -19,7 +18,6 @@ ACME = HFFamily(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(RotaryDecoderConfig):
     """Keys in addition to ``model.name: acme-decoder``; the others are inherited."""
 

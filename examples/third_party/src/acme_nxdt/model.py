@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from acme_nxdt.config import BigramConfig
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 
 class Bigram(torch.nn.Module):

@@ -16,9 +16,9 @@ from nxdt_plugin_lora.targets import tables_of
 
 from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel
+from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model
 

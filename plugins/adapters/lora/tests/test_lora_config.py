@@ -3,6 +3,8 @@
 import pytest
 from nxdt_plugin_lora.config import LoraConfig
 
+from nxdt_core.config import load
+
 
 @pytest.mark.parametrize(
     ("given", "key"),
@@ -28,3 +30,33 @@ def test_defaults_and_the_examples_of_the_seeds_are_fine():
 def test_scaling_is_by_the_rank_or_by_its_root():
     assert LoraConfig(lora_rank=16, lora_alpha=32).scaling == 2
     assert LoraConfig(lora_rank=16, lora_alpha=32, use_rslora=True).scaling == 8
+
+
+@pytest.mark.parametrize(
+    ("written", "rate"),
+    [
+        ({"adapter": {"name": "lora"}}, 2e-4),
+        ({"adapter": {"name": "lora"}, "model": {"optim": {"lr": 0.5}}}, 0.5),
+        ({"adapter": {"name": "lora"}, "model": {"optim": {"name": "muon"}}}, 1e-3),
+        ({"adapter": {"name": "lora"}, "objective": {"name": "dpo"}, "data": {"name": "preference"}}, 5e-6),
+        ({"objective": {"name": "dpo"}, "data": {"name": "preference"}}, 1e-6),
+        ({"checkpoint": {"resume_from": "base", "weight_init_only": True}, "data": {"name": "sft-chat"}}, 2e-5),
+        ({"data": {"name": "sft-chat"}}, 1e-3),
+    ],
+)
+def test_what_is_tuned_gets_a_learning_rate_that_suits_it(written, rate):
+    sizes = {"seq_length": 8, "micro_batch_size": 1, "global_batch_size": 1, "tokenizer": {"library": "byte"}}
+    files = {"train_files": ["*.jsonl"]} if "data" in written else {"name": "none"}
+    given = {
+        "name": "rates",
+        "trainer": {"max_steps": 1, "accelerator": "cpu"},
+        **written,
+        "data": {**sizes, **files, **written.get("data", {})},
+        "model": {
+            "name": "hf",
+            "model_config": "package://nxdt_plugin_hf/configs/qwen2-tiny",
+            **written.get("model", {}),
+        },
+    }
+    config = load(given)
+    assert config.selected("optimizer").config.lr == rate

@@ -7,7 +7,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.engine.layout import LayoutOptions, lay_out
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
 
@@ -131,6 +131,29 @@ def test_masters_are_kept_of_what_trains_alone(start):
     run = start("llama", {}, precision="mixed_precision")
     dtypes = {(p.requires_grad, p.dtype) for _, p in run.model.named_parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"), [("llama", {}), ("llama", {"use_dora": True}), ("mixtral", {}), ("hf", {})]
+)
+def test_a_base_in_bfloat16_computes_what_autocast_makes_of_one_in_float32(start, model, adapter):
+    kept, wide = (start(model, {"target_modules": ["all-linear"], **adapter}, precision="autocast") for _ in range(2))
+    drawn = start(model, {"target_modules": ["all-linear"], **adapter}).module.state_dict()
+    for name, parameter in wide.module.named_parameters():
+        parameter.data = drawn[name]
+    narrow = {name for name, parameter in kept.module.named_parameters() if parameter.dtype == torch.bfloat16}
+    assert (narrow == {"lm_head.weight"}) is bool(adapter)  # DoRA reads the weights that it adapts
+    ids = torch.arange(24).view(2, 12)
+    for run in (kept, wide):
+        run.shake()
+        with torch.autocast("cpu", torch.bfloat16):
+            run.module(ids).float().square().sum().backward()
+    torch.testing.assert_close(
+        {name: p.grad for name, p in kept.trained.items()},
+        {name: p.grad for name, p in wide.trained.items()},
+        rtol=0,
+        atol=0,
+    )
 
 
 def test_tensor_parallel_ranks_drop_alike_what_they_hold_alike(start):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +39,6 @@ def behind(proxy: FaultProxy, s3_uri: str, config: S3StorageConfig) -> Open:
     """``behind(**changes)``: a store on the same place as ``storage``, behind the proxy."""
 
     def open_it(uri: str = s3_uri, **changes: Any) -> S3Storage:
-        return S3Storage(uri, replace(config, endpoint_url=proxy.url, **changes))
+        return S3Storage(uri, config.changed(endpoint_url=proxy.url, **changes))
 
     return open_it

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
-from dataclasses import replace
 
 import pytest
 from nxdt_plugin_s3.storage import S3Storage
@@ -154,12 +153,12 @@ KILLED = """
 def test_what_a_killed_writer_left_is_invisible_and_swept_once_it_is_old(storage, config, s3_server):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), storage.uri, config.endpoint_url]
     assert processes.run(command, timeout=60).returncode == -signal.SIGKILL
-    neighbour = S3Storage(f"{storage.uri}-neighbour", replace(config, abandoned_after_s=-10))
+    neighbour = S3Storage(f"{storage.uri}-neighbour", config.changed(abandoned_after_s=-10))
     neighbour.after_commit("step-1/")
     storage.after_commit("step-1/")  # a day has not passed
     assert list(storage.list()) == []
     assert len(uploads(s3_server, storage)) == 1
-    S3Storage(storage.uri, replace(config, abandoned_after_s=-10)).after_commit("step-2/")  # times are whole seconds
+    S3Storage(storage.uri, config.changed(abandoned_after_s=-10)).after_commit("step-2/")  # times are whole seconds
     assert uploads(s3_server, storage) == []
 
 

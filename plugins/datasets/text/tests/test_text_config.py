@@ -17,7 +17,6 @@ FILES = (Path("a.txt"),)
     [
         ({}, "train_files"),
         ({"train_files": FILES, "validation_fraction": 1.0}, "validation_fraction"),
-        ({"train_files": FILES, "validation_fraction": -0.1}, "validation_fraction"),
         ({"train_files": FILES, "validation_fraction": 0.1, "validation_files": FILES}, "validation_fraction"),
         ({"test_files": FILES, "validation_fraction": 0.1}, "validation_fraction"),
         ({"train_files": FILES, "document_separator": ""}, "document_separator"),

@@ -10,6 +10,7 @@ from nxdt_plugin_text.loader import TextData
 from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
 
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
@@ -152,7 +153,9 @@ def test_the_fingerprint_knows_content_tokenizer_and_settings_but_not_names(alph
 
 
 def shipped():
-    return dataloader(64, train_files=("package://nxdt_plugin_text/data/kjv.txt",), document_separator="\n\n")
+    return dataloader(
+        64, train_files=(resolve_path("package://nxdt_plugin_text/data/kjv.txt"),), document_separator="\n\n"
+    )
 
 
 def test_a_run_over_the_shipped_text_resumes_exactly_on_other_ranks():

@@ -7,7 +7,7 @@ from nxdt_plugin_nxd.errors import LayoutNotOnHardware
 from nxdt_plugin_nxd.neuron.hardware import Machine, check_layout, machine_of_product, position_of
 from nxdt_testing.errors import raises
 
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 
 REFUSED = {
     "three cores": (("trn1", 3), {"dp_shard": 3}, "1, 2, 8, 16 or a multiple of 32"),

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_nxd.errors import PlanNotExpressible
-from nxdt_plugin_nxd.layout.placement import Place
-from nxdt_plugin_nxd.layout.translation import Translation, translate
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates, Translation, translate
 from nxdt_testing.errors import raises
 from torch import nn
 
 from nxdt_core.config import load
 from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
 from nxdt_core.errors.layouts import ExpertsDoNotDivide
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train import build
 
@@ -140,7 +139,7 @@ def test_an_embedding_without_a_style_is_refused_under_sequence_parallelism() ->
 
 def test_ranks_are_placed_as_data_and_checkpoints_assume() -> None:
     sizes = MeshSizes(pp=2, dp_shard=2, tp=2, zero_stage=0)
-    places = [Place.of(rank, sizes).as_dict() for rank in range(8)]
+    places = [MeshCoordinates.of(rank, sizes).as_dict() for rank in range(8)]
     assert places[:4] == [
         {"tp": 0, "dp": 0, "pp": 0, "ep": 0},
         {"tp": 1, "dp": 0, "pp": 0, "ep": 0},
@@ -149,5 +148,5 @@ def test_ranks_are_placed_as_data_and_checkpoints_assume() -> None:
     ]
     assert places[4] == {"tp": 0, "dp": 0, "pp": 1, "ep": 0}
     shared = MeshSizes(dp_shard=4, tp=2, ep=2, zero_stage=0)
-    assert [Place.of(rank, shared).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [Place.of(rank, shared).expert_dp for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [MeshCoordinates.of(rank, shared).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [MeshCoordinates.of(rank, shared).expert_dp for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]

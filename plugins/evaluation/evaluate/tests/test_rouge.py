@@ -13,7 +13,7 @@ from nxdt_testing.metric_contract import MetricContract
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.errors import NxdtError
 from nxdt_core.train.run.train import train
 from tests.train.small import SMALL

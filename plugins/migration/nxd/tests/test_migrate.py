@@ -16,7 +16,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.migration_contract import MigrationContract
 
 from nxdt_core import config
-from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.schedule import ScheduleHorizon
 from nxdt_core.train.schedules import CosineAnnealingConfig, cosine_annealing

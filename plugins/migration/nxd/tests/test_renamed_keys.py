@@ -17,7 +17,7 @@ from nxdt_plugin_migrate.config.renamed_keys import (
 )
 
 from nxdt_core import config
-from nxdt_core.config.resolve.normalize import MOVED as READ_HERE
+from nxdt_core.config.complete import MOVED as READ_HERE
 from nxdt_core.errors.configuration import UnknownKey
 from nxdt_core.kernel import Kernel
 

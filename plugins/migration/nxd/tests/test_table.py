@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, RE
 from nxdt_plugin_migrate.config.table import declared_keys, schema_page, schema_table, value_table
 
 from nxdt_core import config
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.keys import keys_of
-from nxdt_core.config.fields.types import Choice, Items, OneOf, Scalar, Shape, Table
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
 from tests.sampling import slow_except
@@ -89,26 +89,27 @@ def transcribed() -> list[str]:
     return keys
 
 
-def sample(shape: Shape | None, default: Any) -> Any:
-    """A value of the shape that is not the default."""
-    if isinstance(shape, OneOf):
-        return sample(shape.members[0], default)
-    if isinstance(shape, Choice):
-        return next(value for value in shape.values if value != default)
-    if isinstance(shape, Scalar) and shape.type is bool:
-        return default is not True
-    if isinstance(shape, Scalar) and shape.type in (int, float):
-        return 0.5 if shape.type is float else 2 if default != 2 else 3
-    if isinstance(shape, Items):
-        return [sample(shape.items[0], None)]
-    return {"x": 1} if isinstance(shape, Table) else "x"
+def sample(schema: Mapping[str, Any], default: Any) -> Any:
+    """A value of the JSON Schema that is not the default."""
+    if "anyOf" in schema:
+        order = {"boolean": 0, "integer": 1, "number": 2, "null": 9}
+        return sample(min(schema["anyOf"], key=lambda each: order.get(each.get("type"), 3)), default)
+    if "enum" in schema or "const" in schema:
+        return next(value for value in schema.get("enum", [schema.get("const")]) if value != default)
+    return {
+        "boolean": default is not True,
+        "number": 0.5,
+        "integer": 2 if default != 2 else 3,
+        "array": [sample(schema.get("items", {}), None)] if schema.get("type") == "array" else None,
+        "object": {"x": 1},
+    }.get(schema.get("type"), "x")
 
 
 def value_of(key: str) -> Any:
     if key in SAMPLES:
         return SAMPLES[key]
     declared = core_keys().get(key) or next((each for _, each in DECLARED.get(key, ())), None)
-    return 2 if declared is None else sample(declared.shape, declared.default)
+    return 2 if declared is None else sample(declared.json_schema(), declared.default)
 
 
 def base_of(key: str) -> tuple[Any, list[str]]:

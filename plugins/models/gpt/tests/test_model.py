@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.random.init import initialize
 
 ROPE = {"position_embedding_type": "rope", "rotary_percentage": 0.5}

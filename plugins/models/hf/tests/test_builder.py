@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from nxdt_plugin_hf.builder import HFBuilder
 from nxdt_plugin_hf.command import sharding
 from nxdt_plugin_hf.config import HFModelConfig
-from nxdt_plugin_hf.sharding.measure import measure_sharding
+from nxdt_plugin_hf.measure import measure_sharding
 
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.engine.engine import TorchEngine

@@ -13,7 +13,7 @@ from nxdt_plugin_hf.config import HFModelConfig
 from safetensors.torch import load_file, save_file
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
-from nxdt_core.config.huggingface.values import older_rope
+from nxdt_core.config.huggingface import older_rope
 from nxdt_core.errors.models import WeightsDoNotFit
 from tests import processes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.random.init import initialize
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.engine.dropout import salt_dropouts
+from nxdt_core.engine.dropout import set_dropout_salts
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.models.loss.cross_entropy import cross_entropy_sum
+from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.random.init import initialize
 from nxdt_core.models.step_border import at_border
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.step_context import StepContext
 
 
@@ -75,7 +75,7 @@ def test_every_rank_that_computes_parts_of_experts_drops_otherwise(builder):
     for rank in range(4):
         module = mixtral.build()
         mesh = ParallelMesh(MeshSizes(dp_shard=2, tp=2, ep=2), None, rank=rank)
-        salt_dropouts(module, mixtral.plan(), mesh, sequence_parallel=False)
+        set_dropout_salts(module, mixtral.plan(), mesh, sequence_parallel=False)
         salts |= {layer.moe.experts.dropout.salt for layer in module.layers.values()}
     assert len(salts) == 4 * 2
 

@@ -11,7 +11,7 @@ from nxdt_plugin_preference.config import DpoConfig, PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_preference.objectives import Dpo
 
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.sources import collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig

@@ -13,7 +13,7 @@ from nxdt_plugin_preference.objectives import Dpo, Orpo
 from nxdt_plugin_preference.rendering import Pair
 from nxdt_testing.errors import raises
 
-from nxdt_core.config.sources.paths import resolve_path
+from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.sources import blank_like, collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer

@@ -8,7 +8,7 @@ from nxdt_plugin_torchao.blocks import RowBlocks, dequantised, quantised
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 
 
 def blocks(width: int, *, size: int = 256, first: int = 0, whole: int | None = None) -> RowBlocks:

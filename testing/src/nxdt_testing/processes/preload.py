@@ -13,7 +13,7 @@ from importlib import metadata
 
 import nxdt_core
 from nxdt_core.config.load import check
-from nxdt_core.config.sources.recipes import list_recipes
+from nxdt_core.config.sources import list_recipes
 from nxdt_core.kernel import Kernel, PluginPolicy
 
 __all__: list[str] = []

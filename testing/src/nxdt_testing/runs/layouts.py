@@ -23,7 +23,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.weights.saved_optimizer import check_shared_state
 from nxdt_testing.contract import difference

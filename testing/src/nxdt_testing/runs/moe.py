@@ -22,10 +22,9 @@ from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.norm import RMSNorm
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
-from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_testing.runs.moe_config import MoEModelConfig
 
 __all__ = ["ADDED", "MoEBuilder", "ScaleAdapter"]
@@ -84,7 +83,7 @@ class MoEBuilder:
         )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the operations of :func:`nxdt_core.models.flops.decoder_flops_per_token`."""
+        """Return the operations of :func:`nxdt_core.models.decoder_builder.decoder_flops_per_token`."""
         c = self.config
         widths = c.moe.top_k * c.ffn_hidden_size + c.moe.shared_ffn_hidden_size
         weights = c.num_layers * c.hidden_size * (3 * widths + c.moe.num_experts)

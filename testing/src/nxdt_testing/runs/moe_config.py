@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import Field
+
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.config.section import Section
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 
 __all__ = ["MoEConfig", "MoEModelConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(Section):
     """The mixture of experts of each layer; most names are NxD Training's."""
 
     num_experts: PositiveInt = 4
@@ -34,7 +35,6 @@ class MoEConfig:
     """Width of the block that all tokens pass in addition to their experts; 0: none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MoEModelConfig(RotaryDecoderConfig):
     """Section ``model`` of a small decoder with mixtures of experts; ``ffn_hidden_size`` is the width of an expert."""
 
@@ -45,7 +45,7 @@ class MoEModelConfig(RotaryDecoderConfig):
     num_kv_heads: PositiveInt | None = 2
     vocab_size: PositiveInt = 64
     init_method_std: NonNegativeFloat = 0.1  # wide, so that routers tell tokens apart from the start
-    moe: MoEConfig = field(default_factory=MoEConfig)
+    moe: MoEConfig = Field(default_factory=MoEConfig)
     """The mixture of experts."""
 
     def check(self) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from torch import nn
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.models.random.init import fresh_rules, initialize
+from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.model import ModelBuilder
@@ -98,7 +98,7 @@ def fresh(builder: ModelBuilder, seed: int = SEED, dtype: torch.dtype | None = N
     module = builder.build()
     if dtype is not None:
         module.to(dtype)
-    initialize(module.named_parameters(), fresh_rules(builder, dict(module.named_parameters())), seed)
+    initialize(module.named_parameters(), complete_init_rules(builder, dict(module.named_parameters())), seed)
     return module
 
 

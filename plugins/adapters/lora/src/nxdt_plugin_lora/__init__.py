@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from nxdt_core.api import AdapterComponent, CliCommand, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 
 
 @hookimpl
@@ -34,3 +40,12 @@ def nxdt_cli() -> list[CliCommand]:
             summary="Write the LoRA adapter of a checkpoint as a directory that peft loads.",
         ),
     ]
+
+
+@hookimpl
+def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
+    """Give updates the learning rate of QLoRA's authors (Dettmers et al. 2023, arXiv:2305.14314)."""
+    if context.find("model.optim.name") not in (None, "adam", "adamw"):
+        return {}
+    tuned = context.find("adapter.name") == "lora" and context.find("objective.name") is None
+    return {"model": {"optim": {"lr": 2e-4}}} if tuned else {}

@@ -17,8 +17,7 @@ from torch.nn import functional
 from nxdt_core.models.moe.experts import RowGroups, SwiGLUExperts, grouped_linear
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import LayerNotAdaptable
 from nxdt_plugin_lora.targets import chosen_modules, chosen_targets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +14,19 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.models.updates import Update
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.adapter import SavedAdapter
 from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.ranks import RankAgreement
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train import build
 from nxdt_plugin_lora.adaptation import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate, adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import BaseIsNoReference
 from nxdt_plugin_lora.loading import check_options, load_adapter
 from nxdt_plugin_lora.merging import merge_last, write_options
+from nxdt_plugin_lora.peft_files import is_peft, read_config
+from nxdt_plugin_lora.peft_section import section_for
 
 _MAGNITUDE = "lora_magnitude"
 
@@ -76,7 +79,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoraAdapter:
-    """An :class:`~nxdt_core.protocols.adapter.Adapter`."""
+    """An :class:`~nxdt_core.protocols.adapter.Adapter`, which opens directories of peft."""
 
     def __init__(self, config: LoraConfig) -> None:
         self.config = config
@@ -98,6 +101,16 @@ class LoraAdapter:
             targets = adapted.targets
             _log.warning("LoRA of rank %d on %d layers: %s", self.config.lora_rank, len(targets), ", ".join(targets))
         return adapted.plan
+
+    @staticmethod
+    def saved_at(path: Path) -> SavedAdapter | None:
+        """Return the adapter that peft wrote into ``path``."""
+        if not is_peft(path):
+            return None
+        return SavedAdapter(
+            section=lambda builder: section_for(path, builder),
+            base=read_config(path).get("base_model_name_or_path"),
+        )
 
     @property
     def saves_base(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt, SourcePath
+from nxdt_core.config.section import Section
 
 Biases = Literal["none", "all", "lora_only"]
 
@@ -15,8 +15,7 @@ ALL_LINEAR = "all-linear"
 """In ``target_modules``: every linear layer and expert but the head."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Section):
     """Low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685); the names of the keys are NxD Training's.
 
     A layer with the weight W gives (W + s B A) x, where A has ``lora_rank`` rows, B as many columns and starts at zero,

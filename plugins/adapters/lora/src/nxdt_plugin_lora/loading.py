@@ -16,9 +16,9 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Box
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train import build
 from nxdt_core.train.weights.base import base_digest, without_base
 from nxdt_core.train.weights.saved_config import saved_adapter

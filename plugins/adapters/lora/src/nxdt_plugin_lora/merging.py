@@ -20,8 +20,8 @@ from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.plan import agree_on_assignment
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, replace_text
 from nxdt_core.train import build
@@ -88,7 +88,7 @@ def merge_lora(
     saved = open_saved(source, step, base=base, config=config, trusted=trusted)
     _check_ties(saved)
     held = {
-        ("model", name): Held(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
+        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
         for name, spec in saved.base.specs.items()
         if base_of(name) is None
     }
@@ -100,7 +100,7 @@ def merge_lora(
             saved.check_base()
         return held
 
-    def write(writer: AttemptWriter, mine: AbstractSet[Place]) -> Mapping[Place, TensorPart]:
+    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
         return _write(writer, saved, {name: held["model", name] for _, name in held if ("model", name) in mine}, ranks)
 
     facts = saved.manifest.facts
@@ -139,8 +139,8 @@ def merged_weight(
 
 
 def _write(
-    writer: AttemptWriter, saved: SavedLora, held: Mapping[str, Held], ranks: RankAgreement | None
-) -> dict[Place, TensorPart]:
+    writer: AttemptWriter, saved: SavedLora, held: Mapping[str, ShardInfo], ranks: RankAgreement | None
+) -> dict[TensorKey, TensorPart]:
     updated, tables = saved.updated, tables_of(build.model_builder(saved.config))
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:

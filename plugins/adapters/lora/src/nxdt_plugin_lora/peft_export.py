@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def describe(
     if matrices and lora.use_dora:
         raise NoPeftForm(parameter=min(matrices), reason="peft takes a layer of that name for an expert, without DoRA")
     config = peft_config(
-        replace(lora, lora_dropout=0.0) if of_experts or matrices else lora,
+        lora.changed(lora_dropout=0.0) if of_experts or matrices else lora,
         base=base,
         targets={module for each in updates for module in each.modules if module not in layers},
         whole={

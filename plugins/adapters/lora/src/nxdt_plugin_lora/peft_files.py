@@ -94,6 +94,16 @@ def peft_config(
     }
 
 
+def section_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file says of the section ``adapter``; its targets are named as in transformers and left out."""
+    return {
+        "name": "lora",
+        **{ours: theirs.get(name, _THEIR_DEFAULTS[name]) for name, ours in _SAME.items()},
+        "lora_dropout": theirs.get("lora_dropout", 0.0),
+        "lora_bias": theirs.get("bias", "none"),
+    }
+
+
 def shortened(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Return the last words of ``targets``, where all modules that end so are among them; else whole paths."""
     chosen, by_leaf = set(targets), defaultdict(set)

@@ -74,6 +74,15 @@ def base_of(name: str) -> UpdateParameter | None:
     return UpdateParameter(base=f"{layer.removesuffix('.updates')}.{last}", kind=kind)
 
 
+def module_of(name: str) -> tuple[str, bool]:
+    """Return the module of transformers that a tensor of the file belongs to, and whether it is of an update."""
+    inner = name.removeprefix(_PREFIX)
+    for suffix in {*_IN_PEFT.values(), *_EMBEDDING_IN_PEFT.values()}:
+        if inner.endswith(f".{suffix}"):
+            return inner.removesuffix(f".{suffix}"), True
+    return inner.rpartition(".")[0].removesuffix(".base_layer"), False
+
+
 def peft_tensors(
     builder: ModelBuilder, shapes: Mapping[str, tuple[int, ...]], embeddings: Iterable[str]
 ) -> dict[str, PeftTensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated
 
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
@@ -13,7 +12,6 @@ _GRAIN_BYTES = 64 * 2**10
 """Lustre takes stripe sizes that are multiples of it, lfs-setstripe(1)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FsxStorageConfig(LocalStorageConfig):
     """Striping of shards over the targets of a Lustre file system, and their export.
 

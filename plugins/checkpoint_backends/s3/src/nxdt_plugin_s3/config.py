@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from nxdt_core.config.annotations import PositiveInt, Range
+from nxdt_core.config.section import Section
 
 Seconds = Annotated[float, Range(0.001)]
 _SMALLEST_PART = 5 * 2**20
@@ -15,8 +15,7 @@ _SMALLEST_PART = 5 * 2**20
 _LARGEST_PART = 5 * 2**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class S3StorageConfig:
+class S3StorageConfig(Section):
     """How objects are written to and read from S3.
 
     Credentials are not keys of it: they come from the SDK's own chain (environment, shared files, container or instance

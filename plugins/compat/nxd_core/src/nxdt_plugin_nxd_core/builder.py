@@ -15,8 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan, PipelinePlan
 from nxdt_plugin_nxd_core.calls import Call, loss_in
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, StageModuleMisplaced
 

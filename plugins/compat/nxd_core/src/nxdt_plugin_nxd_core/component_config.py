@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from nxdt_core.config.section import Section
 
 __all__ = ["ModuleConfig"]
 
 
-@dataclass(kw_only=True)
-class ModuleConfig:
+class ModuleConfig(Section):
     """Nothing is configured: the program's ``model_fn`` builds the module."""

@@ -12,7 +12,7 @@ from torch import nn
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, WorldDoesNotDivide

@@ -11,14 +11,14 @@ from torch import nn
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
 from nxdt_core.models.step_border import at_border
-from nxdt_core.protocols.parallel.model import ParallelModel
-from nxdt_core.protocols.parallel.piece import Piece
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import TakenArguments, binds, expect

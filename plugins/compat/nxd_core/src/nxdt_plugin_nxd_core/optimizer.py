@@ -11,7 +11,7 @@ import torch
 
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.optimizer import ParameterGroup
-from nxdt_core.protocols.parallel.model import ParallelOptimizer
+from nxdt_core.protocols.parallel_model import ParallelOptimizer
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, NotOfThisModel

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from nxdt_core.engine.vocabulary_loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_plugin_nxd_core import parallel_state
 from nxdt_plugin_nxd_core.arguments import binds, expect
 from nxdt_plugin_nxd_core.config import current_config

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.parallel.piece import Box, Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_plugin_nxd_core.config import NxDConfig
 from nxdt_plugin_nxd_core.errors import RankFilesDoNotFit, RankFileUnreadable
 from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import Field
+
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Written
+from nxdt_core.config.section import Section
 
 _SMALLEST = 1e-5
 """Share below which the others would be repeated beyond measure until each sample of a source has come."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceConfig:
+class SourceConfig(Section):
     """One of several sources of a mixture."""
 
     train_dir: Path | None = None
@@ -29,8 +30,7 @@ class SourceConfig:
     """As ``data.text_key``, for this source; null takes that one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HfDataConfig:
+class HfDataConfig(Section):
     """Datasets that ``datasets`` has saved, or files that are read from their beginning to their end.
 
     A column ``input_ids`` holds tokens, and ``labels`` and ``attention_mask`` where the dataset has them;
@@ -44,7 +44,7 @@ class HfDataConfig:
     """What to validate on."""
     test_dir: Path | None = None
     """What to test on."""
-    sources: Mapping[str, SourceConfig] = field(default_factory=dict)
+    sources: Mapping[str, SourceConfig] = Field(default_factory=dict)
     """Several sources by names that you choose, instead of the three keys above."""
     streaming: bool = False
     """Read files in order and keep nothing of them in memory, instead of drawing samples from all of the data."""

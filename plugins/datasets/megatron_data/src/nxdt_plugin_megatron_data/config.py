@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from nxdt_core.config.annotations import Written
+from nxdt_core.config.section import Section
 from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronDataConfig:
+class MegatronDataConfig(Section):
     """Tokens in Megatron's ``.bin/.idx`` files; ``nxdt data preprocess`` makes them."""
 
     data_prefix: Path | tuple[float | Path, ...] | Mapping[str, Path | tuple[float | Path, ...]]

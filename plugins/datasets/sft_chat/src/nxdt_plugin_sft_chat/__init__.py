@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from nxdt_core.api import Component, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 
 
 @hookimpl
@@ -16,3 +22,13 @@ def nxdt_datasets() -> list[Component]:
             summary="conversations through a chat template, the loss on the answers, packed or padded",
         )
     ]
+
+
+@hookimpl
+def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
+    """Give the weights of a model that is named the learning rate of TRL's SFT."""
+    if context.find("model.optim.name") not in (None, "adam", "adamw"):
+        return {}
+    own = context.find("data.name") == "sft-chat" and context.find("adapter.name") is None
+    tuned = own and context.find("checkpoint.weight_init_only")
+    return {"model": {"optim": {"lr": 2e-5}}} if tuned else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.data.chat.templates import ChatKeys
@@ -11,7 +10,6 @@ from nxdt_core.data.chat.templates import ChatKeys
 Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig(ChatKeys):
     """Conversations, rendered by a chat template, with the loss on what the assistant says.
 

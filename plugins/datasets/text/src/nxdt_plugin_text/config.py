@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import Field
+
 from nxdt_core.config.annotations import Fraction
+from nxdt_core.config.section import Section
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextConfig:
+class TextConfig(Section):
     """Plain text and JSONL files, tokenised when the run starts and kept in memory.
 
     A file whose name ends in ``.jsonl``, ``.ndjson`` or ``.json`` has a JSON object per line, every other is plain
@@ -22,7 +23,7 @@ class TextConfig:
     """Files to train on, in this order."""
     validation_files: tuple[Path, ...] = ()
     """Files to validate on."""
-    validation_sets: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    validation_sets: Mapping[str, tuple[Path, ...]] = Field(default_factory=dict)
     """Named sets of files, instead of ``validation_files``; loss and perplexity are reported for each set."""
     test_files: tuple[Path, ...] = ()
     """Files to test on."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from nxdt_core.config.section import Section
 
 __all__ = ["NxdConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NxdConfig:
+class NxdConfig(Section):
     """Settings of the Neuron compiler and runtime; a variable that is set in the environment takes precedence."""
 
     compiler_flags: str | None = None

@@ -12,18 +12,16 @@ import torch.distributed as dist
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.engine.parameter_groups import check_overrides, parameter_groups
+from nxdt_core.engine.parameters import check_overrides, parameter_groups
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.engine import CompileAhead, RankInfo
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
-from nxdt_core.protocols.parallel.compile_ahead import CompileAhead
-from nxdt_core.protocols.parallel.engine import RankInfo
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
-from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.library import computes_on_host, load_library, platform
-from nxdt_plugin_nxd.neuron.compile_cache import ahead_of, check_cache
-from nxdt_plugin_nxd.neuron.environment import apply_environment, variables_of
+from nxdt_plugin_nxd.neuron.environment import ahead_of, apply_environment, check_cache, variables_of
 from nxdt_plugin_nxd.neuron.hardware import Machine, check_layout, machine_of_product, position_of
 from nxdt_plugin_nxd.neuron.lazy_device import end_of_step, join_processes, lazy_device
 
@@ -37,7 +35,7 @@ _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
 class NxdEngine:
-    """``parallel_engine.name=nxd``; see :class:`nxdt_core.protocols.parallel.engine.ParallelEngine`."""
+    """``parallel_engine.name=nxd``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
     _started: ClassVar[int] = 0
     """Engines of this process that are running; the library's groups are the process's."""
@@ -64,7 +62,7 @@ class NxdEngine:
         self._machine = Machine.of(platform(), run.trainer.devices)
         if not computes_on_host():
             check_layout(self._sizes, self._machine)
-        self.place = Place.of(position_of(self.ranks.rank, self._sizes, self._machine), self._sizes)
+        self.place = MeshCoordinates.of(position_of(self.ranks.rank, self._sizes, self._machine), self._sizes)
         self.device = HOST if computes_on_host() else lazy_device()
         self.rank_info = RankInfo(
             rank=self.ranks.rank,
@@ -133,7 +131,7 @@ class NxdEngine:
         from neuronx_distributed.parallel_layers import parallel_state
 
         from nxdt_plugin_nxd.layout import stages
-        from nxdt_plugin_nxd.training.global_batch import Surroundings
+        from nxdt_plugin_nxd.training.global_batch import ComputeContext
         from nxdt_plugin_nxd.training.model import NxdModel
 
         fixed_shapes = not profile_of(self.device).host
@@ -143,7 +141,7 @@ class NxdEngine:
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
         stages.materialise(stage, self.place, self.device, seed=seed, base=materialise)
         sizes = self._sizes
-        around = Surroundings(
+        around = ComputeContext(
             device=self.device,
             seed=seed,
             data_ranks=sizes.dp,

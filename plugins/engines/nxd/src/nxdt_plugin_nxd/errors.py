@@ -54,8 +54,7 @@ VocabularyIsSharded = NxdtError.define(
     "NXDT-N012",
     "An objective computes with logits of which each rank holds a part.",
     "The objective reads {attribute!r} of logits, of which each tensor parallel rank holds a part.",
-    "Let it call nxdt_core.models.loss.cross_entropy.cross_entropies, or set "
-    "distributed_strategy.tensor_model_parallel_size=1.",
+    "Let it call nxdt_core.models.loss.cross_entropies, or set distributed_strategy.tensor_model_parallel_size=1.",
 )
 
 

@@ -17,7 +17,7 @@ from nxdt_core.config import load
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.models.random.init import draw
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.plan import InitRule
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_optimizer, train_step

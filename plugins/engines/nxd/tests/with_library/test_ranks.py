@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from nxdt_plugin_nxd.layout.placement import Place
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.neuron.hardware import machine_of_product, position_of
 
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 
 CASES = {
     "neighbours": ("trn1", 32, {"tp": 8, "dp_shard": 4, "pp": 2}),
@@ -51,7 +51,7 @@ def test_each_rank_is_where_the_library_puts_it(case: str, monkeypatch: pytest.M
             lnc_size=machine.lnc,
             mesh_only=True,
         )
-    places = [Place.of(position_of(rank, sizes, machine), sizes) for rank in range(sizes.world_size)]
+    places = [MeshCoordinates.of(position_of(rank, sizes, machine), sizes) for rank in range(sizes.world_size)]
     for name, size, found in (
         ("tp", sizes.tp, groups.tp_groups),
         ("dp", sizes.dp, groups.dp_groups),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import Field
+
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
+from nxdt_core.config.section import Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayOptions:
+class RayOptions(Section):
     """A cluster of Ray."""
 
     nodes: PositiveInt | None = None
@@ -23,11 +24,11 @@ class RayOptions:
     """CPUs that a node reserves."""
     gpus_per_node: NonNegativeFloat = 0
     """GPUs that a node reserves."""
-    resources: Mapping[str, float] = field(default_factory=dict)
+    resources: Mapping[str, float] = Field(default_factory=dict)
     """Further resources that a node reserves, such as neuron_cores=32."""
     strategy: Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"] = "STRICT_SPREAD"
     """How Ray places the nodes of the run on those of the cluster; STRICT_SPREAD gives each another one."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = Field(default_factory=dict)
     """Variables for all processes."""
     compile: bool | None = None
     """Compile the graphs first; by default where the engine is XLA's or model.compile is true."""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 
-from nxdt_core.protocols.launcher import Job, Place, Submission
+from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
 from nxdt_plugin_ray.config import RayOptions
 
 _DRIVER = '''\
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 class RayLauncher:
     """Nodes as actors of Ray. Each calls ``nxdt train``, which starts the processes of its devices."""
 
-    def join(self, environment: Mapping[str, str]) -> Place | None:
+    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return None: the actors set the variables of a node."""
         return None
 

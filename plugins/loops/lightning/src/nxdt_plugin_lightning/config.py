@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import Field
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggerConfig:
+from nxdt_core.config.section import Section
+
+__all__ = ["LoggerConfig"]
+
+
+class LoggerConfig(Section):
     """A logger of PyTorch Lightning."""
 
     logger: str
     """Its class in ``pytorch_lightning.loggers``, such as ``CSVLogger``, ``CometLogger`` or ``NeptuneLogger``."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of the class. ``save_dir`` is the run's directory unless it is given."""

@@ -13,9 +13,9 @@ import torch
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import Objective, traits_of
-from nxdt_core.protocols.parallel.engine import ParallelEngine
-from nxdt_core.protocols.parallel.model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.metrics import ValidationMetrics, scalars

@@ -25,7 +25,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import place_from_environment
 from nxdt_core.launch.agreement import check_world_size
-from nxdt_core.protocols.parallel.engine import ParallelEngine
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build
 from nxdt_core.train.session import start_engine
 from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, check_trainer, complete_variables

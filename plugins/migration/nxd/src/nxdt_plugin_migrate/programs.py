@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nxdt_core.config.sources.node import Origin, from_plain
+from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig
 from nxdt_plugin_migrate.config.detect import framework_of
 from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, current_name, why_unneeded

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt
+from nxdt_core.config.section import Section
 
 __all__ = ["Activation", "BlockType", "GPTArchitecture", "Normalization"]
 
@@ -15,8 +15,7 @@ Activation = Literal["gelu", "gelu_tanh", "geglu", "reglu", "swiglu"]
 BlockType = Literal["pre_ln", "post_ln", "normformer", "gpt_j"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTArchitecture:
+class GPTArchitecture(Section):
     """Architecture of a GPT; the names of the keys are those of NxD Training's Megatron models."""
 
     num_layers: PositiveInt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nxdt_plugin_gpt.architecture import GPTArchitecture
@@ -12,7 +11,6 @@ from nxdt_plugin_gpt.hf.exchange import config_from_hf, names_in_hf
 __all__ = ["GPTConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig(GPTArchitecture):
     """Architecture of a GPT; the names of the keys are those of NxD Training's Megatron models."""
 

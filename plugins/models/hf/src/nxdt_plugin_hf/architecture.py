@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.config.huggingface.floats import read_floats
-from nxdt_core.config.huggingface.values import architectures_of
+from torch import nn
+
+from nxdt_core.config.huggingface import architectures_of, read_floats
 from nxdt_core.errors.base import NxdtError, one_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register
-from nxdt_plugin_hf.buffers import as_frozen_parameters
 from nxdt_plugin_hf.errors import (
     ArchitectureUnknown,
     ConfigurationRefused,
@@ -54,7 +54,7 @@ class Architecture:
 
     def new(self) -> PreTrainedModel:
         """Return the same with our attention, with routers whose logits are not kept unless requested, and with no
-        saved buffers (:func:`nxdt_plugin_hf.buffers.as_frozen_parameters`)."""
+        saved buffers (:func:`nxdt_plugin_hf.architecture.as_frozen_parameters`)."""
         register()
         config = copy.deepcopy(self.config)
         config._attn_implementation = IMPLEMENTATION
@@ -120,7 +120,7 @@ def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: str | tuple[str, ...] | None) -> None:
-    """Refuse what shows in the configuration; :mod:`nxdt_plugin_hf.sharding.tracing` sees whether tokens look ahead."""
+    """Refuse what shows in the configuration; :mod:`nxdt_plugin_hf.tracing` sees whether tokens look ahead."""
     named = architectures_of(values)
     model = named[0] if named else f"model_type {config.model_type!r}"
     if config.is_encoder_decoder:
@@ -132,3 +132,17 @@ def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: s
         raise NotACausalLM(model=model, reason=f"the causal model of its type is {causal[0]}")
     if config.get_text_config() is not config or not hasattr(config, "vocab_size"):
         raise NotACausalLM(model=model, reason="it has more than a text model, whose own config.json is needed")
+
+
+def as_frozen_parameters(model: nn.Module) -> None:
+    """Make them parameters that are not trained: these are drawn, sharded, saved and exchanged with the others.
+
+    Integers stay buffers.
+    """
+    for module in model.modules():
+        saved = module._buffers.keys() - module._non_persistent_buffers_set
+        for name in sorted(saved):
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))

@@ -147,7 +147,7 @@ class ScaledAttention(CausalAttention):
 
 class CappedAttention(nn.Module):
     """Causal attention with scores ``cap · tanh(score / cap)`` (Gemma 2, arXiv:2408.00118), composed, since fused
-    kernels have no room for the cap. It states no semantics: nothing may take its place."""
+    kernels have no room for the cap."""
 
     def __init__(self, scale: float, cap: float, masks: DocumentMasks, *, window: int | None = None) -> None:
         super().__init__()
@@ -155,6 +155,10 @@ class CappedAttention(nn.Module):
         self.cap = cap
         self.window = window
         self.masks = masks
+
+    def semantics(self) -> AttentionSemantics:
+        """Return what :meth:`forward` computes."""
+        return AttentionSemantics(causal=True, scale=self.scale, window=self.window, softcap=self.cap)
 
     def forward(
         self,

@@ -1,25 +1,36 @@
-"""The component ``hf``: builds a model of transformers and says how it may be sharded, initialised and exchanged."""
+"""The component ``hf``: builds a model of transformers, and says how it is sharded, initialised and exchanged.
+
+Rules of initialisation and the names of parameters in a directory come from transformers itself: its initialisation and
+its conversion are tried on small copies.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nxdt_core.config.huggingface.values import older_rope
+import torch
+
+from nxdt_core.config.huggingface import older_rope
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.protocols.initialisation import InitRule
 from nxdt_core.protocols.model import KeyMap
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_hf.architecture import Architecture, read_architecture
 from nxdt_plugin_hf.config import HFModelConfig
-from nxdt_plugin_hf.exchange import key_map
+from nxdt_plugin_hf.errors import DirectoryFormUnknown
 from nxdt_plugin_hf.facts import ModelFacts
-from nxdt_plugin_hf.modeling import CausalLM, build_model, hand_over_by_position
-from nxdt_plugin_hf.sharding.tracing import pattern_of
+from nxdt_plugin_hf.mixtures import STACK
+from nxdt_plugin_hf.modeling import CausalLM, build_model, pass_hidden_by_position
+from nxdt_plugin_hf.tracing import pattern_of
 
-__all__ = ["HFBuilder"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["HFBuilder", "key_map"]
 
 _facts: dict[tuple[type[Any], str], ModelFacts] = {}
 """By class and configuration."""
@@ -29,7 +40,7 @@ class HFBuilder:
     """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`.
 
     Names of parameters are those of transformers, but for those of experts
-    (:class:`nxdt_plugin_hf.moe.experts.RoutedExperts`).
+    (:class:`nxdt_plugin_hf.mixtures.RoutedExperts`).
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("*ForCausalLM", "*LMHeadModel")
@@ -59,7 +70,7 @@ class HFBuilder:
         model = build_model(self.architecture, self.facts.calls)
         for path, module in model.named_modules():
             if pattern_of(path) in self.facts.tensor.blocks and path != model.head_path:
-                hand_over_by_position(module)
+                pass_hidden_by_position(module)
         return model
 
     @cached_property
@@ -75,7 +86,7 @@ class HFBuilder:
         return self.facts.plan()
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Return :func:`nxdt_plugin_hf.initialisation.init_rules` of the model."""
+        """Return :func:`nxdt_plugin_hf.facts.init_rules` of the model."""
         return self.facts.init_rules
 
     def flops_per_token(self, sequence_length: int) -> float:
@@ -95,6 +106,66 @@ class HFBuilder:
         return written
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Return :func:`nxdt_plugin_hf.exchange.key_map` of the model."""
+        """Return :func:`nxdt_plugin_hf.builder.key_map` of the model."""
         experts = self.facts.experts
         return key_map(self.architecture, {n: experts.get(n.rpartition(".")[0]) for n in self.facts.parameters})
+
+
+_EXPERTS = 2
+
+
+def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) -> tuple[KeyMap, ...]:
+    """Return one entry per kind of parameter.
+
+    Args:
+        architecture: of the model.
+        parameters: name of each → path of the experts that it belongs to.
+
+    Raises:
+        DirectoryFormUnknown: the directory has some in another form.
+    """
+    with torch.device("meta"):
+        model = architecture.plain()
+    entries: dict[str, KeyMap] = {}
+    for name, experts in parameters.items():
+        pattern = pattern_of(name)
+        if pattern not in entries:
+            names = _written(model, name) if experts is None else _written_experts(model, name, experts)
+            entries[pattern] = KeyMap(name=pattern, hf_names=(names,), transform="none" if experts is None else "stack")
+    return tuple(entries.values())
+
+
+def _written(model: PreTrainedModel, name: str) -> str:
+    found = list(_reverted(model, name, torch.zeros(1, device=HOST)))
+    if len(found) != 1:
+        raise _other_form(model, name)
+    return pattern_of(found[0][0])
+
+
+def _written_experts(model: PreTrainedModel, name: str, experts: str) -> str:
+    """Return the expression that takes one of our stacks out of the matrix that holds it in transformers."""
+    kind = name.removeprefix(f"{experts}.{STACK}.")
+    rows = {"gate_proj": (0, 2), "up_proj": (1, 2), "down_proj": (0, 1)}[kind]
+    fused = f"{experts}.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
+    values = torch.arange(_EXPERTS * rows[1], dtype=torch.float32, device=HOST).view(_EXPERTS, rows[1], 1)
+    written = {int(tensor): path for path, tensor in _reverted(model, fused, values) if tensor.shape == (1, 1)}
+    mine = [written.get(int(value)) for value in values[:, rows[0], 0]]
+    patterns = {pattern_of(path) for path in mine if path is not None}
+    numbered = all(path is not None and f".{number}." in path for number, path in enumerate(mine))
+    if len(patterns) != 1 or not numbered:
+        raise _other_form(model, fused)
+    return patterns.pop()
+
+
+def _reverted(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What transformers would write where a parameter is ``tensor``."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+    except Exception as error:  # a conversion may raise anything where another shape is expected
+        raise _other_form(model, name) from error
+
+
+def _other_form(model: PreTrainedModel, name: str) -> NxdtError:
+    return DirectoryFormUnknown(model=type(model).__name__, parameter=name)

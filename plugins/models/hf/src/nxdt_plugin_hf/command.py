@@ -33,11 +33,11 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
     tp = config.run.distributed_strategy.tensor_model_parallel_size
 
     from nxdt_core.errors.launch import EngineWithoutEstimate
-    from nxdt_core.protocols.parallel.estimate import MeasuresShards
+    from nxdt_core.protocols.estimate import MeasuresShards
     from nxdt_core.train import build  # imports torch: only a configuration that is right pays for it
     from nxdt_plugin_hf.builder import HFBuilder
-    from nxdt_plugin_hf.sharding.measure import measure_sharding
-    from nxdt_plugin_hf.sharding.tracing import pattern_of
+    from nxdt_plugin_hf.measure import measure_sharding
+    from nxdt_plugin_hf.tracing import pattern_of
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)

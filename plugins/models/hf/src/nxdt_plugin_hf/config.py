@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config.annotations import PositiveInt
+from nxdt_core.config.section import Section
 
 __all__ = ["HFModelConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFModelConfig:
+class HFModelConfig(Section):
     """Which model of transformers; ``model_config`` names its ``config.json``, or its directory."""
 
     hf_config: dict[str, Any]

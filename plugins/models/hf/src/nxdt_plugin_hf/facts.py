@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.initialisation import InitRule
-from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
-from nxdt_plugin_hf.initialisation import init_rules
+from nxdt_plugin_hf.mixtures import (
+    DISPATCHER,
+    REFUSED,
+    STACK,
+    STACK_SIDES,
+    mixtures,
+    router_balance,
+    uses_random_numbers,
+)
 from nxdt_plugin_hf.modeling import CausalLM, build_model
-from nxdt_plugin_hf.moe.blocks import draws_numbers, mixtures
-from nxdt_plugin_hf.moe.experts import DISPATCHER, STACK, STACK_SIDES
-from nxdt_plugin_hf.moe.router_loss import REFUSED, router_balance
-from nxdt_plugin_hf.sharding.pipeline_plan import pipeline_plan
-from nxdt_plugin_hf.sharding.tensor_plan import TensorPlan, tensor_plan
-from nxdt_plugin_hf.sharding.tracing import is_norm, pattern_of, trace_model
+from nxdt_plugin_hf.plan import TensorPlan, pipeline_plan, tensor_plan
+from nxdt_plugin_hf.tracing import is_norm, pattern_of, trace_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["ModelFacts"]
 
@@ -130,7 +138,7 @@ class ModelFacts:
 def _check_mixtures(architecture: Architecture, model: CausalLM, layers: str, hidden_size: int) -> None:
     tried = {pattern_of(path): block for path, block in mixtures(model, layers)}
     for pattern, block in tried.items():
-        if draws_numbers(block, hidden_size):
+        if uses_random_numbers(block, hidden_size):
             reason = f"'{pattern}' routes at random in training, which no layout could repeat"
             raise UnsupportedArchitecture(model=architecture.name, reason=reason)
 
@@ -157,3 +165,50 @@ def _multiplied(model: CausalLM, top_k: Mapping[str, int]) -> int:
     dense = sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim == 2)
     experts = ((model.get_submodule(path), chosen) for path, chosen in top_k.items())
     return dense + sum(p.numel() // len(p) * chosen for part, chosen in experts for p in part.parameters())
+
+
+_STD = 0.02
+"""Of transformers, where a configuration names none."""
+
+
+def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
+    """Return one rule a kind of parameter.
+
+    Matrices are normal with the configuration's ``initializer_range``, as in the initialisation that transformers'
+    models inherit. What vectors begin with, and matrices that are not trained, is seen on a copy of the module that has
+    them; those that are not filled with one number have no rule, so that they can come from a checkpoint alone.
+    (transformers also sets the padding token's row to zero; here it is drawn.)
+    """
+    std = getattr(cast("PreTrainedModel", model).config, "initializer_range", None) or _STD
+    rules: dict[str, InitRule] = {}
+    for path, module in model.named_modules():
+        own = [(name, pattern_of(f"{path}.{name}"), p) for name, p in module.named_parameters(recurse=False)]
+        if all(pattern in rules for _, pattern, _ in own):
+            continue
+        constants = _constants(model, module) if any(not _random_rules(module, p) for _, _, p in own) else {}
+        for name, pattern, parameter in own:
+            if _random_rules(module, parameter):
+                rules[pattern] = InitRule(pattern=pattern, distribution="normal", std=std)
+            elif name in constants:
+                rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=constants[name])
+    return tuple(rules.values())
+
+
+def _random_rules(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` of ``module`` begins as random numbers; norms of single heads are matrices and do not."""
+    return parameter.ndim >= 2 and parameter.requires_grad and not is_norm(module)
+
+
+@torch.no_grad()
+def _constants(model: CausalLM, module: nn.Module) -> dict[str, float]:
+    """Parameters of ``module`` that its initialisation fills with one number."""
+    if isinstance(module, nn.Linear):  # its matrix may be large; transformers' own rule for all
+        return {"bias": 0.0}
+    alone = copy.deepcopy(module).to_empty(device=HOST)
+    for parameter in alone.parameters(recurse=False):
+        parameter.fill_(float("nan"))
+    cast("PreTrainedModel", model)._init_weights(alone)
+    filled = {
+        name: p for name, p in alone.named_parameters(recurse=False) if not _random_rules(module, p) and p.numel()
+    }
+    return {name: float(p.flatten()[0]) for name, p in filled.items() if bool((p == p.flatten()[0]).all())}

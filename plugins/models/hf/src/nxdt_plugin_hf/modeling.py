@@ -1,4 +1,8 @@
-"""The module: transformers' own class, under its own names, called as this project calls models."""
+"""The module: transformers' own class, under its own names, called as this project calls models.
+
+Buffers that are saved like weights, such as the correction of DeepSeek-V3's routers (arXiv:2412.19437), become frozen
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,12 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall, attention_core
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
-from nxdt_plugin_hf.moe.blocks import end_with_sum, mixtures
-from nxdt_plugin_hf.moe.experts import replace_experts
-from nxdt_plugin_hf.moe.router_loss import router_balance
+from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, router_balance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CausalLM", "NumberedLayers", "build_model", "hand_over_by_position"]
+__all__ = ["CausalLM", "NumberedLayers", "build_model", "pass_hidden_by_position"]
 
 
 class CausalLM(nn.Module):
@@ -122,7 +124,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
 
     Args:
         architecture: of the model.
-        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.sharding.tracing.trace_model`.
+        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.tracing.trace_model`.
 
     Raises:
         UnsupportedArchitecture: its embedding or its head is not what it should be.
@@ -145,12 +147,12 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     if balance is not None:
         model.base_model.register_forward_pre_hook(balance.ask, with_kwargs=True)
         model.base_model.register_forward_hook(balance.join)
-    model.__class__ = _called_our_way(model.__class__)
+    model.__class__ = _with_our_signature(model.__class__)
     return cast(CausalLM, model)
 
 
 @functools.cache
-def _called_our_way(model_class: type[nn.Module]) -> type[nn.Module]:
+def _with_our_signature(model_class: type[nn.Module]) -> type[nn.Module]:
     return type(model_class.__name__, (CausalLM, model_class), {"__module__": __name__})
 
 
@@ -178,7 +180,7 @@ def _path_of(model: nn.Module, part: nn.Module | None, what: str) -> str:
     raise UnsupportedArchitecture(model=type(model).__name__, reason=f"it has no {what} module")
 
 
-def hand_over_by_position(module: nn.Module) -> None:
+def pass_hidden_by_position(module: nn.Module) -> None:
     """Let the first argument of ``module``, which transformers gives by keyword, come by position, where plans look."""
     first = next(iter(inspect.signature(module.forward).parameters))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from nxdt_core.config.annotations import PositiveInt
@@ -14,7 +13,6 @@ from nxdt_plugin_llama.hf import LLAMA, MISTRAL
 __all__ = ["LlamaConfig", "MistralConfig", "RopeScalingConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(RotaryDecoderConfig):
     """Architecture of a Llama; the names of the keys are NxD Training's."""
 
@@ -29,7 +27,6 @@ class LlamaConfig(RotaryDecoderConfig):
         return self.rope_scaling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MistralConfig(LlamaConfig):
     """Architecture of a Mistral: a Llama whose tokens see the last few only."""
 

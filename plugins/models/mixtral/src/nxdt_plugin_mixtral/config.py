@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import ClassVar
+
+from pydantic import Field
 
 from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
@@ -15,7 +16,6 @@ from nxdt_plugin_mixtral.moe import MoEConfig
 __all__ = ["MixtralConfig", "MoEConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralConfig(RotaryDecoderConfig):
     """Architecture of a Mixtral; the names of the keys are NxD Training's."""
 
@@ -29,7 +29,7 @@ class MixtralConfig(RotaryDecoderConfig):
     """Tokens that one sees, itself included; ``null``: all before it, as in the released models."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary frequencies."""
-    moe: MoEConfig = field(default_factory=MoEConfig)
+    moe: MoEConfig = Field(default_factory=MoEConfig)
     """The mixture of experts."""
 
     @property
@@ -49,7 +49,7 @@ class MixtralConfig(RotaryDecoderConfig):
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""
-        yield from RotaryDecoderConfig.check(self)
+        yield from super().check()
         for key, problem in self.moe.check():
             yield f"moe.{key}", problem
         if self.moe.frequency > self.num_layers:

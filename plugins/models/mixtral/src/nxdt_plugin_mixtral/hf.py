@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.config.huggingface.values import HFValues
+from nxdt_core.config.huggingface import HFValues
 from nxdt_core.models.huggingface import DECODER_MODULES, ONLY, OPTIONAL, REQUIRED, HFFamily, weight_keys
 from nxdt_core.protocols.model import KeyMap
 

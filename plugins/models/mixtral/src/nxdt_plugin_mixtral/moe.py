@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.config.section import Section
 
 __all__ = ["MoEConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(Section):
     """The mixture of experts of a layer; the names of the keys are NxD Training's."""
 
     num_experts: PositiveInt = 8

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from nxdt_core.api import Component, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 
 
 @hookimpl
@@ -36,3 +42,12 @@ def nxdt_datasets() -> list[Component]:
             summary="prompts with a chosen and a rejected answer",
         )
     ]
+
+
+@hookimpl
+def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
+    """Give all weights the learning rate of TRL's DPO, and an adapter's five times as much."""
+    if context.find("model.optim.name") not in (None, "adam", "adamw"):
+        return {}
+    tuned = context.find("objective.name") in ("dpo", "orpo")
+    return {"model": {"optim": {"lr": 5e-6 if context.find("adapter.name") else 1e-6}}} if tuned else {}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
+from nxdt_core.config.section import Section
 from nxdt_core.data.chat.templates import ChatKeys
 
 TruncationMode = Literal["keep_start", "keep_end"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DpoConfig:
+class DpoConfig(Section):
     """``objective: {name: dpo}``: answers become likelier or less so than under the model that the run began with."""
 
     kl_beta: NonNegativeFloat = 0.01
@@ -24,8 +23,7 @@ class DpoConfig:
     run's directory. ``false`` computes them at every step from the frozen base of an adapter, which must be there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrpoConfig:
+class OrpoConfig(Section):
     """``objective: {name: orpo}``: fine-tuning on the chosen answer and a preference for it in one; no reference."""
 
     beta: NonNegativeFloat = 0.1
@@ -35,7 +33,6 @@ class OrpoConfig:
     as in the paper."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceConfig(ChatKeys):
     """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from nxdt_core.models.loss.cross_entropy import cross_entropies
+from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import SequenceShards, StepContext

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from nxdt_core.config.section import Section
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 
 
-@dataclass(kw_only=True)
-class Float8Config:
+class Float8Config(Section):
     """Matrix products in float8."""
 
     scaling: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
@@ -50,8 +49,7 @@ class Float8Config:
         return PrecisionPolicy(name="float8", parameters="bfloat16", master_weights=True)
 
 
-@dataclass(kw_only=True)
-class AdamW8bitConfig:
+class AdamW8bitConfig(Section):
     """AdamW whose running means have 8 bits per element and a scaling factor per block."""
 
     lr: NonNegativeFloat = 1e-3

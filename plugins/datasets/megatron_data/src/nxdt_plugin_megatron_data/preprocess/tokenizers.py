@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from nxdt_core.config.resolve.bind import read_part
-from nxdt_core.config.resolve.path_values import Locator
-from nxdt_core.config.sources.node import Node
-from nxdt_core.config.sources.overrides import COMMAND_LINE, apply_overrides
-from nxdt_core.config.sources.paths import expand_home
+from nxdt_core.config.read import read_part
+from nxdt_core.config.sources import COMMAND_LINE, apply_overrides, expand_home
+from nxdt_core.config.tree import Node
 from nxdt_core.data.tokenizers.files import holds_ranks
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
@@ -89,7 +87,7 @@ def _read(cls: type | None, section: Node, problems: Sequence[ConfigProblem]) ->
         raise ConfigError(source="--tokenizer-option", problems=tuple(problems))
     if cls is None:
         return None
-    config, wrong = read_part(cls, section, _SECTION, Locator(COMMAND_LINE.where))
+    config, wrong = read_part(cls, section, _SECTION)
     if wrong:
         raise ConfigError(source="--tokenizer", problems=tuple(wrong))
     return config

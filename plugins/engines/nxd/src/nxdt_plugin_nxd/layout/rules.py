@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.config.validate.sizes import BATCH, EP, MICRO_BATCH, PP, TP, VPP, mesh_sizes, micro_batches
+from nxdt_core.config.checks import BATCH, EP, MICRO_BATCH, PP, TP, VPP, mesh_sizes, micro_batches
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination
-from nxdt_core.protocols.parallel.rules import Settings
+from nxdt_core.protocols.engine import Settings
 
 __all__ = ["RULES", "find_impossible_layouts"]
 
@@ -28,7 +28,7 @@ def find_impossible_layouts(settings: Settings) -> Iterator[ConfigProblem]:
         yield from rule(settings)
 
 
-def parts_are_equal(settings: Settings) -> Iterator[ImpossibleCombination]:
+def tensor_sizes_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Each tensor parallel rank takes as many heads, feed-forward columns, vocabulary rows and tokens as the others."""
     filled = settings.numbers(_VOCAB_MULTIPLE) is not None
     keys = [_HEADS, _FEED_FORWARD, _VOCAB_MULTIPLE if filled else _VOCABULARY]
@@ -44,7 +44,7 @@ def parts_are_equal(settings: Settings) -> Iterator[ImpossibleCombination]:
             )
 
 
-def key_heads_are_shared(settings: Settings) -> Iterator[ImpossibleCombination]:
+def kv_heads_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Key and value heads are divided among the ranks, or each is copied to equally many."""
     numbers = settings.numbers(_KV_HEADS, TP)
     if numbers is not None and numbers[0] % numbers[1] and numbers[1] % numbers[0]:
@@ -91,7 +91,7 @@ def schedule_has_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
     )
 
 
-def pipeline_is_filled(settings: Settings) -> Iterator[ImpossibleCombination]:
+def micro_batches_fill_pipeline(settings: Settings) -> Iterator[ImpossibleCombination]:
     """1F1B takes at least one micro-batch per rank, the interleaved schedule a multiple of them."""
     sizes, count = mesh_sizes(settings), micro_batches(settings)
     if sizes is None or count is None or sizes.pp == 1:
@@ -121,7 +121,7 @@ def experts_divide(settings: Settings) -> Iterator[ImpossibleCombination]:
     )
 
 
-def tokens_travel_at_once(settings: Settings) -> Iterator[ImpossibleCombination]:
+def exchange_is_one_chunk(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Check the exchange of tokens: the library waits for each."""
     chunks = settings.numbers(_EXCHANGE, EP)
     if chunks is not None and min(chunks) > 1:
@@ -132,7 +132,7 @@ def tokens_travel_at_once(settings: Settings) -> Iterator[ImpossibleCombination]
         )
 
 
-def collectives_are_waited_for(settings: Settings) -> Iterator[ImpossibleCombination]:
+def no_async_tensor_parallel(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Check tensor parallelism: the pass that pipelines its collectives is inductor's."""
     if settings.values.get(_ASYNC):
         yield ImpossibleCombination(
@@ -142,7 +142,7 @@ def collectives_are_waited_for(settings: Settings) -> Iterator[ImpossibleCombina
         )
 
 
-def losses_are_whole(settings: Settings) -> Iterator[ImpossibleCombination]:
+def loss_is_one_chunk(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Check the loss: the library's cross-entropy takes all tokens of a micro-batch at once."""
     if settings.values.get(_CHUNKS):
         yield ImpossibleCombination(
@@ -152,7 +152,7 @@ def losses_are_whole(settings: Settings) -> Iterator[ImpossibleCombination]:
         )
 
 
-def rounding_has_masters(settings: Settings) -> Iterator[ImpossibleCombination]:
+def stochastic_rounding_has_masters(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Check stochastic rounding: the engine rounds copies of float32 masters, and nothing else."""
     if settings.values.get(_PRECISION) == "bf16SR":
         yield ImpossibleCombination(
@@ -163,15 +163,15 @@ def rounding_has_masters(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 
 RULES = (
-    parts_are_equal,
-    key_heads_are_shared,
+    tensor_sizes_divide,
+    kv_heads_divide,
     layers_divide,
     schedule_has_stages,
-    pipeline_is_filled,
+    micro_batches_fill_pipeline,
     experts_divide,
-    tokens_travel_at_once,
-    collectives_are_waited_for,
-    losses_are_whole,
-    rounding_has_masters,
+    exchange_is_one_chunk,
+    no_async_tensor_parallel,
+    loss_is_one_chunk,
+    stochastic_rounding_has_masters,
 )
 """In the order in which they are tried."""

@@ -1,11 +1,13 @@
 """From a builder's plain module to this rank's pipeline stage with the library's layers, and its weights.
 
 The order is that of :class:`nxdt_core.protocols.plan.ParallelPlan`: adapters, pipeline cut, tensor parallel layers,
-recomputation. The module is on the meta device until :func:`materialise`.
+dropouts, recomputation. Ranks that hold the same values drop the same elements, as under the torch engine. The module
+is on the meta device until :func:`materialise`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,26 +16,25 @@ from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import nn
 
-from nxdt_core.config.schema.run import RunConfig
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.engine.stages import cut_stage, stages_of_rank
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.initialisation import InitRule
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.mesh import MeshSizes
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_plugin_nxd.layout.dropout import place_dropouts
 from nxdt_plugin_nxd.layout.layers import apply_translation
-from nxdt_plugin_nxd.layout.placement import Place
-from nxdt_plugin_nxd.layout.translation import Shard, translate
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates, Shard, translate
 
-__all__ = ["HeldParameter", "Stage", "lay_out", "materialise", "parameters_of", "round_to"]
+__all__ = ["LocalParameter", "Stage", "lay_out", "materialise", "parameters_of", "place_dropouts", "round_to"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParameter:
+class LocalParameter:
     """A parameter of this rank under its global name."""
 
     parameter: nn.Parameter
@@ -66,7 +67,7 @@ class HeldParameter:
     partial: bool
     counted: bool
     """Whether sums over all ranks count its elements here."""
-    place: Place
+    place: MeshCoordinates
     """Of this process."""
 
     @property
@@ -92,7 +93,7 @@ class HeldParameter:
 
 def lay_out(
     builder: ModelBuilder,
-    place: Place,
+    place: MeshCoordinates,
     run: RunConfig,
     precision: PrecisionPolicy,
     adapters: Sequence[Adapter] = (),
@@ -145,7 +146,7 @@ def lay_out(
     )
 
 
-def _cut(whole: nn.Module, plan: ParallelPlan, place: Place, run: RunConfig) -> Iterator[nn.Module]:
+def _cut(whole: nn.Module, plan: ParallelPlan, place: MeshCoordinates, run: RunConfig) -> Iterator[nn.Module]:
     sizes, cuts = place.sizes, run.model.pipeline_cuts
     if sizes.pp == 1:
         yield whole
@@ -168,7 +169,7 @@ def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> No
             raise LayoutRefused(model=model, dimension=dimension, size=size, reason=reason)
 
 
-def materialise(stage: Stage, place: Place, device: torch.device, *, seed: int, base: bool = True) -> None:
+def materialise(stage: Stage, place: MeshCoordinates, device: torch.device, *, seed: int, base: bool = True) -> None:
     """Give the stages memory on ``device`` and draw their weights; without ``base``, only those that adapters added.
 
     Every rank draws its own elements, bitwise equal to those of the whole parameter.
@@ -197,12 +198,12 @@ def round_to(stage: Stage, dtype: torch.dtype) -> None:
             part.dtype = dtype
 
 
-def parameters_of(stage: Stage, place: Place) -> dict[str, HeldParameter]:
+def parameters_of(stage: Stage, place: MeshCoordinates) -> dict[str, LocalParameter]:
     """Return this rank's parameters by global name; a tied one goes by its owner's name."""
     return dict(_held(stage, place))
 
 
-def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
+def _held(stage: Stage, place: MeshCoordinates) -> Iterator[tuple[str, LocalParameter]]:
     found = stage.named_parameters()
     owner_of = {user: owner for owner, user in stage.plan.tied}
     for path, parameter in found.items():
@@ -211,7 +212,7 @@ def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
             continue  # the same parameter as its owner, which is here
         shard = stage.shards.get(path)
         first_copy = shard is None or place.tp % shard.copies == 0
-        held = HeldParameter(
+        held = LocalParameter(
             parameter=parameter,
             shard=shard,
             partial=path in stage.partial,
@@ -219,3 +220,45 @@ def _held(stage: Stage, place: Place) -> Iterator[tuple[str, HeldParameter]]:
             place=place,
         )
         yield name, held
+
+
+_SALT_BITS = 62
+
+
+def place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinates, *, sequence_parallel: bool) -> None:
+    """Fill the slots of the modules of a stage that draw masks (:mod:`nxdt_core.models.random.dropout`).
+
+    Args:
+        module: one pipeline stage, whose paths are those of the whole model; changed in place.
+        plan: names the tensor blocks.
+        place: of this process; in a single process there are no salts.
+        sequence_parallel: activations outside the tensor blocks are parts of the sequence.
+    """
+    for path, part in module.named_modules():
+        if not hasattr(part, "salt"):
+            continue
+        inside = any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
+        whole = bool(getattr(part, "whole", False))
+        if isinstance(part, Dropout) and not part.dispatched:
+            part.part = _part(path, part, place, cut=inside and not whole)
+        if place.sizes.world_size > 1:
+            own = (sequence_parallel or inside) and not whole
+            name = "\0".join(map(str, (path, place.dp, 0, place.tp if own else "all")))
+            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
+
+
+def _part(path: str, dropout: Dropout, place: MeshCoordinates, *, cut: bool) -> MaskPart:
+    tensor_part = place.tp, place.sizes.tp
+    return MaskPart(
+        name=encoded_name(path),
+        sequence_parts=tensor_part,
+        features=dropout.features,
+        feature_parts=tensor_part if cut and dropout.features is None else (0, 1),
+    )
+
+
+def _upwards(path: str) -> list[str]:
+    """``a.b.c``, ``a.b``, ``a``."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

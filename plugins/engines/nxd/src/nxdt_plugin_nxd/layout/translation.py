@@ -18,11 +18,12 @@ from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
 from nxdt_core.errors.layouts import ExpertsDoNotDivide
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.updates import Update, UpdatedLinear
-from nxdt_core.protocols.parallel.piece import Box
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_plugin_nxd.errors import PlanNotExpressible
 
-__all__ = ["Kind", "Replacement", "Shard", "Translation", "translate"]
+__all__ = ["Kind", "MeshCoordinates", "Replacement", "Shard", "Translation", "translate"]
 
 Kind = Literal["column", "row", "vocabulary_embedding", "vocabulary_head", "sequence_embedding"]
 """What a module becomes. A ``sequence_embedding`` is a whole table that looks up this rank's part of the sequence."""
@@ -262,3 +263,34 @@ def _check_embeddings(module: nn.Module, blocks: Sequence[str], replaced: set[st
         if isinstance(part, nn.Embedding) and not _within(path, blocks) and path not in replaced:
             problem = f"sequence parallelism needs a style for the embedding '{path}'"
             raise PlanNotExpressible(model=type(module).__name__, problem=problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCoordinates:
+    """This process's index along each dimension."""
+
+    sizes: MeshSizes
+    tp: int
+    dp: int
+    pp: int
+
+    @classmethod
+    def of(cls, rank: int, sizes: MeshSizes) -> MeshCoordinates:
+        """Return the place of a rank, as data loading and checkpoints assume it."""
+        rest, tp = divmod(rank, sizes.tp)
+        pp, dp = divmod(rest, sizes.dp)
+        return cls(sizes=sizes, tp=tp, dp=dp, pp=pp)
+
+    @property
+    def ep(self) -> int:
+        """Return the index among the ranks that share the experts: neighbours along the data parallel ranks."""
+        return self.dp % self.sizes.ep
+
+    @property
+    def expert_dp(self) -> int:
+        """Return the index among the ranks that hold the same experts."""
+        return self.dp // self.sizes.ep
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the index by the name of the dimension."""
+        return {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxdt_core.protocols.parallel.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_plugin_nxd.errors import LayoutNotOnHardware
 
 __all__ = ["LNC", "Machine", "check_layout", "machine_of_product", "position_of"]

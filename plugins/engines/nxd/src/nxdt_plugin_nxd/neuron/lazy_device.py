@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from nxdt_core.distributed.device_operations import UnknownDeviceOperations
+from nxdt_core.distributed.device_operations import MEMORY_GIB, PEAK_FLOPS, UnknownDeviceOperations, product_name
 from nxdt_core.distributed.devices import DeviceProfile, profile_of, register_profile
-from nxdt_core.distributed.trainium import MEMORY_GIB, PEAK_FLOPS, product_name
 
 __all__ = ["PROFILE", "LazyDeviceOperations", "end_of_step", "join_processes", "lazy_device"]
 

@@ -13,16 +13,16 @@ from nxdt_core.models.random.dropout_masks import step_numbers
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel.model import StepLoss
-from nxdt_core.protocols.parallel.ranks import RankAgreement
+from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.sharded_logits import sharded_cross_entropies
+from nxdt_plugin_nxd.layout.layers import sharded_cross_entropies
 
-__all__ = ["GlobalBatch", "Surroundings"]
+__all__ = ["ComputeContext", "GlobalBatch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ComputeContext:
     """What the passes of a run share."""
 
     device: torch.device
@@ -49,7 +49,7 @@ class GlobalBatch:
         self,
         micro_batches: Sequence[Batch],
         objective: Objective,
-        around: Surroundings,
+        around: ComputeContext,
         step: int,
         metric_names: dict[type, tuple[str, ...]],
     ) -> None:

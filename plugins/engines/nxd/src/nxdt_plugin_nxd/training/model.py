@@ -18,41 +18,47 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.models.loss.cross_entropy import cross_entropies
-from nxdt_core.models.random.rounding import rounding_key
+from nxdt_core.models.loss import cross_entropies
+from nxdt_core.models.random.positions import rounding_key
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel.model import Replicas, StepLoss
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.parallel_model import Replicas, StepLoss
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.placement import Place
-from nxdt_plugin_nxd.layout.sharded_logits import whole_logits
-from nxdt_plugin_nxd.layout.stages import HeldParameter, Stage, parameters_of, round_to
+from nxdt_plugin_nxd.layout.layers import whole_logits
+from nxdt_plugin_nxd.layout.stages import LocalParameter, Stage, parameters_of, round_to
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.library import computes_on_host
-from nxdt_plugin_nxd.training.global_batch import GlobalBatch, Surroundings
-from nxdt_plugin_nxd.training.parameters import GradientSums, Sharing, clear_gradient, gradient_of, trained_tensors
+from nxdt_plugin_nxd.training.global_batch import ComputeContext, GlobalBatch
+from nxdt_plugin_nxd.training.parameters import (
+    GradientAccumulator,
+    StateSharding,
+    clear_gradient,
+    gradient_of,
+    trained_tensors,
+)
 from nxdt_plugin_nxd.training.pipeline import Pipeline
 
 __all__ = ["NxdModel"]
 
 
 class NxdModel:
-    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel.model.ParallelModel`."""
+    """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
     def __init__(
         self,
         stage: Stage,
-        place: Place,
-        around: Surroundings,
+        place: MeshCoordinates,
+        around: ComputeContext,
         precision: PrecisionPolicy,
         *,
         sequence_parallel: bool,
     ) -> None:
         """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
         self._stage, self._place, self._around = stage, place, around
-        self.held: Mapping[str, HeldParameter] = parameters_of(stage, place)
+        self.held: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """By global name."""
         self.trained = trained_tensors(
             self.held,
@@ -65,7 +71,7 @@ class NxdModel:
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
             round_to(stage, getattr(torch, precision.parameters))
-        GradientSums([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
+        GradientAccumulator([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
         self._sequence_multiple = place.sizes.tp if sequence_parallel else 1
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
@@ -109,15 +115,15 @@ class NxdModel:
         """Return the expert parallel ranks; None where there is one."""
         return parallel_state.get_expert_model_parallel_group() if self._place.sizes.ep > 1 else None
 
-    def _sharing(self, held: HeldParameter) -> Sharing:
+    def _sharing(self, held: LocalParameter) -> StateSharding:
         """Return which ranks share the optimizer's state of a parameter: data parallel ones that hold the same."""
         place, group = self._place, self._around.data_group
         if not place.sizes.zero_stage:
-            return Sharing()
+            return StateSharding()
         if held.distributed:
             group = parallel_state.get_expert_data_parallel_group()
-            return Sharing(part=place.expert_dp, parts=place.sizes.efsdp, group=group)
-        return Sharing(part=place.dp, parts=place.sizes.dp, group=group)
+            return StateSharding(part=place.expert_dp, parts=place.sizes.efsdp, group=group)
+        return StateSharding(part=place.dp, parts=place.sizes.dp, group=group)
 
     @property
     def plan(self) -> ParallelPlan:
@@ -286,7 +292,7 @@ class NxdModel:
                 [_counted(self.held[name].parameter, grad) for name, grad in sums.items()], norm, max_norm
             )
         for name, trained in self.trained.items():
-            trained.lend_gradient(sums.get(name))
+            trained.set_gradient(sums.get(name))
         return norm
 
     def clear_gradients(self) -> None:

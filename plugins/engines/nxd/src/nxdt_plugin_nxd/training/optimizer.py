@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.packed_state import packed_state, unpacked_state
-from nxdt_core.engine.rejection import DeviceRejection
+from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.protocols.optimizer import ParameterGroup
-from nxdt_core.protocols.parallel.piece import Piece
+from nxdt_core.protocols.piece import Piece
 from nxdt_plugin_nxd.neuron.lazy_device import end_of_step
 from nxdt_plugin_nxd.training.model import NxdModel, elements
 
@@ -26,7 +25,7 @@ Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
 
 
 class NxdOptimizer:
-    """See :class:`nxdt_core.protocols.parallel.model.ParallelOptimizer`."""
+    """See :class:`nxdt_core.protocols.parallel_model.ParallelOptimizer`."""
 
     def __init__(self, model: NxdModel, build: Build, groups: Sequence[ParameterGroup], *, lr: float) -> None:
         """``lr`` is the peak that a rank without anything to train reports."""

@@ -15,17 +15,16 @@ import torch.distributed as dist
 from neuronx_distributed.parallel_layers import comm
 from torch import nn
 
-from nxdt_core.models.random.positions import rows_of
-from nxdt_core.models.random.rounding import noise, rounded
+from nxdt_core.models.random.positions import noise, rounded, rows_of
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel.piece import Box, Piece
-from nxdt_plugin_nxd.layout.stages import HeldParameter
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_plugin_nxd.layout.stages import LocalParameter
 
-__all__ = ["GradientSums", "Sharing", "TrainedTensor", "clear_gradient", "gradient_of", "trained_tensors"]
+__all__ = ["GradientAccumulator", "StateSharding", "TrainedTensor", "clear_gradient", "gradient_of", "trained_tensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class StateSharding:
     """Ranks that hold the same elements of a parameter and share the optimizer's state of it."""
 
     part: int = 0
@@ -39,7 +38,7 @@ class Sharing:
 class TrainedTensor:
     """A tensor that the optimizer updates."""
 
-    held: HeldParameter
+    held: LocalParameter
     tensor: nn.Parameter
     """The parameter itself where nothing is divided and no master is kept."""
     part: int
@@ -72,7 +71,7 @@ class TrainedTensor:
         """Whether the part is a separate tensor."""
         return self.tensor is not self.held.parameter
 
-    def lend_gradient(self, gradient: torch.Tensor | None) -> None:
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Assign this part of the parameter's gradient to the tensor."""
         if self.separate:
             self.tensor.grad = None if gradient is None else self._own(gradient).to(self.tensor.dtype)
@@ -89,7 +88,7 @@ class TrainedTensor:
     def give(self, groups: object, key: torch.Tensor | None = None) -> None:
         """Hand the values of all parts to the parameter, after an update. Collective along ``groups``.
 
-        With a ``key`` (:func:`nxdt_core.models.random.rounding.rounding_key`) they are rounded stochastically.
+        With a ``key`` (:func:`nxdt_core.models.random.positions.rounding_key`) they are rounded stochastically.
         """
         if not self.separate:
             return
@@ -111,10 +110,10 @@ class TrainedTensor:
 
 
 def trained_tensors(
-    held: Mapping[str, HeldParameter],
+    held: Mapping[str, LocalParameter],
     *,
     master: torch.dtype | None,
-    sharing: Callable[[HeldParameter], Sharing],
+    sharing: Callable[[LocalParameter], StateSharding],
 ) -> dict[str, TrainedTensor]:
     """Return the tensor of each parameter that is trained, by global name.
 
@@ -126,7 +125,7 @@ def trained_tensors(
     return {name: _trained(each, master, sharing(each)) for name, each in held.items() if each.parameter.requires_grad}
 
 
-def _trained(held: HeldParameter, master: torch.dtype | None, sharing: Sharing) -> TrainedTensor:
+def _trained(held: LocalParameter, master: torch.dtype | None, sharing: StateSharding) -> TrainedTensor:
     parameter, parts = held.parameter, sharing.parts
     divides = parameter.ndim > 0 and parts > 1 and parameter.shape[0] % parts == 0
     own, part = (parts, sharing.part) if divides else (1, 0)
@@ -137,7 +136,7 @@ def _trained(held: HeldParameter, master: torch.dtype | None, sharing: Sharing) 
     return TrainedTensor(held=held, tensor=tensor, part=part, parts=own, group=sharing.group)
 
 
-class GradientSums:
+class GradientAccumulator:
     """Sums of gradients over micro-batches in a dtype wider than that of the parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

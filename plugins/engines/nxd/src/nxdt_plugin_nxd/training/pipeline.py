@@ -1,26 +1,39 @@
-"""This rank's pipeline stages under the library's schedules: hidden states travel, each rank reads its own batches.
+"""This rank's pipeline stages under the library's schedules: hidden states are sent, each rank reads its own batches.
 
 The library fixes the number and the shape of micro-batches when its model is built, so there is one for each that
 occurs. It divides each loss by their number, and leaves the sums of gradients to the caller.
+
+Its interleaved schedule, messages and losses support several stages of a rank. Two parts do not (commit fbac349): a
+manual partition has one stage on each rank (``pipeline/model.py``, 394 to 476 and 1140), and the schedule of forward
+alone runs each rank's first one only (``pipeline/scheduler.py``, ``InferenceSchedule``). :class:`InterleavedModel` adds
+both.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from neuronx_distributed.pipeline import NxDPPModel
+from neuronx_distributed.pipeline.manual_pipe_stage import PipelineStageModule
+from neuronx_distributed.pipeline.partition import PipelineIO
+from neuronx_distributed.pipeline.scheduler import (
+    ForwardPostprocessTask,
+    ForwardPreprocessTask,
+    ForwardStepTask,
+    PipeSchedule,
+)
 from torch import nn
 
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.parallel.pipeline_schedules import stages_of_rank
+from nxdt_core.protocols.mesh import stages_of_rank
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.placement import Place
-from nxdt_plugin_nxd.training.global_batch import Surroundings
-from nxdt_plugin_nxd.training.interleaved import InterleavedModel
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates
+from nxdt_plugin_nxd.training.global_batch import ComputeContext
 
-__all__ = ["Pipeline"]
+__all__ = ["InterleavedModel", "Pipeline"]
 
 Consume = Callable[[Any, Batch, StepContext], torch.Tensor]
 """From the logits of a micro-batch to its loss, on the last stage."""
@@ -31,7 +44,7 @@ Contexts = Callable[[Batch], StepContext]
 class Pipeline:
     """Runs micro-batches through the stages, together with the other pipeline ranks."""
 
-    def __init__(self, modules: Sequence[nn.Module], place: Place, around: Surroundings) -> None:
+    def __init__(self, modules: Sequence[nn.Module], place: MeshCoordinates, around: ComputeContext) -> None:
         """``modules``: this rank's stages, in their order."""
         self._sizes = sizes = place.sizes
         numbers = stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule)
@@ -79,7 +92,7 @@ class Pipeline:
 class _Stage(nn.Module):
     """A stage as the library calls it: with ids, or with what the stage before gave."""
 
-    def __init__(self, module: nn.Module, around: Surroundings, *, last: bool) -> None:
+    def __init__(self, module: nn.Module, around: ComputeContext, *, last: bool) -> None:
         super().__init__()
         self.module, self._around, self._device, self._last = module, around, around.device, last
         self._forward: Iterator[tuple[Batch, StepContext]] = iter(())
@@ -107,3 +120,47 @@ class _Stage(nn.Module):
         """Return the loss of the next micro-batch."""
         assert self._consume is not None
         return self._consume(logits, *next(self._losses))
+
+
+class InterleavedModel(NxDPPModel):  # type: ignore[misc]  # the library has no types
+    """Runs ``virtual_pipeline_size`` stages on each rank; stage s is on rank s modulo the number of ranks."""
+
+    def _create_manual_partition(self, module: list[Any], partition_fn: Any) -> None:
+        super()._create_manual_partition(module, partition_fn)  # the first stage of each rank
+        stages = self.pipeline_parallel_size * self.virtual_pipeline_size
+        own = [self.get_current_stage(chunk) for chunk in range(self.virtual_pipeline_size)]
+        self.local_stage_modules += [
+            PipelineStageModule(layers=module, num_stages=stages, stage_index=stage, partition_fn=partition_fn)
+            for stage in own[1:]
+        ]
+        for stage in range(self.pipeline_parallel_size, stages):
+            received = PipelineIO(name="hidden states", input_idx=0, output_idx=0, metadata=None, obj=[])
+            self.stage_id_to_IO_input_names[stage] = OrderedDict({f"stage_{stage}_input": received})
+        self.stage_id_to_input_count |= dict.fromkeys(own, 1)
+        self.stage_id_to_output_count |= dict.fromkeys(own, 1)
+
+    def create_schedule(self) -> None:
+        """Make the schedules of training, where the ranks divide the micro-batches, and of forward alone."""
+        place = self.pipeline_parallel_size, self.pipeline_parallel_rank
+        if self.num_microbatches % self.pipeline_parallel_size == 0:
+            super().create_schedule()
+        self.eval_scheduler = _ForwardSchedule(self.num_microbatches, *place, chunks=self.virtual_pipeline_size)
+
+    def _create_model_inputs_and_labels_iter(self, input_kwargs: Any) -> None:
+        super()._create_model_inputs_and_labels_iter(input_kwargs)
+        self.model_labels_iter[self.virtual_pipeline_size - 1] = self.model_labels_iter[0]
+
+
+class _ForwardSchedule(PipeSchedule):  # type: ignore[misc]
+    """Forward alone, one micro-batch after the other through all stages, for any number of them."""
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, *, chunks: int) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        self._chunks = chunks
+
+    def steps(self) -> Iterator[list[Any]]:
+        """Yield the tasks of each micro-batch in each stage of this rank."""
+        for number in range(self.num_microbatches):
+            for chunk in range(self._chunks):
+                kinds = (ForwardPreprocessTask, ForwardStepTask, ForwardPostprocessTask)
+                yield [kind(number, model_chunk=chunk) for kind in kinds]

@@ -14,7 +14,7 @@ from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.parallel.piece import Box, Held, Listing, Place
+from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
 from nxdt_plugin_migrate.checkpoint.merge import Merger, Stages
 from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
@@ -50,7 +50,7 @@ class NeuronxCheckpoint:
         self.step = self._step or 0
         samples = _SAMPLES.search(path.name)
         self.consumed_samples = int(samples[1]) if samples else 0
-        self._reads: dict[Place, Callable[[], torch.Tensor]] = {}
+        self._reads: dict[TensorKey, Callable[[], torch.Tensor]] = {}
 
     def model_config(self) -> Mapping[str, Any] | None:
         """Return None: the model's configuration is a file elsewhere, which the run's configuration names."""
@@ -82,7 +82,7 @@ class NeuronxCheckpoint:
             found.clear()
         wanted = sources(builder)
         self._check_names(wanted, model, exchange_of(builder).hf_ignored)
-        listing: dict[Place, Held] = {}
+        listing: dict[TensorKey, ShardInfo] = {}
         for source in wanted:
             listing["model", source.name] = self._offer(("model", source.name), source, model)
             for name, leaves in found.items():
@@ -95,7 +95,7 @@ class NeuronxCheckpoint:
                 listing[place] = _held(steps.dtype, ())
         return listing
 
-    def read(self, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+    def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
         """See :class:`~nxdt_core.protocols.format.CheckpointReader`.
 
         Raises:
@@ -138,7 +138,7 @@ class NeuronxCheckpoint:
         if absent is not None:
             raise model[absent].misfit("its tensor is in no file")
 
-    def _offer(self, place: Place, source: Source, leaves: Mapping[str, LazyTensor]) -> Held:
+    def _offer(self, place: TensorKey, source: Source, leaves: Mapping[str, LazyTensor]) -> ShardInfo:
         """Remember how to read the parameter at ``place``."""
         own = {each.name: self._fitted(leaves[each.name], each.shape, source) for each in source.tensors()}
         self._reads[place] = lambda: source.read(lambda name: own[name].read())
@@ -155,8 +155,8 @@ class NeuronxCheckpoint:
         return leaf
 
 
-def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
-    return Held(dtype=str(dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
+def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> ShardInfo:
+    return ShardInfo(dtype=str(dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
 
 
 def _recorded_step(path: Path) -> int | None:

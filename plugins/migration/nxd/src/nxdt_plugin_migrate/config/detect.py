@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nxdt_core.config.sources.node import Node
+from nxdt_core.config.tree import Node
 from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_migrate.errors import MigrationRefused
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from nxdt_core.config.resolve.interpolation import UNRESOLVED, interpolate
-from nxdt_core.config.sources.node import Node, join, to_plain
+from nxdt_core.config.interpolation import UNRESOLVED, interpolate
+from nxdt_core.config.tree import Node, join, to_plain
 from nxdt_core.protocols.migration import MigratedKey, Verdict
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.keys import Key, keys_of
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.node import join
+from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.section import Key, keys_of
+from nxdt_core.config.tree import join
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_plugin_migrate.config.document import Document

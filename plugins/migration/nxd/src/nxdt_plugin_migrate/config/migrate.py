@@ -6,14 +6,11 @@ import glob
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from nxdt_core.config.fields.keys import section_paths
-from nxdt_core.config.fields.types import describe_value
 from nxdt_core.config.load import check
-from nxdt_core.config.schema.run import RunConfig
-from nxdt_core.config.sources.files import read_source
-from nxdt_core.config.sources.node import Node, to_plain
-from nxdt_core.config.sources.paths import expand_home
-from nxdt_core.config.sources.yaml_text import parse_yaml
+from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.section import section_paths
+from nxdt_core.config.sources import expand_home, read_source
+from nxdt_core.config.tree import Node, describe_value, parse_yaml, to_plain
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey, WrongValue
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig, Verdict

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxdt_core.config.fields.component_slots import SLOTS
-from nxdt_core.config.fields.keys import Key, keys_of
-from nxdt_core.config.resolve.select import usable_class
-from nxdt_core.config.sources.node import join
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.section import Key, keys_of
+from nxdt_core.config.tree import join
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import either
 from nxdt_core.kernel import Kernel, RegisteredComponent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nxdt_core.config.huggingface.values import HFValues
+from nxdt_core.config.huggingface import HFValues
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.models.huggingface import weight_keys
 from nxdt_core.protocols.model import KeyMap

@@ -1,0 +1,267 @@
+"""Rules over values that are each right: what cannot work together.
+
+What one engine asks of heads, stages or sequences is named by its record (:attr:`nxdt_core.api.EngineComponent.rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from nxdt_core.api import ModelComponent
+from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
+from nxdt_core.config.schema import Composition
+from nxdt_core.config.secrets import describe_node
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.training_schema import DistributedStrategyConfig
+from nxdt_core.config.tree import Node, Origin, Place, join
+from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit, WrongValue
+from nxdt_core.errors.launch import WorldDoesNotDivide
+from nxdt_core.protocols.engine import Settings
+from nxdt_core.protocols.mesh import MeshSizes
+
+__all__ = [
+    "BATCH",
+    "CP",
+    "EP",
+    "MICRO_BATCH",
+    "PP",
+    "REPLICAS",
+    "TP",
+    "VPP",
+    "WORLD",
+    "Checked",
+    "find_impossible",
+    "mesh_sizes",
+    "micro_batches",
+]
+
+_STRATEGY, _SCHEDULE = "distributed_strategy", "model.optim.sched"
+TP = f"{_STRATEGY}.tensor_model_parallel_size"
+PP = f"{_STRATEGY}.pipeline_model_parallel_size"
+VPP = f"{_STRATEGY}.virtual_pipeline_model_parallel_size"
+CP = f"{_STRATEGY}.context_parallel_size"
+EP = f"{_STRATEGY}.expert_model_parallel_size"
+REPLICAS = f"{_STRATEGY}.dp_replicate"
+WORLD = ("trainer.devices", "trainer.num_nodes")
+BATCH, MICRO_BATCH = "data.global_batch_size", "data.micro_batch_size"
+
+_GRANULARITY, _RECOMPUTE = "model.activations_checkpoint_granularity", "model.activations_checkpoint_recompute"
+_WARMUP, _HORIZON = f"{_SCHEDULE}.warmup_steps", f"{_SCHEDULE}.max_steps"
+_STRATEGY_KEYS = {name: f"{_STRATEGY}.{name}" for name in keys_of(DistributedStrategyConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The values that were read; a wrong one is absent, and rules that need it keep silent."""
+
+    values: Mapping[str, Any]
+    tree: Node
+
+    def numbers(self, *keys: str) -> tuple[int, ...] | None:
+        """Return the values of ``keys``, or None where one of them is absent, ``null`` or no number."""
+        found = tuple(map(self.values.get, keys))
+        return None if any(type(value) not in (int, float) for value in found) else found  # type: ignore[return-value]
+
+    def origin(self, key: str) -> Origin:
+        """Return where the value of ``key`` comes from."""
+        return (self.tree.find(key) or self.tree).origin
+
+    def place(self, *keys: str) -> Place:
+        """Return the place of a problem between ``keys``: the first that is written, by default the first."""
+        key = next((key for key in keys if self.origin(key).kind != "default"), keys[0])
+        return self.origin(key).at(key)
+
+    def impossible(self, *keys: str, reason: str, advice: str, cause: Misfit | None = None) -> ImpossibleCombination:
+        """Return the problem of values of ``keys`` that exclude each other."""
+        return ImpossibleCombination(**self.place(*keys), reason=reason, advice=advice, cause=cause)
+
+
+def mesh_sizes(settings: Settings) -> MeshSizes | None:
+    """Return the size of every dimension; None where they do not fit the processes or one is wrong."""
+    world, values = settings.numbers(*WORLD), settings.values
+    if world is None or not values.keys() >= set(_STRATEGY_KEYS.values()):
+        return None
+    strategy = DistributedStrategyConfig.model_construct(**{name: values[key] for name, key in _STRATEGY_KEYS.items()})
+    try:
+        return strategy.mesh_sizes(world[0] * world[1])
+    except WorldDoesNotDivide:
+        return None
+
+
+def micro_batches(settings: Settings) -> int | None:
+    """Return the micro-batches of one step on each data parallel rank; None where the batch does not divide."""
+    batch, sizes = settings.numbers(BATCH, MICRO_BATCH), mesh_sizes(settings)
+    if batch is None or sizes is None:
+        return None
+    count, rest = divmod(batch[0], batch[1] * sizes.dp)
+    return None if rest else count
+
+
+def find_impossible(
+    checked: Checked, composition: Composition | None = None, sections: Mapping[str, Any] | None = None
+) -> Iterator[ConfigProblem]:
+    """Yield the problems of values that are each right.
+
+    Args:
+        checked: the values.
+        composition: the selected components, whose names of modules and marks of keys count.
+        sections: instances of their sections, by path.
+    """
+    yield from _of_the_run(checked)
+    yield from _of_the_layout(checked)
+    yield from _of_the_step(checked)
+    yield from _overfull_schedule(checked, (sections or {}).get(_SCHEDULE))
+    if composition is not None:
+        yield from _unknown_modules(checked, composition)
+    for key in ("checkpoint.train_time_interval", "trainer.max_time"):
+        try:
+            if (value := checked.values.get(key)) is not None:
+                seconds_of(value)
+        except ValueError:
+            found = describe_node(checked.tree.find(key) or checked.tree)
+            yield WrongValue(**checked.place(key), found=found, allowed=FORMS)
+
+
+def _of_the_run(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """How long it lasts, how often it validates, and what it writes on the way."""
+    given = checked.values.get
+    stopping = "exp_manager.create_early_stopping_callback"
+    by_steps, by_passes = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
+    if given(stopping) and given(by_steps, "") is None and given(by_passes, "") is None:
+        reason = "early stopping judges after each validation, and the run has none"
+        yield checked.impossible(stopping, by_steps, reason=reason, advice=f"Set {by_steps}.")
+    saving = ("checkpoint.every_n_train_steps", "checkpoint.every_n_epochs")
+    for steps, passes in ((by_steps, by_passes), saving):
+        if given(passes) and given(steps):
+            reason = f"it counts passes over the data, and {steps} counts steps"
+            yield checked.impossible(passes, steps, reason=reason, advice="Set one of them to null.")
+    for key, advice in (
+        ("trainer.max_epochs", "-1 leaves the end to trainer.max_steps."),
+        ("trainer.limit_train_batches", "null takes all."),
+    ):
+        if given(key) == 0:
+            yield checked.impossible(key, reason="0 trains nothing", advice=advice)
+    local, whole = "exp_manager.log_local_rank_0_only", "exp_manager.log_global_rank_0_only"
+    if given(local) and given(whole):
+        reason = f"it wants a log of each node, and {whole} one of the run"
+        yield checked.impossible(local, whole, reason=reason, advice="Keep one of them.")
+
+
+def _of_the_layout(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """Processes fill copies of the model, in equal groups, and the batch fills processes."""
+    numbers = checked.numbers(*WORLD, TP, PP, CP)
+    if numbers is None:
+        return
+    devices, nodes, tp, pp, cp = numbers
+    dp, rest = divmod(devices * nodes, tp * pp * cp)
+    if rest:
+        groups, uneven = divmod(devices * nodes, pp * cp)
+        name = "trainer.devices x trainer.num_nodes" + (" / (PP x CP)" if pp * cp > 1 else "")
+        cause = None if uneven else Misfit(of=TP, divisor=tp, place=checked.place(TP), name=name, number=groups)
+        reason = f"{nodes} x {devices} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}"
+        advice = f"Make trainer.devices x trainer.num_nodes a multiple of {tp * pp * cp}."
+        yield checked.impossible(*WORLD, TP, PP, CP, reason=reason, advice=advice, cause=cause)
+        return
+    copies = checked.numbers(REPLICAS, EP)
+    if copies is not None and dp % copies[0]:
+        reason = f"{dp} data parallel ranks do not divide into {copies[0]} groups"
+        yield checked.impossible(REPLICAS, *WORLD, reason=reason, advice=f"Choose a divisor of {dp}.")
+    elif copies is not None and (shards := dp // copies[0] * cp) % copies[1]:
+        ranks = f"{shards} data and context parallel ranks"
+        reason = f"expert parallelism borrows from {ranks}, which EP {copies[1]} does not divide"
+        yield checked.impossible(EP, REPLICAS, CP, *WORLD, reason=reason, advice=f"Choose a divisor of {shards}.")
+    batch, sizes = checked.numbers(BATCH, MICRO_BATCH), mesh_sizes(checked)
+    if batch is not None and sizes is not None and batch[0] % (batch[1] * sizes.dp):
+        reason = f"{batch[0]} does not divide by {MICRO_BATCH} {batch[1]} x {sizes.dp} data parallel ranks"
+        yield checked.impossible(
+            BATCH, MICRO_BATCH, reason=reason, advice=f"Write a multiple of {batch[1] * sizes.dp}."
+        )
+
+
+def _of_the_step(checked: Checked) -> Iterator[ImpossibleCombination]:
+    """Sharding, weights, dtypes, what is recomputed, learning rates, sequences and files of metrics."""
+    given = checked.values.get
+    zero, stage = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
+    if given(stage) is not None and given(zero) is False:
+        reason = f"zero_stage {given(stage)} shards, and zero1: false says not to"
+        yield checked.impossible(stage, zero, reason=reason, advice="Leave zero1 out, or set zero_stage to null.")
+    weights, source = "checkpoint.weight_init_only", "checkpoint.resume_from"
+    if given(weights) and given(source, "") is None:
+        reason = f"weight_init_only takes the weights of a checkpoint, and {source} names none"
+        yield checked.impossible(weights, reason=reason, advice=f"Set {source}.")
+    masters, rounded = "checkpoint.use_master_weights_in_ckpt", "checkpoint.save_bf16"
+    if given(masters) and given(rounded):
+        reason = f"it wants float32 as the model's weights, and {rounded}: true wants bfloat16"
+        advice = "Keep one of them; a resume is exact with either."
+        yield checked.impossible(masters, rounded, reason=reason, advice=advice)
+    narrow, optimizer = "precision.optimizer_state", "model.optim.name"
+    if given(narrow) == "bfloat16" and given(optimizer) == "adamw_fp32OptState":
+        reason = f"it says bfloat16, and {optimizer}: adamw_fp32OptState says float32"
+        advice = f"Set {optimizer} to adamw, or {narrow} to float32."
+        yield checked.impossible(narrow, optimizer, reason=reason, advice=advice)
+    if given(_RECOMPUTE) and given(_GRANULARITY) == "full":
+        reason = "whole layers are recomputed under granularity 'full', so naming modules means nothing"
+        advice = f"Set {_GRANULARITY} to selective, or leave the names out."
+        yield checked.impossible(_RECOMPUTE, reason=reason, advice=advice)
+    if not given(_RECOMPUTE) and given(_GRANULARITY) == "selective":
+        reason = f"selective recomputes what {_RECOMPUTE} names, and that names nothing"
+        advice = f"Name modules there, such as CoreAttention, or set {_GRANULARITY} to full."
+        yield checked.impossible(_GRANULARITY, _RECOMPUTE, reason=reason, advice=advice)
+    floor, rate = f"{_SCHEDULE}.min_lr", "model.optim.lr"
+    if (rates := checked.numbers(floor, rate)) is not None and rates[0] > rates[1]:
+        reason = f"min_lr {rates[0]} is above the learning rate {rates[1]} ({rate}) that falls to it"
+        yield checked.impossible(floor, rate, reason=reason, advice=f"Lower {floor} or raise {rate}.")
+    length, longest = "data.seq_length", "model.max_position_embeddings"
+    if (sizes := checked.numbers(length, longest)) is not None and sizes[0] > sizes[1]:
+        reason = f"sequences have {sizes[0]} tokens, the model has positions for {sizes[1]} ({longest})"
+        yield checked.impossible(length, longest, reason=reason, advice=f"Shorten {length} or raise {longest}.")
+    metrics = "exp_manager.monitoring.metrics_file"
+    if isinstance(name := given(metrics), str) and not name.endswith(".prom"):
+        reason = "node_exporter reads files whose name ends with .prom"
+        yield checked.impossible(metrics, reason=reason, advice="Name it so, such as nxdt.prom.")
+
+
+def _overfull_schedule(checked: Checked, section: Any) -> Iterator[ImpossibleCombination]:
+    """Steps at a constant rate or of decay that begin before the warm-up is done, or even before the first step.
+
+    The rate would jump, or fall from less than its peak. A warm-up alone may be longer: such a run is the beginning
+    of a longer one, and a note says so.
+    """
+    horizon = checked.numbers(_HORIZON)
+    if section is None or horizon is None:
+        return
+    cls: type = type(section)
+    marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(cls).items()}
+    marked = [path for path, mark in marks.items() if mark is not None and mark.key == _HORIZON]
+    parts = {path: count for path in marked if (count := checked.values.get(path))}
+    if parts and (warmup := checked.values.get(_WARMUP)):
+        parts = {_WARMUP: warmup, **parts}
+    total = sum(parts.values())
+    if total > horizon[0]:
+        said = " and ".join(f"{path.rpartition('.')[2]} {count}" for path, count in parts.items())
+        yield checked.impossible(
+            *reversed(parts),
+            _HORIZON,
+            reason=f"{said} {'are' if len(parts) > 1 else 'is'} more than the {horizon[0]} steps of the schedule",
+            advice=f"Shorten them, or set {_HORIZON} to at least {total}: a run may end before its schedule does.",
+        )
+
+
+def _unknown_modules(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
+    """Modules to recompute that the model lacks, where its record lists those that it has."""
+    model = composition.components.get("model")
+    known = model.record.recompute_names if model is not None and isinstance(model.record, ModelComponent) else None
+    if known is None or model is None or checked.values.get(_GRANULARITY) != "selective":
+        return
+    for name in checked.values.get(_RECOMPUTE) or ():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            yield WrongValue(
+                **checked.place(_RECOMPUTE),
+                found=f"{name!r}, which model {model.record.name!r} does not have",
+                allowed=", ".join(known),
+                hint=f"Did you mean {near[0]!r}?" if near else "",
+            )

@@ -1,0 +1,205 @@
+"""From what was written to a tree in which every key has a value: one form for all, then defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from nxdt_core.config.annotations import DefaultsTo
+from nxdt_core.config.interpolation import has_interpolation, interpolate
+from nxdt_core.config.schema import SLOTS, Composition, RunConfig
+from nxdt_core.config.section import REQUIRED, Key, keys_of, section_paths
+from nxdt_core.config.tree import Node, Origin, from_plain, join, merge, to_plain
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem, MissingKey
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
+
+__all__ = [
+    "MOVED",
+    "Completion",
+    "complete",
+    "find_ungiven",
+    "merge_plugin_defaults",
+    "section_keys",
+    "tidy_given",
+    "with_moved_keys",
+]
+
+_DEFAULT = Origin(kind="default", where="")
+
+
+@cache
+def section_keys(core: type | None, extra: type | None) -> dict[str, tuple[Key, ...]]:
+    """Return the keys of a section by name; two where the core and the component both declare one, the core's first."""
+    found: dict[str, tuple[Key, ...]] = {}
+    for cls in (core, extra):
+        for name, key in (keys_of(cls) if cls is not None else {}).items():
+            found[name] = (*found.get(name, ()), key)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filling:
+    """What a key that was left out gets."""
+
+    key: Key
+    """As the core declares it, where the component does so too."""
+    default: Node | None
+    """The component's default before the core's: who reads a key knows what it should be."""
+    link: DefaultsTo | None
+    """The key whose value it takes instead of a default."""
+    null_is_unset: bool
+
+
+@cache
+def _fillings(core: type | None, extra: type | None) -> Mapping[str, _Filling]:
+    """What each key of a section gets; worked out once, since nodes are never changed."""
+    return {
+        name: _Filling(
+            key=keys[0],
+            default=next((_default(key, extra) for key in reversed(keys) if key.default is not REQUIRED), None),
+            link=keys[0].mark(DefaultsTo),
+            null_is_unset=any(each.default is not REQUIRED or each.marks for each in keys)
+            and not any(each.optional for each in keys),
+        )
+        for name, keys in section_keys(core, extra).items()
+    }
+
+
+def _default(key: Key, extra: type | None) -> Node:
+    origin = Origin(kind="default", where=extra.__name__) if key.owner is extra and extra else _DEFAULT
+    return from_plain(key.default, origin)
+
+
+class Completion:
+    """The filled tree, and every key path that it may have."""
+
+    def __init__(self, given: Node, composition: Composition, root: type, path: str) -> None:
+        self.composition = composition
+        self.given = given
+        self.links: list[tuple[str, str]] = []
+        self.known: list[str] = []
+        """Every key path of the schema, for suggestions."""
+        self.tree = self._section(root, given, path)
+        for path, source in self.links:
+            if given.plain(path) is None and (found := self.tree.find(source)) is not None:
+                self.tree = self.tree.set(path, _following(found, source))
+
+    def _section(self, cls: type | None, node: Node | None, path: str) -> Node:
+        extra = self.composition.classes.get(path)
+        given = node.children if node is not None else {}
+        filled: dict[str, Node] = {}
+        declared = _fillings(cls, extra)
+        for name, filling in declared.items():
+            child = self._key(filling, given.get(name), join(path, name))
+            if child is not None:
+                filled[name] = child
+        unknown = {name: child for name, child in given.items() if name not in filled and name not in declared}
+        return Node({**filled, **unknown}, node.origin if node is not None else _DEFAULT)
+
+    def _key(self, filling: _Filling, node: Node | None, path: str) -> Node | None:
+        key = filling.key
+        self.known.append(path)
+        if node is not None and node.value is None and filling.null_is_unset:
+            node = None
+        if key.section is not None and (node is None or node.value is None or isinstance(node.value, dict)):
+            absent = node is None or node.value is None
+            if key.optional and absent:
+                return node or Node(None, _DEFAULT)
+            return self._section(key.section, node, path)
+        if filling.link is not None:
+            self.links.append((path, filling.link.key))
+            return node
+        return node or filling.default
+
+
+def _following(node: Node, source: str) -> Node:
+    """Return a node with the value of the key ``source``, which ``node`` holds."""
+    value = f"${{{source}}}" if has_interpolation(node.value) else node.value
+    written, came = node.origin.at(source)["place"], node.origin
+    origin = Origin(kind="default", where=source, line=came.line, written=written, directory=came.directory)
+    return Node(value, origin, node.shown)
+
+
+def complete(given: Node, composition: Composition, root: type = RunConfig, path: str = "") -> Completion:
+    """Fill ``given`` by the section ``root`` and what the components of ``composition`` add to it.
+
+    ``path`` is the path of ``given``; keys follow others only from the root of the configuration.
+    """
+    return Completion(given, composition, root, path)
+
+
+_MANDATORY = "???"
+"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
+
+
+MOVED = {
+    "exp_manager.resume_if_exists": "checkpoint.resume_if_exists",
+    "exp_manager.resume_ignore_no_checkpoint": "checkpoint.resume_ignore_no_checkpoint",
+    "exp_manager.resume_from_checkpoint": "checkpoint.resume_from",
+    "exp_manager.create_checkpoint_callback": "checkpoint.enabled",
+    "model.weight_init_only": "checkpoint.weight_init_only",
+}
+"""Keys under which files of nxdt 0.1 say what the section ``checkpoint`` says now; they go in 0.3."""
+
+
+def with_moved_keys(given: Node) -> tuple[Node, list[str]]:
+    """Return the tree with keys that moved in their new places, and a note for each.
+
+    An override of the old key replaces a file's new one. Where both are written in one place, the old one is unknown.
+    """
+    notes = []
+    for old, new in MOVED.items():
+        node, there = given.find(old), given.find(new)
+        if node is not None and (there is None or (there.origin.kind == "file" and node.origin.kind != "file")):
+            given = given.without(old).set(new, node)
+            notes.append(f"{old}: this key is {new} now; the old name goes in nxdt-core 0.3")
+    return given, notes
+
+
+def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem], dict[str, Origin]]:
+    """Return the tree with whole sections that are interpolations replaced, with ``section: name`` spelled out as
+    ``section: {name: …}``, and without ``???``; the problems; and where the keys are that said ``???``."""
+    mandatory = {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
+    for path in mandatory:
+        given = given.without(path)
+    taken = [
+        path
+        for path in section_paths(RunConfig)
+        if (node := given.find(path)) is not None and has_interpolation(node.value)
+    ]
+    given, problems = interpolate(given, wanted=taken) if taken else (given, [])
+    for slot in SLOTS:
+        node = given.find(slot.section)
+        if node is not None and isinstance(node.value, str):
+            given = given.set(slot.section, Node({slot.selector: node}, node.origin))
+    return given, problems, mandatory
+
+
+def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[ConfigProblem]:
+    """Yield an error for each key of ``mandatory`` that has no value but a default's."""
+    for path, origin in mandatory.items():
+        found = tree.find(path)
+        if found is not None and found.origin.kind == "default":
+            yield MissingKey(**origin.at(path), allowed=f"a value in place of {_MANDATORY}")
+
+
+def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node, list[ConfigProblem]]:
+    """Return the tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
+    try:
+        context = ConfigDefaultsContext(config=to_plain(given), source=label)
+        results = kernel.hooks.nxdt_config_defaults(context=context)
+    except NxdtError as error:
+        return given, [BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error)]
+    problems: list[ConfigProblem] = []
+    for result in results:
+        origin = Origin(kind="plugin", where=result.plugin)
+        if isinstance(result.value, Mapping):
+            given = merge(from_plain(result.value, origin), given)
+        else:
+            reason = f"nxdt_config_defaults gave a {type(result.value).__name__}, not a mapping"
+            fault = BadComponentConfig(**origin.at(""), component=result.plugin, dist=result.dist, reason=reason)
+            problems.append(fault)
+    return given, problems

@@ -1,1 +1,0 @@
-"""Dataclass fields as configuration keys: types, names, components and documentation."""

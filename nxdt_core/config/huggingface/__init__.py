@@ -1,1 +1,0 @@
-"""Values of a Hugging Face ``config.json`` in the section ``model``."""

@@ -1,1 +1,0 @@
-"""A configuration and its schema as text: YAML, Markdown, JSON Schema, reports of problems."""

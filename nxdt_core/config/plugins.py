@@ -1,0 +1,247 @@
+"""What a configuration says of plugins, its loggers and callbacks, and what plugins find wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nxdt_core.config.checks import Checked
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.read import read_part
+from nxdt_core.config.resolved import Selected
+from nxdt_core.config.schema import SLOTS, Composition, PluginsConfig
+from nxdt_core.config.secrets import describe_node
+from nxdt_core.config.section import ChecksItself
+from nxdt_core.config.tree import KeyPath, Node, Origin, Place, find_node, join, to_plain
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import (
+    BadComponentChoice,
+    BadComponentConfig,
+    ComponentFinding,
+    ConfigProblem,
+    ImpossibleCombination,
+    MissingKey,
+    UnknownKey,
+    WrongValue,
+)
+from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
+from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
+from nxdt_core.kernel.hookspecs import ValidateConfigContext
+from nxdt_core.kernel.plugin import LOCAL
+
+__all__ = [
+    "Extensions",
+    "component_findings",
+    "engine_findings",
+    "option_sections",
+    "plugin_findings",
+    "read_policy",
+    "start_kernel",
+    "unusable_files",
+]
+
+
+def read_policy(tree: Node) -> PluginPolicy | list[ConfigProblem]:
+    """Return the policy, or what is wrong with the section: no plugin is imported under a policy that was not
+    understood."""
+    resolved, problems = interpolate(tree, wanted=("plugins",))
+    section = resolved.find("plugins")
+    if section is None or section.value is None:
+        return problems or PluginPolicy()
+    read, wrong = read_part(PluginsConfig, section, "plugins")
+    names = ("allow", "block", "schemes", "prefer", "local", "lock")
+    return [*problems, *wrong] or PluginPolicy(**{name: getattr(read, name) for name in names})
+
+
+def start_kernel(policy: PluginPolicy, tree: Node) -> Kernel | ConfigProblem:
+    """Return the kernel under ``policy``, or the reason why it does not start, at the key that is at fault."""
+    try:
+        return Kernel.start(policy)
+    except NxdtError as error:
+        key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
+        return BadComponentChoice(**_place(tree, key), error=error)
+
+
+def unusable_files(kernel: Kernel, tree: Node) -> Iterator[ConfigProblem]:
+    """Yield the files of ``plugins.local`` that do not load: they were asked for by name, unlike what is merely
+    installed."""
+    for plugin in kernel.plugins:
+        if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):
+            message = f"the plugin file {plugin.location} is {plugin.state}: {plugin.reason}."
+            correct = "Correct it, or take it out of plugins.local."
+            advice = "Name one of the two." if plugin.state == "shadowed" else correct
+            yield ComponentFinding(**_place(tree, "plugins.local"), message=message, advice=advice)
+
+
+def _place(tree: Node, key: str) -> Place:
+    """Where ``key`` was written, else the section ``plugins``."""
+    node = tree.find(key) or tree.find("plugins")
+    return (node.origin if node is not None else Origin(kind="default", where="")).at(key)
+
+
+_LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
+_FLAGS = {
+    "tensorboard": "summary_writer_kwargs",
+    "wandb": "wandb_logger_kwargs",
+    "mlflow": "mlflow_logger_kwargs",
+}
+"""Logger → key of ``exp_manager`` with its options; ``create_<logger>_logger`` switches it on."""
+
+
+def option_sections(tree: Node, kernel: Kernel) -> Iterator[tuple[KeyPath, type]]:
+    """Yield where options of loggers and callbacks are written, selected or not, and the section that declares them;
+    a component that cannot be had is left out: :class:`Extensions` reports it."""
+    places: list[tuple[KeyPath, object]] = [(("exp_manager", options), logger) for logger, options in _FLAGS.items()]
+    for key in (_LOGGERS, _CALLBACKS):
+        places += [((*key.split("."), number), item.plain("name")) for number, item in enumerate(_list(tree, key))]
+    for path, name in places:
+        section = find_node(tree, path)
+        if section is None or not section.children or not isinstance(name, str):
+            continue
+        with suppress(NxdtError):
+            cls = usable_class(kernel.registry.get("callback", name), section.origin.at(""))
+            if cls is not None:
+                yield path, cls
+
+
+def _list(tree: Node, key: str) -> Sequence[Node]:
+    node = tree.find(key)
+    return node.value if node is not None and isinstance(node.value, list) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One entry of a list, or one logger that a flag switches on."""
+
+    key: str
+    """Where the name is written."""
+    name: Node
+    path: str
+    """Where the options are written."""
+    options: Node
+
+
+class Extensions:
+    """What the lists of loggers and callbacks select: each entry is a name, or a mapping of ``name`` and options."""
+
+    def __init__(self, tree: Node, kernel: Kernel) -> None:
+        """Select from the completed, interpolated tree."""
+        self.problems: list[ConfigProblem] = []
+        self.notes: list[str] = []
+        self.loggers = [found for wanted in self._loggers(tree) for found in self._selected(wanted, kernel)]
+        callbacks = self._listed(tree, _CALLBACKS)
+        self.callbacks = [found for wanted in callbacks for found in self._selected(wanted, kernel)]
+
+    def _listed(self, tree: Node, path: str) -> Iterator[_Wanted]:
+        for number, item in enumerate(_list(tree, path)):
+            where = f"{path}[{number}]"
+            name = item.children.get("name")
+            if isinstance(item.value, str):
+                yield _Wanted(where, item, where, Node({}, item.origin))
+            elif name is not None and isinstance(name.value, str):
+                yield _Wanted(f"{where}.name", name, where, item.without("name"))
+            elif name is not None and name.value is not None:  # `yes` is a boolean of YAML
+                place, allowed = name.origin.at(f"{where}.name"), "the component's name, a text"
+                self.problems.append(WrongValue(**place, found=describe_node(name), allowed=allowed))
+            elif isinstance(item.value, dict):
+                self.problems.append(MissingKey(**item.origin.at(f"{where}.name"), allowed="the component's name"))
+
+    def _loggers(self, tree: Node) -> Iterator[_Wanted]:
+        listed = list(self._listed(tree, _LOGGERS))
+        yield from listed
+        names = {wanted.name.value for wanted in listed}
+        for logger, options_name in _FLAGS.items():
+            key, path = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
+            flag, options = tree.find(key), tree.find(path)
+            if flag is None or not isinstance(flag.value, (bool, type(None))):  # reported when it is read
+                continue
+            by_default = logger == "tensorboard" and tree.plain(_LOGGERS) is None
+            if (by_default if flag.value is None else flag.value) and logger not in names:
+                usable = options if options is not None and isinstance(options.value, dict) else Node({}, flag.origin)
+                yield _Wanted(key, Node(logger, flag.origin), path, usable)
+            elif flag.value is False and flag.origin.kind != "default" and logger in names:
+                reason, advice = f"{key} is false, and {_LOGGERS} names {logger!r}", "Keep one of the two."
+                self.problems.append(ImpossibleCombination(**flag.origin.at(key), reason=reason, advice=advice))
+            elif options is not None and options.value:
+                self.notes.append(f"{path}: no effect, since {key} does not select that logger")
+
+    def _selected(self, wanted: _Wanted, kernel: Kernel) -> Iterator[Selected]:
+        """Yield the component with its options; nothing where it cannot be had."""
+        place, instance = wanted.name.origin.at(wanted.key), None
+        try:
+            component = kernel.registry.get("callback", wanted.name.value)
+            cls = usable_class(component, place)
+        except NxdtError as error:
+            problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
+            self.problems.append(problem)
+            return
+        if cls is not None:
+            instance, problems = read_part(cls, wanted.options, wanted.path)
+            self.problems += problems
+        else:
+            options = wanted.options.children.items()
+            self.problems += [UnknownKey(**child.origin.at(f"{wanted.path}.{key}")) for key, child in options]
+        yield Selected(component=component, config=instance)
+
+
+def component_findings(
+    checked: Checked, composition: Composition, instances: Mapping[str, Any]
+) -> Iterator[ConfigProblem]:
+    """Yield the problems that the sections of components report of themselves."""
+    for slot in SLOTS:
+        section, component = instances.get(slot.section), composition.components.get(slot.kind)
+        if component is not None and isinstance(section, ChecksItself):
+            found = _of_section(section, slot.section, checked)
+            yield from _guarded(component, checked.place(slot.section), "check", found)
+
+
+def _of_section(section: ChecksItself, path: str, checked: Checked) -> Iterator[ConfigProblem]:
+    for key, message in section.check():
+        yield ComponentFinding(**checked.place(join(path, key)), message=_sentence(message))
+
+
+def engine_findings(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
+    """Yield the problems that the rules of the selected engine report of the layout."""
+    component = composition.components.get("engine")
+    if component is not None:
+        yield from _guarded(component, checked.place("parallel_engine.name"), "rules", _of_rules(component, checked))
+
+
+def _of_rules(component: RegisteredComponent, checked: Checked) -> Iterator[ConfigProblem]:
+    rules = component.load_rules()
+    yield from () if rules is None else rules(checked)
+
+
+def _guarded(
+    component: RegisteredComponent, place: Place, what: str, found: Iterator[ConfigProblem]
+) -> Iterator[ConfigProblem]:
+    """Yield what a plugin's code finds; any exception of it is reported with the plugin's name."""
+    try:
+        yield from found
+    except ComponentUnusable as error:
+        yield BadComponentChoice(**place, error=error)
+    except Exception as error:
+        reason = f"its {what} raised {type(error).__name__}: {error}"
+        name, dist = component.qualified_name, component.dist
+        yield BadComponentConfig(**place, component=name, dist=dist, reason=reason)
+
+
+def plugin_findings(tree: Node, composition: Composition, kernel: Kernel, checked: Checked) -> Iterator[ConfigProblem]:
+    """Yield the problems that the hook ``nxdt_validate_config`` reports."""
+    names = {slot: found.qualified_name for slot, found in composition.components.items() if found is not None}
+    try:
+        for result in kernel.hooks.nxdt_validate_config(
+            context=ValidateConfigContext(config=to_plain(tree), components=names)
+        ):
+            for finding in result.value:
+                message = _sentence(f"{finding.message} (plugin {result.plugin!r})")
+                yield ComponentFinding(**checked.place(finding.key), message=message, advice=finding.remedy)
+    except NxdtError as error:
+        yield BadComponentChoice(**checked.place("plugins"), error=error)
+
+
+def _sentence(message: str) -> str:
+    return message if message.endswith((".", "!", "?")) else f"{message}."

@@ -1,0 +1,280 @@
+"""From the filled tree to sections, with every wrong type, unknown key and missing key on the way.
+
+Paths are made absolute: in a file they start at that file's directory, elsewhere at the working directory.
+``package://`` stays as it is in the tree, so that a saved configuration loads on other machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+from nxdt_core.config.annotations import DefaultsTo
+from nxdt_core.config.complete import complete, section_keys
+from nxdt_core.config.interpolation import UNRESOLVED
+from nxdt_core.config.schema import Composition, RunConfig
+from nxdt_core.config.secrets import describe_node, is_hidden
+from nxdt_core.config.section import LISTS, Key, Mismatch, keys_of, members, nearest_keys, read_section
+from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
+from nxdt_core.config.tree import LARGEST_INTEGER, MASK, Node, describe_value, join, mapped, to_plain, walk
+from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
+
+__all__ = ["Reading", "located", "read_part", "read_tree"]
+
+
+_NAME_BYTES = 255
+"""Of a name within a path, which is what Linux accepts."""
+
+
+def located(node: Node) -> Node:
+    """Return the node with its relative paths made absolute."""
+    return mapped(node, _located)
+
+
+def _located(node: Node) -> Node:
+    value, shown = node.value, node.shown
+    if not isinstance(value, str) or not value or value.startswith("/") or "://" in value:
+        return node
+    if shown not in (None, MASK) and not value.startswith("~"):
+        shown = f"{resolve_path('.', node.origin.directory)}/{shown}"
+    return replace(node, value=str(resolve_path(value, node.origin.directory)), shown=shown)
+
+
+def _usable(node: Node) -> Node:
+    """Return the node of a path with ``package://`` made real.
+
+    Raises:
+        Mismatch: the package is not installed, or the operating system does not accept the path: it raises an error
+            even at the question whether others exist.
+    """
+    text = node.value
+    if not isinstance(text, str):
+        return node
+    names = text.encode(errors="replace").split(b"/")
+    if not text or "\0" in text or any(len(name) > _NAME_BYTES for name in names):
+        raise Mismatch(describe_value(text))
+    try:
+        return replace(node, value=str(resolve_path(text))) if text.startswith(PACKAGE_SCHEME) else node
+    except PackageNotFound as error:
+        raise Mismatch(f"{text!r}, but {error}") from None
+
+
+@dataclass(slots=True)
+class Reading:
+    """The sections, values and problems that reading a configuration gave."""
+
+    run: RunConfig | None
+    """None where a core key is wrong."""
+    tree: Node
+    """The tree with paths made absolute."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Plain value by key path, lists as tuples; wrong ones are absent."""
+    instances: dict[str, Any] = field(default_factory=dict)
+    """By section: an instance of the component's class."""
+    problems: list[ConfigProblem] = field(default_factory=list)
+    followers: dict[str, str] = field(default_factory=dict)
+    """Key → key that it takes its value from: a wrong value is reported at the latter."""
+
+
+def read_tree(tree: Node, composition: Composition, known: Sequence[str]) -> Reading:
+    """Read the filled tree into a :class:`RunConfig` and the components' sections."""
+    reader = _Reader(tree, composition, known)
+    reader.result.run = reader.read(RunConfig, tree, "")
+    return reader.result
+
+
+def read_part(cls: type, node: Node, path: str) -> tuple[Any, list[ConfigProblem]]:
+    """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
+    completion = complete(node, Composition(), cls, path)
+    reader = _Reader(completion.tree, Composition(), completion.known)
+    return reader.read(cls, completion.tree, path), reader.result.problems
+
+
+class _Reader:
+    def __init__(self, tree: Node, composition: Composition, known: Sequence[str]) -> None:
+        self.result = Reading(run=None, tree=tree)
+        self.composition = composition
+        self.known = known
+        self.keys: dict[str, tuple[Key, Node]] = {}
+        """By path: each key that has a value, and the value."""
+        self.order: dict[str, int] = {}
+        """Paths in the order in which they are visited: problems are reported in it."""
+        self.located: set[str] = set()
+        """Paths of keys whose relative path was made absolute."""
+        self.bad: set[str] = set()
+        """Paths of keys with a problem."""
+        self.parts: dict[str, dict[str, Any]] = {}
+        """By path of a section: the plain values of its component's keys."""
+
+    def read(self, cls: type, node: Node, path: str) -> Any:
+        """Return an instance of ``cls``, or None where one of its keys is wrong; components' are in the result."""
+        plain = self._section(cls, node, path)
+        instance = self._instance(cls, plain, path)
+        for section, component in self.composition.classes.items():
+            if section in self.parts:
+                found = self._instance(component, self.parts[section], section)
+                if found is not None and self._complete(component, section):
+                    self.result.instances[section] = found
+        for where in self.bad:
+            self.result.values.pop(where, None)
+        self.result.problems.sort(key=lambda problem: self.order.get(problem.key, 0))
+        return instance
+
+    def _section(self, cls: type, node: Node, path: str) -> dict[str, Any]:
+        """Return the plain values of the keys that ``cls`` declares; those of the component go to ``parts``."""
+        if not isinstance(node.value, dict):
+            self._wrong(path, node, describe_node(node), "a mapping")
+            return {}
+        extra = self.composition.classes.get(path)
+        plain: dict[str, Any] = {}
+        part = self.parts.setdefault(path, {}) if extra is not None else {}
+        declared = section_keys(cls, extra)
+        for name, keys in declared.items():
+            for key, value in self._values(keys, node, join(path, name)):
+                (plain if key.owner is cls else part)[name] = value
+        for name, child in node.children.items():
+            if name not in declared and path not in self.composition.open:
+                where = join(path, name)
+                self.order.setdefault(where, len(self.order))
+                near = nearest_keys(where, self.known)
+                self.result.problems.append(
+                    UnknownKey(**child.origin.at(where), candidates=near, known=tuple(declared))
+                )
+        return plain
+
+    def _values(self, keys: tuple[Key, ...], section: Node, path: str) -> Iterator[tuple[Key, Any]]:
+        """The key's plain value for each of its declarations; nothing where there is none."""
+        self.order.setdefault(path, len(self.order))
+        key, node = keys[0], section.children.get(keys[0].name)
+        if node is None:
+            if key.mark(DefaultsTo) is None:
+                self._missing(path, section, key)
+            self.bad.add(path)
+            return
+        if node.origin.written:
+            self.result.followers[path] = node.origin.where
+        if not isinstance(node.value, dict) and any(each.value is UNRESOLVED for _, each in walk(node)):
+            self.bad.add(path)  # a mapping's keys say so one by one
+            return
+        self.keys[path] = key, node
+        if key.section is not None and not (key.optional and node.value is None):
+            yield from ((each, self._section(key.section, node, path)) for each in keys)
+            return
+        try:
+            value = self._leaf(keys, node, path)
+        except Mismatch as mismatch:
+            self._wrong(path, node, mismatch.found, key.describe())
+            return
+        self.result.values[path] = tuple(value) if isinstance(value, list) else value
+        yield from ((each, value) for each in keys)
+
+    def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
+        if any(key.holds_path for key in keys):
+            absolute = located(node)
+            if absolute != node:
+                self.result.tree = self.result.tree.set(path, absolute)
+                self.located.add(path)
+            node = mapped(absolute, _usable)
+        for _, each in walk(node):
+            if type(each.value) is int and not -LARGEST_INTEGER - 1 <= each.value <= LARGEST_INTEGER:
+                raise Mismatch("an integer of more than 64 bits")
+        return to_plain(node)
+
+    def _instance(self, cls: type, plain: Mapping[str, Any], path: str) -> Any:
+        try:
+            instance, faults = read_section(cls, plain)
+        except ValueError as error:  # raised by the section itself
+            section = self.result.tree.find(path) if path else self.result.tree
+            origin = (section or self.result.tree).origin
+            self.result.problems.append(ComponentFinding(**origin.at(path), message=f"{error}."))
+            return None
+        for fault in faults:
+            self._fault(path, fault.path, fault.found)
+        return instance
+
+    def _fault(self, path: str, inside: Sequence[str], found: str) -> None:
+        """Report a wrong value at its key, unless something is reported there already."""
+        where = ".".join([*([path] if path else []), *inside])
+        if where not in self.keys or where in self.bad:
+            return
+        key, node = self.keys[where]
+        hint = _hint(to_plain(node), key, where) if node.shown is None else _hint_hidden(node, key)
+        hidden = is_hidden(node) or where in self.located
+        self._wrong(where, node, describe_node(node) if hidden else found, key.describe(), hint)
+
+    def _complete(self, cls: type, path: str) -> bool:
+        """Return whether all values of a section were read: what it says of its defaults instead would mislead."""
+        own = {join(path, name) for name in keys_of(cls)}
+        return not any(where in own or any(where.startswith(f"{key}.") for key in own) for where in self.bad)
+
+    def _missing(self, path: str, section: Node, key: Key) -> None:
+        where = path.rpartition(".")[0]
+        if where in self.composition.unfilled and key.owner is self.composition.classes.get(where):
+            return
+        origin = section.origin
+        while where and origin.kind == "default":  # the whole section is missing: reported at its parent
+            where = where.rpartition(".")[0]
+            around = self.result.tree.find(where) if where else self.result.tree
+            origin = around.origin if around is not None else origin
+        self.result.problems.append(MissingKey(**origin.at(path), allowed=key.describe()))
+
+    def _wrong(self, path: str, node: Node, found: str, allowed: str, hint: str = "") -> None:
+        self.bad.add(path)
+        problem = WrongValue(**node.origin.at(path), found=found, allowed=allowed, hint=hint)
+        self.result.problems.append(problem)
+
+
+_SHARES = {
+    "trainer.val_check_interval": "A number with a decimal point is a share of a pass in Lightning; here"
+    " trainer.check_val_every_n_epoch: 1 validates after each pass."
+}
+"""Keys whose floats mean something else in Lightning than the same number as an integer → what to write."""
+
+
+def _hint(value: Any, key: Key, path: str) -> str:
+    """Return what to write instead, where it is clear what was meant."""
+    found = members(key.annotation)
+    kinds = {bool, int, float, str} & {each for each in found if isinstance(each, type)}
+    if isinstance(value, float) and path in _SHARES:
+        return _SHARES[path]
+    if kinds & {int, float} and _boundless(value):
+        return "It must be finite."
+    if isinstance(value, str) and kinds & {int, float, bool}:
+        return "Write it without quotes." if _number_like(value) else ""
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return f"Write {int(value)}."
+    quoted = str in kinds and int not in kinds and not key.holds_path
+    if quoted and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"Write it in quotes: '{value}'."
+    if isinstance(value, str) and any((get_origin(each) or each) in LISTS for each in found):
+        return f"Write a list: [{value}]."
+    choices = [text for each in found if get_origin(each) is Literal for text in get_args(each) if type(text) is str]
+    close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"Did you mean {close[0]!r}?" if close else ""
+
+
+def _hint_hidden(node: Node, key: Key) -> str:
+    """Return how to read a variable as a number."""
+    numbers = {int, float, bool} & {each for each in members(key.annotation) if isinstance(each, type)}
+    if isinstance(node.value, str) and numbers and str(node.shown).startswith("${oc.env:"):
+        return f"The value of a variable is text: write ${{oc.decode:{node.shown}}}."
+    return ""
+
+
+def _number_like(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false")
+    return True
+
+
+def _boundless(value: Any) -> bool:
+    """Whether the value is a ``nan`` or an ``inf``, as a number or as text."""
+    try:
+        return isinstance(value, (str, float)) and not math.isfinite(float(value))
+    except ValueError:
+        return False

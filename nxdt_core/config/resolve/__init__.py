@@ -1,1 +1,0 @@
-"""From the values that were written to a complete, typed configuration."""

@@ -1,0 +1,269 @@
+"""The root of the configuration and the sections that select components. The docstrings are the YAML reference.
+
+A bare name may stand for a section that does nothing else: ``parallel_engine: torch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nxdt_core.config.annotations import DefaultsTo, NonNegativeFloat, NonNegativeInt, PositiveInt
+from nxdt_core.config.section import Section
+from nxdt_core.config.training_schema import (
+    CheckpointConfig,
+    DistributedStrategyConfig,
+    ExpManagerConfig,
+    TrainerConfig,
+)
+from nxdt_core.config.tree import join
+from nxdt_core.kernel.registry import RegisteredComponent
+
+__all__ = [
+    "SLOTS",
+    "AdapterSection",
+    "Composition",
+    "DataConfig",
+    "EngineSection",
+    "ModelConfig",
+    "ObjectiveSection",
+    "OptimConfig",
+    "ParamGroupConfig",
+    "PluginsConfig",
+    "PrecisionSection",
+    "RunConfig",
+    "SchedConfig",
+    "Slot",
+    "TokenizerSection",
+]
+
+
+class PrecisionSection(Section):
+    """Selects the dtypes of the run; the keys of the policy are next to ``type``."""
+
+    type: str = "fp32"
+    """Component of kind ``precision``. (NxD Training's default is ``mixed_precision``; here it is named in the
+    file, since it changes results.)"""
+
+
+class ObjectiveSection(Section):
+    """Selects the loss; its keys are next to ``name``."""
+
+    name: str = "causal_lm"
+    """Component of kind ``objective``."""
+
+
+class AdapterSection(Section):
+    """Selects a change to the model; its keys are next to ``name``."""
+
+    name: str | None = None
+    """Component of kind ``adapter``; ``null`` for none."""
+
+
+class EngineSection(Section):
+    """Selects the runtime; its keys are next to ``name``."""
+
+    name: str = "torch"
+    """Component of kind ``engine``."""
+
+
+class PluginsConfig(Section):
+    """Which plugins a run may use. Entries are names of entry points or of distributions."""
+
+    allow: tuple[str, ...] | None = None
+    """Only these; ``null`` allows all that are installed."""
+    block: tuple[str, ...] = ()
+    """Never these; they are not even imported."""
+    schemes: tuple[str, ...] | None = None
+    """Schemes of addresses that checkpoints may be at, such as ``[file, s3]``; ``null`` allows those of all plugins."""
+    prefer: tuple[str, ...] = ()
+    """Order in which plugins win where two offer the same name."""
+    local: tuple[Path, ...] = ()
+    """Plugin files (``.py``) that are not installed."""
+    lock: Path | None = None
+    """Lock file that the installed plugins must agree with."""
+    on_resume: Literal["warn", "refuse"] = "warn"
+    """What a resume does where the plugin of the model or the optimizer has another version than the one that wrote the
+    checkpoint."""
+
+
+class TokenizerSection(Section):
+    """Selects a tokenizer; the keys of the tokenizer are next to ``library``."""
+
+    library: str | None = None
+    """Component of kind ``tokenizer``; ``huggingface`` where ``type`` or ``model`` is given."""
+
+
+class DataConfig(Section):
+    """Selects a dataloader; the keys of the dataloader are next to ``name``."""
+
+    name: str
+    """Component of kind ``dataset``; ``hf-data`` where it is not set."""
+    global_batch_size: PositiveInt
+    """Sequences of one optimizer step, over all devices."""
+    micro_batch_size: PositiveInt = 1
+    """Sequences that one device takes at a time."""
+    seq_length: PositiveInt
+    """Tokens of a sequence."""
+    shuffle: bool = True
+    """Draw training samples in random order, each once a pass."""
+    num_workers: NonNegativeInt = 0
+    """Threads that prepare batches ahead; 0 prepares them between steps."""
+    pin_memory: bool | None = None
+    """Copy batches to the device out of pinned memory of the host, while kernels of the device run. ``null`` does so
+    on GPUs."""
+    tokenizer: TokenizerSection | None = None
+    """Tokenizer of the data; ``null`` for data that is tokenised already."""
+
+
+class SchedConfig(Section):
+    """Selects the learning-rate schedule; the keys of the schedule are next to ``name``."""
+
+    name: str = "constant"
+    """Component of kind ``schedule``."""
+    max_steps: Annotated[PositiveInt, DefaultsTo("trainer.max_steps")]
+    """Steps after which the schedule has ended; ``trainer.max_steps`` where it is not set."""
+
+
+class ParamGroupConfig(Section):
+    """Parameters that learn otherwise than the rest."""
+
+    params: str
+    """Path pattern: a leading ``*`` stands for any depth, any other for one component, as in ``*.router.weight``."""
+    lr: NonNegativeFloat | None = None
+    """Their peak learning rate; the schedule scales it as it does ``model.optim.lr``. ``null``: that."""
+    weight_decay: NonNegativeFloat | None = None
+    """Their decay, also of norms and biases among them. ``null``: as the model's plan and ``model.optim`` say."""
+
+
+class OptimConfig(Section):
+    """Selects the optimizer; the keys of the optimizer are next to ``name``."""
+
+    name: str = "adamw"
+    """Component of kind ``optimizer``."""
+    lr: NonNegativeFloat
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decay of the weights that the model's plan lets decay."""
+    param_groups: tuple[ParamGroupConfig, ...] = ()
+    """Rates and decays by pattern; the last entry that matches a parameter counts, and each must match some."""
+    sched: SchedConfig
+    """The learning-rate schedule."""
+
+
+class ModelConfig(Section):
+    """Selects a model; the keys of the architecture are next to ``name``."""
+
+    name: str
+    """Component of kind ``model``. Where it is not set: the one that reads the architecture of
+    ``model_config``, else ``llama``. A note says which."""
+    hf_config: Path | None = Field(default=None, alias="model_config")
+    """Hugging Face ``config.json``, or its directory. Keys given next to it take precedence."""
+    optim: OptimConfig
+    """Optimizer and learning rate."""
+    do_layer_norm_weight_decay: bool = False
+    """Let the weights of normalisation layers decay too."""
+    pipeline_cuts: tuple[str, ...] | None = None
+    """Modules that end a pipeline stage (PP × VPP - 1 names). ``null``: the engine ``torch`` chooses cuts that balance
+    layers, embedding and head; ``nxd`` cuts evenly."""
+    activations_checkpoint_granularity: Literal["selective", "full"] | None = None
+    """Recompute in backward: whole layers, the modules of ``activations_checkpoint_recompute``, or nothing."""
+    activations_checkpoint_recompute: tuple[str, ...] | None = None
+    """What to recompute under ``selective``: names that the model's plan gives to modules, such as
+    ``CoreAttention``."""
+    loss_chunk_tokens: PositiveInt | None = None
+    """Compute logits and their losses for so many tokens of a micro-batch at a time, and again in backward, so that
+    memory does not grow with tokens times vocabulary. The head's work grows by a third. ``null``: all at once."""
+    compile: bool = False
+    """Compile each layer with ``torch.compile``. The first step takes longer; its compile time is logged apart."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    base: str | None = None
+    """A YAML file or ``recipe:NAME`` that supplies the keys that this file does not set, so that a file may set only
+    what differs. Relative paths start at the file that names them. Read from files, not from the command line."""
+    name: str
+    """Name of the run and of its directory; by default the name of its YAML file or recipe without ``.yaml``. A recipe
+    sets none, so a file that is made from one or based on one is a run with its own directory."""
+    seed: PositiveInt = 1234
+    """Seed of weights, data order and dropout."""
+    trainer: TrainerConfig
+    """How long, how often, on how many devices."""
+    exp_manager: ExpManagerConfig
+    """Where the run writes and what it logs."""
+    distributed_strategy: DistributedStrategyConfig = Field(default_factory=DistributedStrategyConfig)
+    """The layout over devices."""
+    data: DataConfig
+    """Batches and the source of samples."""
+    model: ModelConfig
+    """The model, its optimizer and its initial weights."""
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    """Dtypes."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Saving and resuming."""
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
+    """The loss."""
+    adapter: AdapterSection = Field(default_factory=AdapterSection)
+    """A change to the model, such as LoRA."""
+    parallel_engine: EngineSection = Field(default_factory=EngineSection)
+    """The runtime."""
+    plugins: PluginsConfig = Field(default_factory=PluginsConfig)
+    """Which plugins the run may use."""
+    compiler_cache_url: str | None = None
+    """Where compiled graphs are kept for later runs: a folder; engines of the XLA runtime also take ``s3://…``. By
+    default that of the compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one component. Its keys are in ``section``, next to the key that names it."""
+
+    kind: str
+    section: str
+    selector: str = "name"
+
+    @property
+    def key(self) -> str:
+        """Path of the key that names the component."""
+        return join(self.section, self.selector)
+
+
+SLOTS: tuple[Slot, ...] = (
+    Slot("model", "model"),
+    Slot("dataset", "data"),
+    Slot("tokenizer", "data.tokenizer", "library"),
+    Slot("optimizer", "model.optim"),
+    Slot("schedule", "model.optim.sched"),
+    Slot("precision", "precision", "type"),
+    Slot("store", "checkpoint.storage"),
+    Slot("objective", "objective"),
+    Slot("adapter", "adapter"),
+    Slot("engine", "parallel_engine"),
+)
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """What the selected components add to the core's schema."""
+
+    components: Mapping[str, RegisteredComponent | None] = field(default_factory=dict)
+    """By kind; one whose component is unavailable is absent."""
+    classes: Mapping[str, type] = field(default_factory=dict)
+    """By path of the section: the class that the component declares."""
+    open: frozenset[str] = frozenset()
+    """Sections whose component is unknown, so that their keys are unknown too."""
+    unfilled: frozenset[str] = frozenset()
+    """Sections whose keys would have come from a file that cannot be read: missing keys are reported there."""
+
+    def label(self, section: str) -> str:
+        """Return a description of a section's component: ``model 'llama'``; empty where there is none."""
+        slot = next((slot for slot in SLOTS if slot.section == section), None)
+        component = self.components.get(slot.kind) if slot else None
+        return f"{component.kind} {component.record.name!r}" if component else ""

@@ -1,1 +1,0 @@
-"""Values that are not shown or written: from the environment, of secret fields, and credentials in addresses."""

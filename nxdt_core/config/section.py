@@ -1,0 +1,394 @@
+"""A section of the configuration as a pydantic model: the base class, its keys, and how a section is read.
+
+Values are read in pydantic's strict JSON mode, which has YAML's types: a list gives a tuple and a text a path, but no
+text gives a number. What is wrong is said in the words that all sections have: what was found, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    runtime_checkable,
+)
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from nxdt_core.config.annotations import Range, StartsAtFile
+from nxdt_core.config.tree import describe_value, join
+from nxdt_core.errors.base import either
+
+__all__ = [
+    "LISTS",
+    "REQUIRED",
+    "TABLES",
+    "ChecksItself",
+    "Fault",
+    "Key",
+    "Mismatch",
+    "NamesHFKeys",
+    "ReadsHFConfig",
+    "RequiresCapabilities",
+    "Section",
+    "described",
+    "is_model",
+    "keys_of",
+    "members",
+    "nearest_keys",
+    "read_section",
+    "schema_of",
+    "section_paths",
+]
+
+
+class Section(BaseModel):
+    """Base of sections; a third party's are the same."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        defer_build=True,
+    )
+
+    def changed(self, **values: Any) -> Self:
+        """Return the section with other values, which are not checked."""
+        return self.model_copy(update=values)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A value that a section does not take."""
+
+    path: tuple[str, ...]
+    """Its key, below those of the sections around it."""
+    found: str
+
+
+def read_section(cls: type[Section], values: Mapping[str, Any]) -> tuple[Section | None, list[Fault]]:
+    """Return the section, or None and what is wrong with each value. A missing key is not among them.
+
+    Raises:
+        ValueError: a validator of the section itself refuses the values.
+    """
+    try:
+        return cls.model_validate_json(json.dumps(values, default=str), strict=True), []
+    except ValidationError as error:
+        return None, list(_faults(cls, error.errors(include_url=False), values))
+
+
+def _faults(cls: type[Section], errors: list[ErrorDetails], values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield one for each key; of a union pydantic reports each member, and the place that is furthest inside counts."""
+    found: dict[tuple[str, ...], tuple[int, str]] = {}
+    for error in errors:
+        if not error["loc"]:
+            raise error["ctx"]["error"]
+        path, value, inside = _located(cls, error["loc"], values)
+        if error["type"] == "missing" and not inside:  # reported where the keys are completed
+            continue
+        told = [describe_value(value)]
+        if isinstance(value, list) and error["type"] in ("missing", "too_long", "too_short"):
+            told.append(f"a list of {len(value)}")
+        else:
+            told += [f"{describe_value(item)} {where}" for item, where in _descended(value, inside)]
+        found[path] = max(found.get(path, (0, "")), (len(told), told[-1]))
+    yield from (Fault(path, words) for path, (_, words) in found.items())
+
+
+def _located(
+    cls: type[Section], loc: tuple[int | str, ...], values: Any
+) -> tuple[tuple[str, ...], Any, list[int | str]]:
+    """Return the key of an error, its value, and the rest of the place."""
+    path: list[str] = []
+    section: type | None = cls
+    rest = list(loc)
+    while section is not None and rest:
+        name = str(rest.pop(0))
+        path.append(name)
+        values = values.get(name)
+        key = keys_of(section).get(name)
+        section = key.section if key is not None and isinstance(values, Mapping) else None
+    return tuple(path), values, rest
+
+
+def _descended(value: Any, parts: list[int | str]) -> Iterator[tuple[Any, str]]:
+    """Yield the values inside a list or a mapping on the way to an error; members of a union are passed over."""
+    for part in parts:
+        if isinstance(value, list) and isinstance(part, int):
+            value = value[part]
+            yield value, f"as item {part + 1} of the list"
+        elif isinstance(value, Mapping) and part in value:
+            value = value[str(part)]
+            yield value, f"under {part!r}"
+
+
+@runtime_checkable
+class ChecksItself(Protocol):
+    """The section knows combinations that cannot work."""
+
+    def check(self) -> Iterable[tuple[str, str]]:
+        """Yield (key, problem) for each; the key is relative to the section. Called once the types are right."""
+        ...
+
+
+@runtime_checkable
+class RequiresCapabilities(Protocol):
+    """What the component needs of the engine depends on the values of its section.
+
+    ``requires`` of its record is for what it needs always.
+    """
+
+    def requires_capabilities(self) -> Iterable[str]:
+        """Return engine capabilities of :data:`nxdt_core.api.CAPABILITIES`. Called once the types are right."""
+        ...
+
+
+@runtime_checkable
+class ReadsHFConfig(Protocol):
+    """The section of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``).
+
+    ``nxdt checkpoint import`` calls it, too. ``config_to_hf`` of the model's builder is its inverse
+    (:class:`nxdt_core.protocols.model.HFExchange`).
+
+    Example::
+
+        @classmethod
+        def from_hf(cls, hf):
+            return {"hidden_size": hf["hidden_size"], "rope.theta": hf.get("rope_theta", 10_000.0)}
+    """
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return values by key, dotted for a section within the section; keys that the user gives win.
+
+        Raises:
+            NxdtError: the file asks for something that the model does not do.
+            ValueError: the same, in one sentence.
+        """
+        ...
+
+
+@runtime_checkable
+class NamesHFKeys(Protocol):
+    """The section maps its keys to the keys of that file that they come from; messages then name both."""
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the key of the section → key of the file. Called with what :meth:`ReadsHFConfig.from_hf` has read."""
+        ...
+
+
+M = TypeVar("M")
+
+REQUIRED: Final[Any] = object()
+"""Default of a key that must be given."""
+LISTS = (list, tuple, Sequence, MutableSequence, Iterable)
+TABLES = (dict, Mapping, MutableMapping)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key of a section."""
+
+    name: str
+    annotation: Any
+    default: Any
+    """Plain value, or :data:`REQUIRED`; None of a section that may be left out."""
+    marks: tuple[Any, ...]
+    """What :data:`typing.Annotated` carries in addition to bounds."""
+    section: type | None
+    """The model, if the key is a section."""
+    optional: bool
+    """Whether ``null`` is allowed."""
+    holds_path: bool
+    """Whether a value may hold a path, which starts at the file that sets it."""
+    owner: type
+    """The model that declares the key."""
+    attribute: str
+    """Name of the model's field, which may be another one."""
+
+    def mark(self, kind: type[M]) -> M | None:
+        """Return the mark of a class, or None."""
+        return next((mark for mark in self.marks if isinstance(mark, kind)), None)
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of its values."""
+        return schema_of(self.owner, self.name)
+
+    def describe(self) -> str:
+        """Return what is allowed, as the object of a sentence."""
+        return described(self.json_schema())
+
+
+@cache
+def keys_of(cls: type) -> dict[str, Key]:
+    """Return the keys that a section declares, in order."""
+    fields: Mapping[str, Any] = cls.__pydantic_fields__  # type: ignore[attr-defined]
+    return {info.alias or name: _key(cls, name, info) for name, info in fields.items()}
+
+
+def section_paths(cls: type, path: str = "") -> tuple[str, ...]:
+    """Return the key paths of all sections below a model, outer ones first."""
+    found: list[str] = []
+    for name, key in keys_of(cls).items():
+        if key.section is not None:
+            here = join(path, name)
+            found += [here, *section_paths(key.section, here)]
+    return tuple(found)
+
+
+def is_model(cls: Any) -> bool:
+    """Return whether a class has keys."""
+    return isinstance(cls, type) and hasattr(cls, "__pydantic_fields__")
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union; the annotation alone where it is none. Bounds and other marks are left out."""
+    if get_origin(annotation) is Annotated:
+        return members(annotation.__origin__)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(inner for member in get_args(annotation) for inner in members(member))
+    return (annotation,)
+
+
+def _key(cls: type, attribute: str, info: Any) -> Key:
+    annotation: Any = info.annotation
+    for mark in info.metadata:
+        annotation = Annotated[annotation, mark]
+    found = members(annotation)
+    one = [member for member in found if member is not type(None)]
+    section = one[0] if len(one) == 1 and is_model(one[0]) else None
+    # A section's default is not made here: pydantic would build a validator for each, and its keys have their own.
+    default = None if section is not None else info.get_default(call_default_factory=True)
+    return Key(
+        name=info.alias or attribute,
+        annotation=annotation,
+        default=REQUIRED if info.is_required() else default,
+        marks=tuple(mark for mark in info.metadata if not isinstance(mark, Range)),
+        section=section,
+        optional=type(None) in found or annotation is Any,
+        holds_path=any(part is Path or isinstance(part, StartsAtFile) for part in _parts(annotation)),
+        owner=cls,
+        attribute=attribute,
+    )
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield an annotation and everything inside it; choices of a ``Literal`` and other sections are left out."""
+    yield annotation
+    if get_origin(annotation) is Annotated:
+        yield from annotation.__metadata__
+        yield from _parts(annotation.__origin__)
+    elif get_origin(annotation) is not Literal:
+        for inner in get_args(annotation):
+            yield from _parts(inner)
+
+
+_ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
+
+
+class Mismatch(Exception):
+    """The value cannot be read; ``found`` says what it is."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(found)
+        self.found = found
+
+
+def schema_of(cls: Any, key: str) -> dict[str, Any]:
+    """Return the JSON Schema of the values of a key, without its documentation and default."""
+    schema = _whole_schema(cls)
+    found: dict[str, Any] = _plain(schema["properties"][key], schema.get("$defs", {}))
+    return found
+
+
+@cache
+def _whole_schema(cls: Any) -> dict[str, Any]:
+    found: dict[str, Any] = cls.model_json_schema()
+    return found
+
+
+def _plain(schema: Any, defs: Mapping[str, Any]) -> Any:
+    """Return a schema with definitions in place of references to them."""
+    if isinstance(schema, list):
+        return [_plain(each, defs) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _plain(defs[schema["$ref"].rpartition("/")[2]], defs)
+    kept = {name: each for name, each in schema.items() if name not in ("title", "default", "description")}
+    properties = {name: _plain(each, defs) for name, each in schema.get("properties", {}).items()}
+    return {name: properties if name == "properties" else _plain(each, defs) for name, each in kept.items()}
+
+
+def described(schema: Mapping[str, Any]) -> str:
+    """Return what a JSON Schema allows, as the object of a sentence."""
+    return either(list(dict.fromkeys(_words(schema))))
+
+
+def _words(schema: Mapping[str, Any]) -> list[str]:
+    """The members of a union one by one, ``null`` last and numbers from the narrowest."""
+    if "properties" in schema:
+        return [f"a mapping of {', '.join(schema['properties'])}"]
+    if "anyOf" in schema:
+        order = {"boolean": 0, "integer": 1, "number": 2, "null": 9}
+        members = sorted(schema["anyOf"], key=lambda member: order.get(member.get("type"), 3))
+        return [word for member in members for word in _words(member)]
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ["null" if value is None else repr(value) for value in values]
+    kind = schema.get("type")
+    if kind == "array" and "prefixItems" in schema:
+        places = [described(place) for place in schema["prefixItems"]]
+        return [f"a list of {len(places)}: {', '.join(places)}"]
+    if kind == "array":
+        return [f"a list, each item {described(schema.get('items', {}))}"]
+    if kind == "object":
+        inner = schema.get("additionalProperties")
+        return [f"a mapping to {described(inner)}" if isinstance(inner, Mapping) and inner else "a mapping"]
+    if schema.get("format") == "path":
+        return ["a path"]
+    if kind is None:
+        return ["any value"]
+    return [f"{_ALLOWED[kind]} {_bounds(schema)}".rstrip()]
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f"from {low:g} to {high:g}"
+    if low is not None:
+        return f"of at least {low:g}"
+    return "" if high is None else f"of at most {high:g}"
+
+
+def nearest_keys(key: str, known: Sequence[str], limit: int = 2) -> tuple[str, ...]:
+    """Return the known key paths that ``key`` was probably meant to be, best first; none where nothing is near."""
+    section, _, name = key.rpartition(".")
+    here = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
+    close = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
+    elsewhere = [path for path in known if path.rpartition(".")[2] == name]
+    # A name of another section must be nearer than one of the same section: there are ten times as many.
+    names = {path.rpartition(".")[2]: path for path in reversed(known)}
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.87)
+    found = [*(here[match] for match in close), *elsewhere, *(names[match] for match in similar)]
+    if not found:
+        found = [here[match] for match in difflib.get_close_matches(name, here, n=1, cutoff=0.6)]
+    return tuple(dict.fromkeys(found))[:limit]

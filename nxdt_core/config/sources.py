@@ -1,0 +1,365 @@
+"""Where values come from: files, recipes of plugins, what a file is based on, and the command line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, mapped, merge, parse_yaml, to_plain
+from nxdt_core.errors.configuration import (
+    BadOverride,
+    ConfigFileNotFound,
+    ConfigProblem,
+    ConfigUnreadable,
+    UnknownRecipe,
+    WrongValue,
+    YamlSyntax,
+    YamlTooLarge,
+)
+from nxdt_core.kernel import Kernel, PluginInfo
+from nxdt_core.kernel.plugin import advise, diagnose
+
+__all__ = [
+    "COMMAND_LINE",
+    "PACKAGE_SCHEME",
+    "RECIPE_SCHEME",
+    "PackageNotFound",
+    "Recipe",
+    "Source",
+    "apply_overrides",
+    "expand_home",
+    "file_problem",
+    "find_recipe",
+    "list_recipes",
+    "override_node",
+    "read_based",
+    "read_source",
+    "resolve_path",
+]
+
+PACKAGE_SCHEME = "package://"
+
+
+class PackageNotFound(LookupError):
+    """The package of a ``package://`` path is not installed."""
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return a path with ``~`` replaced by the home directory; as it is where no user of that name exists."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
+    """Return the absolute path that ``value`` means; whether it exists is not looked at.
+
+    Args:
+        value: A path, ``~/…``, or ``package://<import package>/<path inside it>``.
+        relative_to: Directory that a relative path starts at; the working directory by default.
+
+    Raises:
+        PackageNotFound: no package of that name is installed.
+    """
+    text = str(value)
+    if text.startswith(PACKAGE_SCHEME):
+        package, _, inside = text.removeprefix(PACKAGE_SCHEME).partition("/")
+        return _package_directory(package) / inside
+    return (relative_to or Path.cwd()).absolute() / expand_home(text)
+
+
+def _package_directory(package: str) -> Path:
+    try:
+        # The path may come from a checkpoint. To find a package inside another one, Python would import the outer one.
+        spec = None if "." in package else find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not locations:
+        raise PackageNotFound(f"no package {package!r} is installed")
+    return Path(locations[0])
+
+
+RECIPE_SCHEME = "recipe:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A recipe that a plugin brings, by name and file."""
+
+    name: str
+    """Stem of the file."""
+    plugin: str
+    path: Path
+
+    @property
+    def summary(self) -> str:
+        """Return the first comment line of the file; empty where the file does not start with one."""
+        first = self.text.lstrip().partition("\n")[0]
+        return first.lstrip("#").strip() if first.startswith("#") else ""
+
+    @property
+    def text(self) -> str:
+        """Return the recipe's YAML."""
+        return self.path.read_text(encoding="utf-8")
+
+
+def list_recipes(kernel: Kernel) -> tuple[Recipe, ...]:
+    """Return the recipes of all usable plugins, sorted by name, numbers in it by size, and plugin."""
+    return tuple(sorted(_recipes_of_usable(kernel), key=lambda recipe: (_by_size(recipe.name), recipe.plugin)))
+
+
+def find_recipe(kernel: Kernel, name: str) -> Recipe:
+    """Return the recipe called ``name``, or ``plugin:name`` where several plugins have one of that name.
+
+    Raises:
+        UnknownRecipe: there is none, there is more than one, or its plugin cannot be used.
+    """
+    recipes = _recipes_of_usable(kernel)
+    plugin, _, short = name.rpartition(":")
+    meant = [recipe for recipe in recipes if recipe.name == short and plugin in ("", recipe.plugin)]
+    meant.sort(key=lambda recipe: recipe.plugin)
+    if len(meant) == 1:
+        return meant[0]
+    place = f"{RECIPE_SCHEME}{name}"
+    if len({recipe.plugin for recipe in meant}) == 1:
+        files = " and ".join(f"'{recipe.path}'" for recipe in meant)
+        advice = "rename all but one of these files"
+        raise UnknownRecipe(place=place, key="", reason=f"{files} are recipes of the same name", advice=advice)
+    if meant:
+        spelled = tuple(f"{RECIPE_SCHEME}{recipe.plugin}:{recipe.name}" for recipe in meant)
+        raise UnknownRecipe(
+            place=place, key="", reason="several plugins have a recipe of that name", candidates=spelled
+        )
+    for unusable in (each for each in kernel.plugins if each.state not in ("ok", "shadowed")):
+        if plugin in ("", unusable.name) and any(recipe.name == short for recipe in _recipes_of(unusable)):
+            reason = f"the recipe {short!r} belongs to a plugin that is not used: {diagnose(unusable)}"
+            raise UnknownRecipe(place=place, key="", reason=reason, advice=advise(unusable))
+    close = difflib.get_close_matches(short, [recipe.name for recipe in recipes], n=3)
+    candidates = tuple(f"{RECIPE_SCHEME}{match}" for match in dict.fromkeys(close))
+    raise UnknownRecipe(place=place, key="", reason="no plugin has a recipe of that name", candidates=candidates)
+
+
+def _recipes_of_usable(kernel: Kernel) -> list[Recipe]:
+    return [recipe for plugin in kernel.plugins if plugin.state == "ok" for recipe in _recipes_of(plugin)]
+
+
+def _recipes_of(plugin: PluginInfo) -> Iterator[Recipe]:
+    directory = _directory_of(plugin)
+    for path in sorted((directory / "recipes").rglob("*.yaml")) if directory else ():
+        yield Recipe(name=path.stem, plugin=plugin.name, path=path)
+
+
+def _directory_of(plugin: PluginInfo) -> Path | None:
+    """Directory of the plugin's import package; None for a single module."""
+    package = plugin.module.partition(":")[0].partition(".")[0]
+    try:
+        spec = find_spec(package) if package else None
+    except (ImportError, ValueError):
+        return None
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(locations[0]) if locations else None
+
+
+def _by_size(name: str) -> list[tuple[int, str]]:
+    """Sorts ``llama3-8b`` before ``llama3-70b``: a number counts its digits before it is compared."""
+    return [(len(part) if part.isdigit() else 0, part) for part in re.findall(r"\d+|\D", name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A source of a configuration, parsed into a tree with positions."""
+
+    label: str
+    """What the user named."""
+    tree: Node
+    problems: tuple[ConfigProblem, ...]
+    path: Path | None = None
+    """Of a file that was named."""
+    stem: str = ""
+    """Name of the file or recipe without its ending; empty for a mapping."""
+    readable: bool = True
+    """False where there is nothing to check, since the text could not be had or parsed."""
+
+
+def read_source(
+    source: str | Path | Mapping[str, Any],
+    find_kernel: Callable[[], Kernel],
+    named: Place | None = None,
+    label: str | None = None,
+) -> Source:
+    """Read and parse; problems are returned, not raised.
+
+    Args:
+        source: A path, ``recipe:NAME``, or a mapping.
+        find_kernel: Called where a recipe is named; its plugins bring the recipes.
+        named: Where the source is named; None: by the user.
+        label: What a mapping is called.
+    """
+    if isinstance(source, Mapping):
+        label = label or "mapping"
+        return _checked(label, from_plain(source, Origin(kind="file", where=label)), [])
+    label = str(source)
+    named = named or Place(place=label, line=0, key="")
+    if label.startswith(RECIPE_SCHEME):
+        try:
+            recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME))
+        except UnknownRecipe as unknown:
+            found = {name: getattr(unknown, name) for name in ("reason", "candidates", "advice")}
+            return _failed(label, UnknownRecipe(**named, **found))
+        return replace(_parsed(label, recipe.text, recipe.path.parent.absolute()), stem=recipe.name)
+    path = expand_home(source)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
+        return _failed(label, file_problem(path, error, named, find_kernel))
+    return replace(_parsed(label, text, path.absolute().parent), path=path, stem=path.stem)
+
+
+def _parsed(label: str, text: str, directory: Path) -> Source:
+    tree, problems = parse_yaml(text, label, directory)
+    if problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)):
+        return _failed(label, problems[0])
+    return _checked(label, tree, problems)
+
+
+def _checked(label: str, tree: Node, problems: list[ConfigProblem]) -> Source:
+    if not isinstance(tree.value, dict):
+        found = "no mapping at the top"
+        return _failed(label, WrongValue(**tree.origin.at(""), found=found, allowed="a mapping of keys and values"))
+    return Source(label=label, tree=tree, problems=tuple(problems))
+
+
+def _failed(label: str, problem: ConfigProblem) -> Source:
+    tree = Node({}, Origin(kind="file", where=label))
+    return Source(label=label, tree=tree, problems=(problem,), readable=False)
+
+
+def file_problem(
+    path: Path, error: Exception, place: Place, find_kernel: Callable[[], Kernel] | None = None
+) -> ConfigProblem:
+    """Return the problem behind an exception of reading a file, with names that are near a missing one.
+
+    With ``find_kernel`` these may be recipes of its plugins.
+    """
+    if isinstance(error, FileNotFoundError):
+        recipes = list_recipes(find_kernel()) if find_kernel else ()
+        meant = tuple(f"{RECIPE_SCHEME}{each.name}" for each in recipes if each.name == path.name)
+        return ConfigFileNotFound(**place, path=str(path), candidates=meant or _near(path))
+    if isinstance(error, UnicodeDecodeError):
+        reason = f"byte {error.start} is no UTF-8"
+    else:
+        said = getattr(error, "strerror", None) or str(error)
+        reason = said[:1].lower() + said[1:]
+    return ConfigUnreadable(**place, path=str(path), reason=reason)
+
+
+def _near(path: Path) -> tuple[str, ...]:
+    """Return files next to a missing one with similar names."""
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return ()
+    return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3))
+
+
+COMMAND_LINE = Origin(kind="override", where="command line")
+
+_PATH = re.compile(r"[^\s.=\[\]{}]+(\.[^\s.=\[\]{}]+)*")
+
+
+def apply_overrides(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[ConfigProblem]]:
+    """Return the tree with each ``key.path=value`` set, later ones over earlier ones; values are read as YAML."""
+    problems: list[ConfigProblem] = []
+    for text in overrides:
+        found = override_node(text)
+        if isinstance(found, ConfigProblem):
+            problems.append(found)
+        else:
+            tree = merge(tree, found)
+    return tree, problems
+
+
+def override_node(text: str) -> Node | ConfigProblem:
+    """Return the tree that one override sets, or what is wrong with it."""
+    path, equals, value = text.partition("=")
+    if not equals:
+        return _bad(text, "it has no '='")
+    if not _PATH.fullmatch(path):
+        return _bad(text, f"{path!r} is not a key path")
+    document, problems = parse_yaml(f"value: {value}", COMMAND_LINE.where)
+    if problems or "value" not in document.children:
+        return _bad(f"{path}=…", _reason(problems))  # the value may hold a secret
+    return Node({}, COMMAND_LINE).set(
+        path, mapped(document.children["value"], lambda each: replace(each, origin=COMMAND_LINE))
+    )
+
+
+def _reason(problems: list[ConfigProblem]) -> str:
+    if not problems:
+        return "the value is empty"
+    problem = problems[0]
+    if isinstance(problem, YamlSyntax):
+        return f"the value is not valid YAML: {problem.reason}"
+    return f"the value cannot be used: {problem.what().rstrip('.')}"
+
+
+def _bad(text: str, reason: str) -> ConfigProblem:
+    return BadOverride(place=COMMAND_LINE.where, key="", text=text, reason=reason)
+
+
+_KEY = "base"
+
+
+def read_based(
+    source: str | Path | Mapping[str, Any],
+    find_kernel: Callable[[Node], Kernel],
+    label: str | None = None,
+    merging: Callable[[Node, Node], object] = lambda low, high: None,
+    convert: Callable[[Source, Node], Source] = lambda source, above: source,
+) -> Source:
+    """Read a source and, below it, what it is based on; problems are returned, not raised.
+
+    Args:
+        source: A path, ``recipe:NAME``, or a mapping.
+        find_kernel: Given what was read so far, called where a recipe is named; its plugins bring the recipes.
+        label: What a mapping is called.
+        merging: Called with each tree below and with what it is about to be merged under.
+        convert: Given each source as it was read, and what is above it; returns what takes its place.
+    """
+    nothing = Node({}, COMMAND_LINE)
+    top = convert(read_source(source, partial(find_kernel, nothing), label=label), nothing)
+    tree, problems, seen, below, stem = top.tree.without(_KEY), [*top.problems], [top.label], top, top.stem
+    while below.readable and (node := below.tree.find(_KEY)) is not None and node.value is not None:
+        named = _named(node, seen)
+        if isinstance(named, ConfigProblem):
+            return replace(top, problems=(*problems, named), readable=False)
+        seen.append(named)
+        below = convert(read_source(named, partial(find_kernel, tree), node.origin.at(_KEY)), tree)
+        stem = stem or below.stem
+        problems += below.problems
+        merging(below.tree, tree)
+        tree = merge(below.tree.without(_KEY), tree)
+    return replace(top, tree=tree, problems=tuple(problems), readable=below.readable, stem=stem)
+
+
+def _named(node: Node, seen: list[str]) -> str | ConfigProblem:
+    """The source that ``base`` names; a problem where it names none, or one that is based on this one."""
+    text, allowed = node.value, f"the path of a YAML file, or {RECIPE_SCHEME}NAME"
+    if not isinstance(text, str):
+        return WrongValue(**node.origin.at(_KEY), found=describe_value(to_plain(node)), allowed=allowed)
+    try:
+        named = text if text.startswith(RECIPE_SCHEME) else str(resolve_path(text, node.origin.directory))
+    except PackageNotFound as error:
+        return WrongValue(**node.origin.at(_KEY), found=f"{text!r}, but {error}", allowed=allowed)
+    if named in seen:
+        found = f"{text!r}, which is itself based on this file"
+        return WrongValue(**node.origin.at(_KEY), found=found, allowed="a file that is not")
+    return named

@@ -1,1 +1,0 @@
-"""Where values come from: files, recipes, base files and the command line."""

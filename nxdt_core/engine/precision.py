@@ -1,0 +1,193 @@
+"""A precision policy on the modules of a stage: its matrix products, and the weights computed from float32 masters.
+
+FSDP2 casts, gathers, reduces and frees through its own buffers, even with only one rank. :class:`CopiedMasters` cast
+each master once per step where no other rank holds the weights, and add each gradient to the master's as soon as it is
+available. :func:`rounded_weights` rounds masters stochastically, so that the cast of FSDP2 is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdt_core.distributed.placement import local_of, placed_like
+from nxdt_core.engine.optim.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
+from nxdt_core.engine.tensor.layers import (
+    ColumnParallelLinear,
+    GatheredColumnLinear,
+    RowParallelLinear,
+    VocabParallelHead,
+)
+from nxdt_core.models.patterns import matches
+from nxdt_core.models.random.positions import noise, rounded
+from nxdt_core.models.updates import ProductLinear
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
+from nxdt_core.protocols.precision import LinearProduct
+
+__all__ = ["CopiedMasters", "apply_product", "product_layers", "rounded_weights"]
+
+_WITH_SLOT = (ProductLinear, ColumnParallelLinear, GatheredColumnLinear, RowParallelLinear)
+_NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
+
+
+def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct) -> None:
+    """Let ``product`` compute the linear layers of a stage that ``plan.tensor`` names, in place.
+
+    The vocabulary head, layers with tied weights and experts keep torch's product. With LoRA, the product of the frozen
+    weight changes and the update's own products do not.
+
+    Args:
+        module: one pipeline stage on the meta device, tensor parallelism applied.
+        plan: names the layers.
+        product: decides which of them it covers.
+    """
+    for path, layer, style in [*product_layers(module, plan)]:
+        if style == "vocab_head":
+            continue
+        out_features, in_features = local_of(layer.weight).shape
+        if not product.covers(path, out_features, in_features):
+            continue
+        if isinstance(layer, _WITH_SLOT):
+            layer.product = product
+        else:
+            module.set_submodule(path, ProductLinear(layer, product))
+
+
+def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Any, TensorStyle]]:
+    """Yield path, layer and style of the linear layers that the plan lets tensor parallelism cut.
+
+    Those with tied weights are left out: something else reads them as well.
+    """
+    tied = {name for pair in plan.tied for name in pair}
+    for path, part in module.named_modules():
+        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
+        if style is None or style in _NOT_LINEAR or f"{path}.weight" in tied:
+            continue
+        known = isinstance(part, (*_WITH_SLOT, VocabParallelHead))
+        if known or (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward):
+            yield path, part, style
+
+
+class CopiedMasters:
+    """Copies of trained parameters in the compute dtype, which replace them while the modules run.
+
+    Outside of that the modules have their masters, and the copies no memory.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        """``dtype``: of the copies."""
+        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        """Module, name in it, master, copy."""
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        copies: dict[int, nn.Parameter] = {}
+        for module in (part for whole in modules for part in whole.modules()):
+            for name, master in module.named_parameters(recurse=False):
+                if not master.requires_grad:
+                    continue
+                if id(master) not in copies:
+                    copies[id(master)] = self._copy_of(master, dtype)
+                    self._pairs.append((master, copies[id(master)]))
+                self._places.append((module, name, master, copies[id(master)]))
+
+    def _copy_of(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        copy = nn.Parameter(_without_memory(master, dtype))
+        copy.register_post_accumulate_grad_hook(_AddToMaster(master))  # type: ignore[no-untyped-call]
+        return copy
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the modules have copies of the current masters within the block."""
+        self._put_in()
+        try:
+            yield
+        finally:
+            for module, name, master, copy in self._places:
+                module._parameters[name] = master
+                local_of(copy).untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _put_in(self) -> None:
+        for _, copy in self._pairs:
+            local = local_of(copy)
+            local.untyped_storage().resize_(local.numel() * local.element_size())
+        copies = [local_of(copy).detach() for _, copy in self._pairs]
+        torch._foreach_copy_(copies, [local_of(master).detach() for master, _ in self._pairs])
+        for module, name, _, copy in self._places:
+            module._parameters[name] = copy
+
+
+class _AddToMaster:
+    """Adds the gradient of a copy to that of its master."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, copy: torch.Tensor) -> None:
+        master, gradient = self._master, copy.grad
+        assert gradient is not None
+        copy.grad = None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            local_of(master.grad).add_(local_of(gradient))
+
+
+@torch.no_grad()
+def _without_memory(master: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor like ``master`` without memory."""
+    local = torch.empty_like(local_of(master), dtype=dtype, memory_format=torch.contiguous_format)
+    local.untyped_storage().resize_(0)
+    return placed_like(local, master)
+
+
+@contextmanager
+def rounded_weights(
+    parameters: Iterable[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding | None, step: int
+) -> Iterator[None]:
+    """Round float32 shards to values of bfloat16 within the block, so that the cast when they are gathered is exact.
+
+    However often a layer is gathered in a step, its copy is the same. The masters are kept too: 4 bytes per element
+    of this rank's shards.
+
+    Args:
+        parameters: with the global name and the place of this rank's elements in the whole.
+        rounding: None does nothing.
+        step: number of the step in the run.
+    """
+    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    if rounding is not None:
+        kept = _round(list(parameters), rounding, step)
+    try:
+        yield
+    finally:
+        if kept:  # read again: FSDP2 may have moved a shard that it had to pad
+            torch._foreach_copy_([local_of(parameter).detach() for parameter, _ in kept], [copy for _, copy in kept])
+
+
+def _round(
+    parameters: list[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding, step: int
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Round shards in place, and return their values before."""
+    shards = [local_of(parameter).detach() for parameter, _, _ in parameters]
+    if not shards:
+        return []
+    device = shards[0].device
+    backend = backend_on(device)
+    kernel = BlockKernel(_keep_and_round, backend=backend)
+    keys = separate_rows(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
+    kept = []
+    for (parameter, _, place), shard, key in zip(parameters, shards, keys, strict=True):
+        copy = torch.empty_like(shard)
+        kernel(place, (shard, copy), key)
+        kept.append((parameter, copy))
+    return kept
+
+
+def _keep_and_round(shard: torch.Tensor, kept: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
+    kept.copy_(shard)
+    shard.copy_(rounded(shard, noise(numbers.of(shard), key)))

@@ -1,0 +1,173 @@
+"""Keys and values of earlier tokens, and an attention core that reads them: each new token costs one forward pass.
+
+The cache takes the place of the cores that a model's plan names (``ParallelPlan.attention_cores``), so that a model
+needs no code for it. :class:`~nxdt_core.models.attention.grouped_query.AttentionSemantics` say what a core computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nxdt_core.models.attention.grouped_query import AttentionSemantics
+from nxdt_core.protocols.step_context import StepContext
+
+__all__ = ["AttentionSlot", "KeyValueCache"]
+
+AttentionSlot = tuple[nn.Module, str, AttentionSemantics]
+"""The module that holds an attention core, the core's name in it, and what the core computes."""
+
+
+class KeyValueCache:
+    """Keys and values of all layers, for rows that grow together: a column per token, shorter rows padded on the left.
+
+    The first pass has the prompts, and the cores compute what they compute in training. Each later pass adds a token
+    per row. A layer with a window keeps that many columns, the oldest of which is overwritten.
+    """
+
+    def __init__(self, slots: Iterable[AttentionSlot], lengths: Sequence[int], columns: int) -> None:
+        """
+        Args:
+            slots: of this process's layers.
+            lengths: tokens of each prompt.
+            columns: tokens that the longest row can grow to.
+        """
+        self.columns = columns
+        self.length = 0
+        """Columns so far."""
+        self.new = 0
+        """Columns that the pass under way adds; what a layout fills up behind them is not kept."""
+        self._padding = max(lengths) - torch.tensor(lengths)
+        """int64 [rows]"""
+        self._padded = bool(self._padding.any())
+        self._masks: dict[int, torch.Tensor] = {}
+        self._cores = [(held._modules, name, _cached(held, name, said, self)) for held, name, said in slots]
+
+    @contextmanager
+    def extended(self, tokens: int) -> Iterator[None]:
+        """Let attention read and add keys within the block, a forward pass over ``tokens`` further columns."""
+        self.new = tokens
+        for width, mask in self._masks.items():  # a token's column may have been padding
+            mask[..., self.length % width] = 0
+        for modules, name, cached in self._cores:
+            modules[name] = cached
+        try:
+            yield
+        finally:
+            for modules, name, cached in self._cores:
+                modules[name] = cached.core
+        self.length += tokens
+
+    def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the positions and the documents, int64 [rows, tokens], of the next ``tokens`` columns. Padding is a
+        document of its own; None: there is none."""
+        columns = torch.arange(self.length, self.length + tokens) - self._padding[:, None]
+        documents = (columns >= 0).long() - 1 if self._padded and not self.length else None
+        return columns.clamp_(min=0), documents
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order; one may be named several times."""
+        index = torch.tensor(rows)
+        self._padding = self._padding[index]
+        self._masks = {width: mask[index.to(mask.device)] for width, mask in self._masks.items()}
+        for _, _, cached in self._cores:
+            cached.keep(index)
+
+    def mask(self, width: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return what hides padding among ``width`` columns, additive [rows, 1, 1, width]; None: nothing does."""
+        if not self._padded:
+            return None
+        if width not in self._masks:
+            # Asked for in the second pass: the place of a column is its number modulo the width.
+            first = max(0, self.length - width)
+            columns = first + (torch.arange(width) - first) % width
+            hidden = columns < self._padding[:, None]
+            mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+            mask[:, self.length % width] = 0
+            self._masks[width] = mask[:, None, None].to(like.device)
+        return self._masks[width]
+
+
+def _cached(held: nn.Module, name: str, semantics: AttentionSemantics, cache: KeyValueCache) -> _CachedAttention:
+    width = cache.columns if semantics.window is None else min(semantics.window, cache.columns)
+    return _CachedAttention(held.get_submodule(name), semantics, cache, width)
+
+
+class _CachedAttention(nn.Module):
+    """In the place of a core: the core itself over the prompts, then attention of one token to ``width`` columns."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, core: nn.Module, semantics: AttentionSemantics, cache: KeyValueCache, width: int) -> None:
+        super().__init__()
+        self.core, self.semantics, self.width = core, semantics, width
+        self.cache = cache
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`nxdt_core.models.attention.grouped_query.CausalAttention.forward`, of the new columns."""
+        cache = self.cache
+        if cache.length == 0:
+            self._fill(key[:, :, : cache.new], value[:, :, : cache.new])
+            attended: torch.Tensor = self.core(query, key, value, document_ids, step)
+            return attended
+        place, seen = cache.length % self.width, min(cache.length + 1, self.width)
+        self.keys[:, :, place] = key[:, :, 0]
+        self.values[:, :, place] = value[:, :, 0]
+        mask = cache.mask(self.width, query)
+        return _attend(
+            query,
+            self.keys[:, :, :seen],
+            self.values[:, :, :seen],
+            None if mask is None else mask[..., :seen],
+            self.semantics,
+        )
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with ``rows``."""
+        rows = rows.to(self.keys.device)
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def _fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep the last columns of the prompts, each at its number modulo the width."""
+        self.keys, self.values = (
+            tensor.new_empty((*tensor.shape[:2], self.width, tensor.shape[3])) for tensor in (key, value)
+        )
+        columns = key.shape[2]
+        for kept, given in ((self.keys, key), (self.values, value)):
+            if columns <= self.width:
+                kept[:, :, :columns] = given
+            else:
+                kept.copy_(given[:, :, -self.width :].roll(columns % self.width, dims=2))
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, said: AttentionSemantics
+) -> torch.Tensor:
+    """Attention of ``query`` [rows, heads, tokens, head_dim] to all keys [rows, kv_heads, columns, head_dim].
+
+    Heads that share keys are queries of one head here, so that each key is read once.
+    """
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    if said.softcap is None:
+        scale: Any = said.scale
+        attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    else:
+        scale = query.shape[-1] ** -0.5 if said.scale is None else said.scale
+        scores = torch.tanh(grouped @ key.transpose(-1, -2) * (scale / said.softcap)) * said.softcap
+        scores = scores if mask is None else scores + mask
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        attended = weights.to(query.dtype) @ value
+    return attended.reshape(*query.shape[:3], value.shape[-1])

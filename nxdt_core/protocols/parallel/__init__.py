@@ -1,1 +1,0 @@
-"""What a parallel engine looks like, and the values that it exchanges with the core."""

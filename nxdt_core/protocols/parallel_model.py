@@ -1,0 +1,171 @@
+"""A model and its optimizer in their layout over all ranks: what a :mod:`~nxdt_core.protocols.engine` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.piece import Piece
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Decoding", "DecodingModel", "ParallelModel", "ParallelOptimizer", "Replicas", "StepLoss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoss:
+    """What forward and backward over a global batch gave; scalars stay on the device."""
+
+    loss: torch.Tensor
+    """Sum over the whole global batch divided by ``weight``; equal on all ranks."""
+    weight: torch.Tensor
+    """Loss weight (mostly loss tokens) of the whole global batch."""
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Replicas(Protocol):
+    """The ranks that hold the very same elements of all parameters as this one."""
+
+    reads: bool
+    """Whether this one reads a checkpoint for all of them."""
+
+    def spread(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank the elements of the one that reads, in place. Collective."""
+        ...
+
+
+@runtime_checkable
+class ParallelModel(Protocol):
+    """A model in its layout."""
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
+        ...
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Parameters of the whole model that adapters added."""
+        ...
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different samples: ``RankInfo.dp_size``."""
+        ...
+
+    def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Forward and backward over this rank's micro-batches of one global batch. Gradients come out
+        reduced, and are those of the loss divided by the global weight."""
+        ...
+
+    def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Forward only, in evaluation mode, without gradients."""
+        ...
+
+    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in
+        evaluation mode, without gradients. Collective; equal on all ranks that read the same samples."""
+        ...
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [batch, seq, vocab] of ``input_ids`` [batch, seq], of the whole vocabulary; without
+        gradients, in evaluation mode. Collective; equal on all ranks that read the same samples."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under their global names; a tied parameter once, under its owner."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Return parameters and saved buffers under their global names (DTensor or piece where sharded); a tied
+        parameter once."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+        """Copy ``state`` in; ``strict`` refuses missing and extra names."""
+        ...
+
+    def parameter_norm(self) -> torch.Tensor:
+        """Return the 2-norm of the whole model's weights (masters where there are some), each element counted once; a
+        device scalar, equal on all ranks. Collective."""
+        ...
+
+    def local_modules(self) -> Sequence[torch.nn.Module]:
+        """Return the plain modules of this rank: one a pipeline stage."""
+        ...
+
+
+class Decoding(Protocol):
+    """Rows of tokens that a model continues, with what it keeps of them."""
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [rows, vocab] of the token behind ``input_ids`` [rows, tokens], without gradients.
+
+        First the prompts, padded on the left with any id; then one token per row and call. Collective.
+        """
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Continue these rows only, in this order; one may be named several times."""
+        ...
+
+
+@runtime_checkable
+class DecodingModel(Protocol):
+    """A :class:`ParallelModel` of an engine that generates with a cache of keys and values. Where it has none,
+    generation computes all tokens again for each new one."""
+
+    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding | str:
+        """Return what continues prompts of these lengths, or the reason why the model keeps no keys and values.
+
+        Args:
+            lengths: tokens of each prompt.
+            columns: tokens that the longest row can grow to.
+        """
+        ...
+
+
+@runtime_checkable
+class ParallelOptimizer(Protocol):
+    """An optimizer over a :class:`ParallelModel`."""
+
+    inner: torch.optim.Optimizer
+    """The stock optimizer, for schedulers and loggers."""
+    skipped_steps: torch.Tensor | int
+    """Steps of this process that :meth:`reject_unless_finite` kept from the weights; mostly a device scalar."""
+
+    def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
+        """Clip by the true global 2-norm and return it (before clipping), as a device scalar; None only measures.
+
+        The gradients themselves may be scaled by :meth:`step` only.
+        """
+        ...
+
+    def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Make the next :meth:`step` leave the weights unchanged, and count it, unless both scalars are finite. They
+        are equal on all ranks, so that all ranks decide in the same way."""
+        ...
+
+    def step(self) -> None:
+        """Update the parameters (and masters), then clear the gradients."""
+        ...
+
+    def begin_step(self, step: int) -> None:
+        """Set the number of the next :meth:`step` in the run, which determines the random numbers that it draws."""
+        ...
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Set each group's learning rate to its initial one times ``factor``."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Optimizer state flat: ``<parameter name>/<state name>`` → tensor."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+        """Load what :meth:`state_dict` returned, also in another layout."""
+        ...

@@ -1,0 +1,81 @@
+"""Pieces: the part of a tensor that one rank holds, and its place in the whole. No torch at import."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Box", "Listing", "Piece", "ShardInfo", "TensorKey"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """``shape`` elements a dimension, the first of them at ``offsets`` of the whole tensor."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return all of a tensor of ``shape``."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements in the box."""
+        return math.prod(self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """Return the intersection, or None where it is empty."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = (
+            min(start + size, other_start + other_size)
+            for start, size, other_start, other_size in zip(
+                self.offsets, self.shape, other.offsets, other.shape, strict=True
+            )
+        )
+        shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Return its position in a tensor that holds ``outer``, of which it is a part."""
+        return tuple(
+            slice(start - outer_start, start - outer_start + size)
+            for start, size, outer_start in zip(self.offsets, self.shape, outer.offsets, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements of one tensor on this rank."""
+
+    tensor: torch.Tensor
+    """Plain; shares its memory with the tensor that it is a piece of."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+
+
+TensorKey = tuple[str, str]
+"""Section and name of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """What one rank holds of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    same_as: str | None = None
+    """Name, in the same section, of the tensor that is the very same memory here."""
+
+
+Listing = Mapping[TensorKey, ShardInfo]
+"""All that one rank, or one checkpoint, holds."""

@@ -1,0 +1,177 @@
+"""The loop that continues prompts: rows of a batch get a token each per pass of the model, until they have ended."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+
+from nxdt_core.protocols.parallel_model import Decoding, DecodingModel, ParallelModel
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.train.sampling import Sampler, Sampling
+
+__all__ = ["Writer"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """A model, and what it needs to write text."""
+
+    model: ParallelModel
+    """Equal logits on all its ranks give equal tokens on all."""
+    tokenizer: Tokenizer
+    window: int
+    """Tokens that the model sees at once: the last ones of a longer text."""
+    stop_ids: Collection[int]
+    """Each ends a text, and is not part of it."""
+
+    def tokens(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, ended: AbstractSet[int] = frozenset()
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (row, token) for each token that is written; a prompt is ``sampling.samples`` adjacent rows.
+
+        Args:
+            prompts: tokens, of each at least one.
+            sampling: its stop texts are the caller's to find.
+            ended: rows that get no further token; the caller adds to it.
+        """
+        seen, passes = [[*prompt] for prompt in prompts], _Passes(self, prompts, sampling.max_new_tokens)
+        sampler = Sampler(sampling, prompts, self.tokenizer.vocab_size)
+        logits = passes(seen)
+        numbers = range(len(prompts) * sampling.samples)
+        if sampling.samples > 1:
+            of_prompt = [number // sampling.samples for number in numbers]
+            seen, logits = [[*seen[prompt]] for prompt in of_prompt], logits[of_prompt]
+            passes.keep(of_prompt)
+        rows = [*numbers]
+        for left in reversed(range(sampling.max_new_tokens)):
+            going = []
+            for place, token in enumerate(sampler(logits)):
+                if token not in self.stop_ids:
+                    seen[place].append(token)
+                    yield rows[place], token
+                    if rows[place] not in ended:
+                        going.append(place)
+            if not left or not going:
+                return
+            if len(going) < len(rows):
+                rows, seen = [rows[place] for place in going], [seen[place] for place in going]
+                passes.keep(going)
+                sampler.keep(going)
+            logits = passes(seen)
+
+    def pieces(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
+        """Yield the continuation of one prompt piece by piece, up to a stop text."""
+        text, ended = _Text(self.tokenizer, sampling.stop), set[int]()
+        for _, token in self.tokens([prompt], sampling, ended):
+            if piece := text.add(token):
+                yield piece
+            if text.ended:
+                ended.add(0)
+        if not text.ended and text.held:
+            yield text.held
+
+    def texts(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, batch: int = 1) -> Iterator[list[str]]:
+        """Yield the continuations of each prompt, ``sampling.samples`` texts, in order; ``batch`` prompts at a time."""
+        for first in range(0, len(prompts), batch):
+            together = prompts[first : first + batch]
+            written: list[list[int]] = [[] for _ in range(len(together) * sampling.samples)]
+            texts = [_Text(self.tokenizer, sampling.stop) for _ in written]
+            ended = set[int]()
+            for row, token in self.tokens(together, sampling, ended):
+                written[row].append(token)
+                if sampling.stop:
+                    texts[row].add(token)
+                    if texts[row].ended:
+                        ended.add(row)
+            found = [_until(self.tokenizer.decode(ids), sampling.stop)[0] for ids in written]
+            for number in range(0, len(found), sampling.samples):
+                yield found[number : number + sampling.samples]
+
+
+class _Passes:
+    """The model's passes: over the new tokens where it keeps keys and values, else over all that it sees."""
+
+    def __init__(self, writer: Writer, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+        self._model, self._window = writer.model, writer.window
+        self._begun = False
+        self._decoding: Decoding | None = None
+        lengths = [len(prompt) for prompt in prompts]
+        if max(lengths) <= self._window:
+            # The shortest row may become as long as the window, behind its padding.
+            columns = min(max(lengths) + new_tokens, self._window + max(lengths) - min(lengths))
+            model = self._model
+            found = model.decoding(lengths, columns) if isinstance(model, DecodingModel) else "its engine has no cache"
+            if isinstance(found, str):
+                _tell("each token computes all earlier ones again: %s", found)
+            else:
+                self._decoding = found
+
+    def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the logits [rows, vocab] of the token that follows each of ``rows``."""
+        longest = max(map(len, rows))
+        if longest > self._window:
+            _tell("a text is longer than data.seq_length: each further token computes the last %d again", self._window)
+            self._decoding = None
+        if self._decoding is None:
+            windows = (torch.tensor([row[-self._window :]]) for row in rows)
+            return torch.stack([self._model.forward(ids)[0, -1] for ids in windows])
+        if self._begun:
+            return self._decoding(torch.tensor([row[-1:] for row in rows]))
+        self._begun = True
+        return self._decoding(torch.tensor([[0] * (longest - len(row)) + [*row] for row in rows]))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows."""
+        if self._decoding is not None:
+            self._decoding.keep(rows)
+
+
+@functools.cache
+def _tell(line: str, value: object) -> None:
+    """Log a warning once."""
+    _log.warning(line, value)
+
+
+class _Text:
+    """The text of a row as its tokens arrive."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._ids: list[int] = []
+        self._before, self._decoded = 0, 0
+        """Tokens are decoded behind some earlier ones: what they spell depends on these."""
+        self.held = ""
+        """Text that may be the beginning of a stop text."""
+        self.ended = False
+
+    def add(self, token: int) -> str:
+        """Return the text that is certain now. A character of several tokens is there once it is whole."""
+        self._ids.append(token)
+        known = self._tokenizer.decode(self._ids[self._before : self._decoded])
+        text = self._tokenizer.decode(self._ids[self._before :])
+        if text.endswith("\ufffd"):
+            return ""
+        self._before, self._decoded = self._decoded, len(self._ids)
+        text, self.ended = _until(self.held + text[len(known) :], self._stops)
+        certain = len(text) if self.ended else len(text) - _begun(text, self._stops)
+        self.held = text[certain:]
+        return text[:certain]
+
+
+def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return ``text`` before the first of ``stops`` in it, and whether there is one."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+def _begun(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of ``text`` a stop text may begin with."""
+    lengths = (length for stop in stops for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length]))
+    return max(lengths, default=0)

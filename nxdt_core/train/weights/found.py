@@ -1,0 +1,156 @@
+"""What an address of a person names: a run, a checkpoint, a directory of another program, or an adapter over one."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint import TrustedKeys
+from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint, recognise
+from nxdt_core.checkpoint.format.file_names import step_name
+from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
+from nxdt_core.checkpoint.signing import refuse_foreign
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.data.chat.templates import ChatKeys
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.training import AdapterBaseUnknown
+from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.adapter import OpensAdapters, SavedAdapter
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.train import build
+from nxdt_core.train.weights.base import base_digest, base_weights, load_weights
+from nxdt_core.train.weights.importing import described_run
+from nxdt_core.train.weights.saved_config import locate, named_config, one_process_run, saved_run
+
+__all__ = ["FoundWeights", "find_weights"]
+
+_log = logging.getLogger(__name__)
+
+_CHECKPOINTS = "checkpoints"
+"""Directory of a run's checkpoints in that of the run."""
+_STEP = re.compile(r"step-0*([0-9]{1,15})/?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundWeights:
+    """Weights, and the run to use them with."""
+
+    run: ResolvedConfig
+    """On one process."""
+    chat_keys: ChatKeys
+    """How messages become text."""
+    step: int
+    """Optimizer steps that the weights have seen; 0 where a directory does not say."""
+    source: HFSource | None
+    """The Hugging Face directory that they came from."""
+    load: Callable[[ParallelEngine, ParallelModel], None]
+    """Fills a model of the run."""
+
+
+def find_weights(
+    uri: str, *, base: str | None = None, config: str | None = None, trusted: Sequence[str] = ()
+) -> FoundWeights:
+    """Return the weights that ``uri`` names, without reading them.
+
+    Args:
+        uri: the directory of a run, the address of its checkpoints or of one of them, a directory of another program
+            such as Hugging Face's, or a directory with an adapter, such as peft's.
+        base: address of the weights below an adapter, where they are not where it says.
+        config: YAML file or ``recipe:NAME`` that decides in place of what is found.
+        trusted: files of public keys, one of which must have signed what is loaded.
+
+    Raises:
+        AdapterBaseUnknown: an adapter whose base is not named by a path that exists.
+        NxdtError: what is wrong with the checkpoint or the directory.
+    """
+    own, keys = named_config(config, trusted)
+    kernel = Kernel.start() if own is None else own.kernel
+    adapter = _adapter_at(Path(uri), kernel)
+    if adapter is not None:
+        refuse_foreign(keys, uri)
+        return _adapted(find_weights(_base_of(uri, adapter, base), config=config, trusted=trusted), adapter)
+    if recognise(Path(uri), kernel) is not None:
+        refuse_foreign(keys, uri)
+        return _foreign(uri, own, kernel)
+    return _committed(_in_run(uri), own, keys, base)
+
+
+def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> FoundWeights:
+    found, step = locate(uri, own)
+    manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=keys)
+    where = build.step_uri(found, manifest.step)
+    saved = saved_run(manifest, where=where, config=own, base=base is None)
+
+    def fill(engine: ParallelEngine, model: ParallelModel) -> None:
+        if manifest.facts.without_base:
+            below = base_weights(saved.config, found, manifest, base=base, trusted=keys)
+            for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):
+                model.load_state_dict({name: weight}, strict=False)
+            if base_digest(model, engine.ranks) != manifest.facts.base:
+                raise AdapterOfAnotherBase(where=where, base=below.origin)
+        load_weights(found, manifest, engine=engine, model=model)
+
+    source = HFSource.of_facts(manifest.facts.hf)
+    return FoundWeights(run=saved.config, chat_keys=saved.chat_keys, step=manifest.step, source=source, load=fill)
+
+
+def _foreign(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeights:
+    name, reader = open_checkpoint(Path(path), kernel)
+    run, keys = described_run(path, name, reader), ChatKeys()
+    if own is not None:
+        saved = one_process_run(own)
+        run, keys = saved.config, saved.chat_keys
+
+    def fill(engine: ParallelEngine, model: ParallelModel) -> None:
+        weights = model.state_dict()
+        given = {name: weight for name, weight in weights.items() if name not in model.added}
+        load_format_into(Path(path), build.model_builder(run), run.kernel, given)
+        model.load_state_dict(weights, strict=False)
+
+    source = read_hf_source(Path(path)) if name == "hf" else None
+    return FoundWeights(run=run, chat_keys=keys, step=reader.step, source=source, load=fill)
+
+
+def _adapted(below: FoundWeights, adapter: SavedAdapter) -> FoundWeights:
+    """The same with an adapter that is loaded over it."""
+    section = dict(adapter.section(build.model_builder(below.run)))
+    run = load({**below.run.to_dict(), "adapter": section}, kernel=below.run.kernel, label="the adapter")
+
+    def fill(engine: ParallelEngine, model: ParallelModel) -> None:
+        below.load(engine, model)
+        for each in build.adapters(run):
+            each.begin(model, run, engine.ranks)
+
+    return replace(below, run=run, load=fill)
+
+
+def _adapter_at(path: Path, kernel: Kernel) -> SavedAdapter | None:
+    if not path.is_dir() or any(path.glob("step-*")):
+        return None
+    targets = (component.load_target() for component in kernel.registry.all("adapter"))
+    opened = (target.saved_at(path) for target in targets if isinstance(target, OpensAdapters))
+    return next((found for found in opened if found is not None), None)
+
+
+def _base_of(uri: str, adapter: SavedAdapter, base: str | None) -> str:
+    if base is not None:
+        return base
+    if adapter.base is None or not Path(adapter.base).exists():
+        raise AdapterBaseUnknown(where=uri, base=adapter.base)
+    return adapter.base
+
+
+def _in_run(uri: str) -> str:
+    """Return ``uri`` with the directory of checkpoints where it names that of a run; steps may be short there."""
+    root, _, last = uri.rstrip("/").rpartition("/")
+    step = _STEP.fullmatch(last)
+    if step is None:
+        below = Path(uri, _CHECKPOINTS)
+        return str(below) if below.is_dir() else uri
+    below = Path(root, _CHECKPOINTS)
+    return f"{below if below.is_dir() else root or '.'}/{step_name(int(step[1]))}"

@@ -1,0 +1,280 @@
+"""Mixtures of experts of transformers: their blocks, their experts as ours, and their auxiliary loss.
+
+A block is a router, experts and their sum, which tensor parallelism ends. Sharded experts give parts of a sum, so the
+block may only add them up. This is tried out, with numbers in place of the experts' outputs.
+
+transformers lets any function replace its experts' forward (``ExpertsInterface``): a call with tokens, the numbers of
+their experts and weights. Ours keeps gate and up apart: in one fused matrix, tensor parallel ranks would hold gates
+without their ups.
+
+The auxiliary loss is that of ``output_router_logits``, by the model's own function. It multiplies the assignments of
+all layers with the probabilities of all layers, so it needs them on one process, with all tokens of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.models.mlp import GatedSiLU
+from nxdt_core.models.moe.dispatch import LocalDispatcher
+from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.moe.layer import add_aux_loss
+from nxdt_core.models.moe.router import Routing, TokenShards, WholeMicroBatch
+from nxdt_core.models.patterns import matches
+from nxdt_plugin_hf.architecture import Architecture
+from nxdt_plugin_hf.errors import UnsupportedArchitecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "DISPATCHER",
+    "REFUSED",
+    "STACK",
+    "STACK_SIDES",
+    "TENSOR_STYLE",
+    "RoutedExperts",
+    "RouterBalance",
+    "end_with_sum",
+    "mixtures",
+    "not_additive",
+    "replace_experts",
+    "routed_experts",
+    "router_balance",
+    "uses_random_numbers",
+]
+
+_TOKENS = 4
+
+
+def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the path and module of each block around experts; none where they are in a layer itself.
+
+    Args:
+        model: with our experts.
+        layers: path of the layers.
+    """
+    for path, _ in routed_experts(model):
+        block = path.rpartition(".")[0]
+        if block.startswith(f"{layers}.") and "." in block.removeprefix(f"{layers}."):
+            yield block, model.get_submodule(block)
+
+
+def end_with_sum(block: nn.Module) -> None:
+    """Let what ``block`` returns be the sum of what the tensor parallel ranks computed."""
+
+    def summed(module: nn.Module, args: Any, output: Any) -> Any:
+        finish = _experts_of(module).dispatcher.finish
+        return (finish(output[0]), *output[1:]) if isinstance(output, tuple) else finish(output)
+
+    block.register_forward_hook(summed)
+
+
+def uses_random_numbers(block: nn.Module, hidden_size: int) -> bool:
+    """Return whether routing is random in training."""
+    with HOST, torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        _Trial(block, hidden_size)(0.0)
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> bool:
+    """Return whether it does more than to add up what its experts give.
+
+    ``ends``: paths in ``block`` of linear layers that give parts of the sum, too.
+    """
+    with HOST, torch.random.fork_rng(devices=[]):
+        trial = _Trial(block, hidden_size, ends)
+        nothing, one, two, three = (trial(scale) for scale in (0.0, 1.0, 2.0, 3.0))
+    return bool(nothing.any()) or not torch.allclose(one + two, three, rtol=1e-4, atol=1e-5)
+
+
+class _Trial:
+    """Return a copy of a block whose experts return given values."""
+
+    def __init__(self, block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> None:
+        self._block = copy.deepcopy(block).train()
+        self._block._forward_hooks.clear()  # :func:`end_with_sum`
+        for path, _ in list(routed_experts(self._block)):
+            self._block.set_submodule(path, _Given(hidden_size))
+        for path in ends:
+            self._block.set_submodule(path, _Given(hidden_size))
+        self._block.to_empty(device=HOST)
+        with torch.no_grad():
+            for number, tensor in enumerate((*self._block.parameters(), *self._block.buffers())):
+                tensor.fill_(0.01 * (1 + number))
+        self._hidden = torch.linspace(-1, 1, _TOKENS * hidden_size).view(1, _TOKENS, hidden_size)
+
+    @torch.no_grad()
+    def __call__(self, scale: float) -> torch.Tensor:
+        for part in self._block.modules():
+            if isinstance(part, _Given):
+                part.scale = scale
+        output = self._block(self._hidden.clone())
+        found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return found
+
+
+class _Given(nn.Module):
+    """In the place of what gives parts of the sum."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.scale = 0.0
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the numbers that depend on nothing but the scale."""
+        shape = (*hidden.shape[:-1], self.hidden_size)
+        return self.scale * torch.linspace(-1, 2, math.prod(shape)).view(shape)
+
+
+def _experts_of(block: nn.Module) -> RoutedExperts:
+    return next(experts for _, experts in routed_experts(block))
+
+
+STACK = "stack"
+"""Attribute of :class:`RoutedExperts` with the matrices."""
+STACK_SIDES: Mapping[str, Literal["column", "row"]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+"""Which side of its matrices tensor parallelism cuts."""
+DISPATCHER = "dispatcher"
+"""Its attribute that moves tokens to experts and back."""
+TENSOR_STYLE = "moe_tp_experts"
+"""What plans of transformers call experts that are cut over tensor parallel ranks."""
+
+
+class RoutedExperts(nn.Module):
+    """In the place of a model's experts.
+
+    Under tensor parallelism what it returns is this rank's part of a sum, which ends with the block around it.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.stack = SwiGLUExperts(hidden_size, ffn_hidden_size, experts)
+        self.dispatcher = LocalDispatcher()
+        self.shards: TokenShards = WholeMicroBatch()
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """``hidden_states`` [tokens, hidden] to the same shape; ``top_k_index`` int64 and ``top_k_weights`` [tokens,
+        experts per token]."""
+        chosen = top_k_index.new_zeros(len(top_k_index), self.experts).scatter_(1, top_k_index, 1)
+        routing = Routing(experts=top_k_index, weights=top_k_weights, counts=chosen.sum(0))
+        return self.dispatcher.run(hidden_states, routing, self.stack, by=self.dispatcher.mixed)
+
+
+def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
+    """Yield the path and module, in order."""
+    for path, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield path, module
+
+
+def replace_experts(model: PreTrainedModel) -> None:
+    """Put ours in the place of the experts of ``model``, which may be on the meta device; no values are kept.
+
+    Raises:
+        UnsupportedArchitecture: they compute something else, or without transformers' interface for them.
+    """
+    name = type(model).__name__
+    for path, module in list(model.named_modules()):
+        if hasattr(type(module), "_apply_gate"):  # what transformers' decorator for experts leaves behind
+            model.set_submodule(path, _ours(name, path, module))
+    ours = {path for path, _ in routed_experts(model)}
+    paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
+    sharded = (pattern for pattern, style in (model.tp_plan or {}).items() if style == TENSOR_STYLE)
+    for pattern in (*_expert_patterns(model), *sharded):
+        others = [path for path in paths if matches(pattern, path) and path not in ours]
+        if others:
+            reason = f"'{others[0]}' are experts that do not go through transformers' interface for them"
+            raise UnsupportedArchitecture(model=name, reason=reason)
+
+
+def _expert_patterns(model: PreTrainedModel) -> list[str]:
+    """Patterns of transformers' plan for expert parallelism. In 5.17 it is private and names routers as well."""
+    plan = model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan
+    return [pattern for pattern, style in (plan or {}).items() if style != "ep_router"]
+
+
+def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
+    problem = _problem(theirs)
+    if problem:
+        raise UnsupportedArchitecture(model=model, reason=f"its experts '{path}' {problem}")
+    gate_up: Any = theirs.gate_up_proj
+    experts, twice_wide, hidden_size = gate_up.shape
+    with gate_up.device:
+        return RoutedExperts(hidden_size, twice_wide // 2, experts)
+
+
+def _problem(theirs: Any) -> str | None:
+    """What our experts would lose."""
+    shapes = {name: parameter.ndim for name, parameter in theirs.named_parameters()}
+    if theirs.is_transposed or not theirs.is_concatenated or shapes != {"gate_up_proj": 3, "down_proj": 3}:
+        return f"are not the two stacks of matrices gate_up_proj and down_proj ({', '.join(shapes)})"
+    with HOST, torch.no_grad():
+        rows = torch.linspace(-9, 9, 64).view(4, 16)
+        expected = GatedSiLU()(*rows.chunk(2, dim=-1))
+        try:
+            found = cast(torch.Tensor, theirs._apply_gate(rows))
+        except Exception as error:  # a model's own code may raise anything
+            return f"have a gate that cannot be tried ({type(error).__name__})"
+    if found.shape != expected.shape or not torch.allclose(found, expected, atol=1e-6):
+        return "have another gate than silu(gate) * up"
+    return None
+
+
+REFUSED = "its routers' auxiliary loss needs {what}; set model.hf_config.output_router_logits=false to train without"
+"""Reason against a layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterBalance:
+    """The loss of a model, as a pair of hooks on what computes its hidden states."""
+
+    loss: Callable[..., torch.Tensor]
+    """``(router_logits, experts, top_k) -> scalar``, of the model's module."""
+    experts: int
+    top_k: int
+    coefficient: float
+
+    def ask(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before forward: let transformers keep the routers' logits."""
+        return args, {**kwargs, "output_router_logits": torch.is_grad_enabled()}
+
+    def join(self, base: nn.Module, args: Any, output: Any) -> Any:
+        """After forward: let backward through the hidden states also follow the loss.
+
+        transformers adds a mean over tokens to a mean; ours are sums (:mod:`nxdt_core.models.moe.layer`).
+        """
+        if output.get("router_logits") is None:
+            return output
+        hidden = output.last_hidden_state
+        copies = next(experts for _, experts in routed_experts(base)).shards.copies
+        weight = self.coefficient * output.router_logits[0].shape[0] / copies
+        output.last_hidden_state = add_aux_loss(
+            hidden, weight * self.loss(output.router_logits, self.experts, self.top_k)
+        )
+        return output
+
+
+def router_balance(architecture: Architecture, model: Any) -> RouterBalance | None:
+    """Return the auxiliary loss that transformers would add for ``model``; None where it adds none."""
+    loss = getattr(sys.modules[architecture.model_class.__module__], "load_balancing_loss_func", None)
+    coefficient = getattr(model, "router_aux_loss_coef", 0.0)
+    if loss is None or not coefficient or not getattr(architecture.config, "output_router_logits", False):
+        return None
+    return RouterBalance(
+        loss=loss, experts=model.num_experts, top_k=model.num_experts_per_tok, coefficient=float(coefficient)
+    )

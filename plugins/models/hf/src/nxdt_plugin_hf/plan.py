@@ -1,0 +1,239 @@
+"""The parallel plan of a model of transformers: tensor and pipeline parallelism by the plans that the model brings.
+
+The pipeline plan is tried out before it is used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.models.patterns import matches
+from nxdt_core.protocols.plan import AttentionHeads, PipelinePlan, TensorStyle
+from nxdt_plugin_hf.attention import AttentionCall
+from nxdt_plugin_hf.mixtures import TENSOR_STYLE, mixtures, not_additive, routed_experts
+from nxdt_plugin_hf.tracing import pattern_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from nxdt_plugin_hf.modeling import CausalLM
+
+__all__ = ["TensorPlan", "pipeline_plan", "tensor_plan"]
+
+_STYLES: Mapping[str, TensorStyle] = {
+    "colwise": "column",
+    "colwise_gather_output": "column_gathered",
+    "rowwise": "row",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocab_embedding",
+}
+"""Theirs → ours."""
+_SUMMED = "replicated_with_grad_allreduce"
+"""Their style for a module that is in a tensor block and stays whole; ours follows from its path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """What of a model's plan can be done."""
+
+    styles: Mapping[str, TensorStyle]
+    blocks: tuple[str, ...]
+    heads: AttentionHeads | None
+    refusal: str | None
+    """Why the plan cannot be followed; None where it can."""
+
+
+def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str) -> TensorPlan:
+    """Translate ``tp_plan`` of ``model``.
+
+    A pattern that names nothing in the model is left out: plans name parts that only some configurations have. Experts
+    are cut by our plan for them where theirs cuts them at all.
+
+    Args:
+        model: whole, with the plan of its class and of its configuration.
+        calls: of its attention.
+        layers: path of its layers.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    theirs = {
+        pattern: style
+        for pattern, style in cast("PreTrainedModel", model).tp_plan.items()
+        if any(matches(pattern, path) for path in (*modules, *parameters))
+    }
+    cut = {pattern for pattern, style in theirs.items() if style == TENSOR_STYLE}
+    known = (*_STYLES, _SUMMED, TENSOR_STYLE)
+    unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
+    styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
+    styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are sharded in the same way
+    if model.head_path:
+        styles |= {model.head_path: "vocab_head"}
+    around = dict(mixtures(model, layers))
+    styles |= {p: "row_partial" for p, s in styles.items() if s == "row" and _inside(around, p, modules)}
+    inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
+    norms = _norms_of_heads(inner, calls, modules)
+    styles |= dict.fromkeys(norms, "heads")
+    blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
+    ends = dict.fromkeys(pattern_of(path) for path in around)
+    outer = [block for block in blocks if not any(block.startswith(f"{end}.") for end in ends)]
+    return TensorPlan(
+        styles=styles,
+        blocks=tuple(dict.fromkeys((*outer, *ends, model.head_path))),
+        heads=_heads(inner, norms, calls),
+        refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, around, styles),
+    )
+
+
+def _inside(around: Collection[str], pattern: str, modules: Collection[str]) -> bool:
+    """Whether a pattern names modules in blocks around experts."""
+    return any(matches(pattern, path) and any(path.startswith(f"{block}.") for block in around) for path in modules)
+
+
+def _refused_experts(
+    model: CausalLM, cut: Collection[str], around: Mapping[str, nn.Module], styles: Mapping[str, TensorStyle]
+) -> str | None:
+    experts = dict.fromkeys(pattern_of(path) for path, _ in routed_experts(model))
+    whole = next((pattern for pattern in experts if pattern not in cut), None)
+    if whole is not None:
+        return f"its plan in transformers leaves the experts '{whole}' whole"
+    blocks = {pattern_of(path): path for path in around}
+    alone = next((pattern for pattern in experts if pattern.rpartition(".")[0] not in blocks), None)
+    if alone is not None:
+        return f"its experts '{alone}' are in no separate block"
+    partial = [pattern for pattern, style in styles.items() if style == "row_partial"]
+    for pattern, path in blocks.items():
+        block = around[path]
+        ends = [name for name, _ in block.named_modules() if any(matches(p, f"{path}.{name}") for p in partial)]
+        biased = next((name for name in ends if getattr(block.get_submodule(name), "bias", None) is not None), None)
+        if biased is not None:
+            return f"'{pattern}.{biased}' has a bias, which each rank would add"
+        if not_additive(block, model.get_parameter(f"{model.embedding_path}.weight").shape[1], ends):
+            return f"'{pattern}' does more than to add up what its experts give, of which each rank has a part"
+    return None
+
+
+def _norms_of_heads(
+    styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
+) -> tuple[str, ...]:
+    """Return the modules in attention whose weights [heads, width] have one row for each sharded head."""
+    path, call = next(iter(calls.items()))
+    attention = pattern_of(path)
+    if not any(style == "column" and pattern.rpartition(".")[0] == attention for pattern, style in styles.items()):
+        return ()
+    shapes = {(heads, width) for heads in (call.heads, call.kv_heads) for width in (call.key_width, call.value_width)}
+    parts = (name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in styles)
+    own = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in parts}
+    return tuple(pattern_of(name) for name, found in own.items() if found and found <= shapes)
+
+
+def _heads(
+    styles: Mapping[str, TensorStyle], norms: Collection[str], calls: Mapping[str, AttentionCall]
+) -> AttentionHeads | None:
+    """Which modules make heads or have weights of them; None where attention sees them all on each rank."""
+    attention, call = next((pattern_of(path), call) for path, call in calls.items())
+    cut = {p: s for p, s in styles.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
+    columns = [pattern for pattern, style in cut.items() if style == "column"]
+    if not columns:
+        return None
+    columns += norms
+    key_value = tuple(pattern for pattern in columns if pattern.rpartition(".")[2][0] in "kv")
+    return AttentionHeads(
+        query_heads=call.heads,
+        kv_heads=call.kv_heads,
+        query=tuple(pattern for pattern in columns if pattern not in key_value),
+        key_value=key_value,
+        output=tuple(pattern for pattern, style in cut.items() if style == "row"),
+    )
+
+
+def _refusal(
+    unknown: Mapping[str, str],
+    styles: Mapping[str, TensorStyle],
+    blocks: tuple[str, ...],
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, AttentionCall],
+) -> str | None:
+    if unknown:
+        named = ", ".join(f"'{pattern}' as {style}" for pattern, style in unknown.items())
+        return f"its plan in transformers names {named}, which cannot be sharded here"
+    if not styles:
+        return "transformers has no tensor parallel plan for its layers"
+    path = next(iter(calls))
+    attention = pattern_of(path)
+    if attention not in blocks:
+        return f"its plan in transformers leaves attention ('{attention}') whole"
+    for block in blocks:
+        ends = {style for pattern, style in styles.items() if pattern.rpartition(".")[0] == block}
+        if not ends & {"row", "row_split", "row_partial"} or not ends & {"column", "column_gathered"}:
+            return f"in its plan '{block}' does not begin with columns and end with rows"
+    for pattern in styles:
+        wrong = next((p for p, m in modules.items() if matches(pattern, p) and type(m) is not nn.Linear), None)
+        if wrong is not None:
+            return f"its plan names '{wrong}', a {type(modules[wrong]).__name__}, where only torch.nn.Linear is sharded"
+    alone = next((name for name, _ in modules[path].named_parameters(recurse=False)), None)
+    if alone is not None:
+        return f"'{attention}.{alone}' belongs to no layer that its plan shards"
+    if len({(call.heads, call.kv_heads) for call in calls.values()}) > 1:
+        return "its layers have different numbers of heads"
+    fused = any(s == "column" and p.rpartition(".")[2].startswith(("qkv", "query_key")) for p, s in styles.items())
+    call = next(iter(calls.values()))
+    if fused and call.heads != call.kv_heads:
+        return "one matrix makes its queries, keys and values, and their heads are shared"
+    return None
+
+
+_TOKENS = 4
+
+
+def pipeline_plan(model: CausalLM, layers: str, hidden_size: int) -> tuple[PipelinePlan | None, str]:
+    """Translate ``pp_plan`` of ``model``.
+
+    Args:
+        model: whole, on the meta device; not changed.
+        layers: path of its layers.
+        hidden_size: width of what travels.
+
+    Returns:
+        The plan, or None and why there is none.
+    """
+    theirs = cast("PreTrainedModel", model).pp_plan or {}
+    if layers not in theirs:
+        return None, "transformers has no pipeline plan for it"
+    first, last = [model.embedding_path], [model.head_path]
+    modules = dict(model.named_modules())
+    for path, (takes, _) in theirs.items():
+        if path not in (layers, *first, *last) and path in modules:
+            (first if takes[0] in ("input_ids", "inputs_embeds") else last).insert(-1, path)
+    plan = PipelinePlan(hidden_size=hidden_size, first=tuple(first), layers=layers, last=tuple(last))
+    refusal = _pipeline_refusal(model, plan)
+    return (plan, "") if refusal is None else (None, refusal)
+
+
+def _pipeline_refusal(model: CausalLM, plan: PipelinePlan) -> str | None:
+    """A stage between others, without its layers, must hand on what it is given: what is left of the model changes
+    nothing, and knows nothing of the first stage's or the last's."""
+    stage = copy.deepcopy(model)
+    stage.get_submodule(plan.layers)._modules.clear()
+    for path in (*plan.first, *plan.last):
+        stage.set_submodule(path, nn.Identity())
+    left = [name for name, _ in stage.named_parameters()]
+    if left:
+        return f"its plan in transformers puts {', '.join(left)} on no stage"
+    stage.to_empty(device=HOST)
+    stage.reset_buffers()
+    hidden = torch.linspace(-1, 1, _TOKENS * plan.hidden_size).view(1, _TOKENS, plan.hidden_size)
+    try:
+        with torch.no_grad():
+            handed_on = stage.eval()(hidden, torch.arange(_TOKENS)[None])
+    except Exception as error:  # a model's own code may raise anything
+        return f"a stage without the first layers does not run ({type(error).__name__}: {error})"
+    if not isinstance(handed_on, torch.Tensor) or not torch.equal(handed_on, hidden):
+        return "its forward changes hidden states outside of its layers, on every stage"
+    return None

@@ -1,0 +1,94 @@
+"""Passes with a cache of keys and values give the logits of passes over all tokens, in every layout that has one."""
+
+import pytest
+import torch
+
+from nxdt_core.config import load
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model
+from tests.sampling import slow_except
+
+STRATEGY = "distributed_strategy."
+TWO = "trainer.devices=2"
+RECOMPUTED = (
+    "model.activations_checkpoint_granularity=selective",
+    "model.activations_checkpoint_recompute=[CoreAttention]",
+)
+LAYOUTS = {
+    "one": ("trainer.devices=1",),
+    "one-dropout": ("recipe:gpt-tiny", "trainer.devices=1", "model.attention_dropout=0.1"),
+    "one-experts": ("recipe:mixtral-tiny", "trainer.devices=1"),
+    "one-recomputed": ("trainer.devices=1", *RECOMPUTED),
+    "one-compiled": ("trainer.devices=1", "model.compile=true"),
+    "dp2-zero3": (TWO, f"{STRATEGY}zero_stage=3"),
+    "tp2": (TWO, f"{STRATEGY}tensor_model_parallel_size=2"),
+    "tp2-sp": (TWO, f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true"),
+    "tp2-gpt": ("recipe:gpt-tiny", TWO, f"{STRATEGY}tensor_model_parallel_size=2"),
+    "tp2-hf": ("recipe:hf-tiny", TWO, f"{STRATEGY}tensor_model_parallel_size=2"),
+    "pp2": (TWO, f"{STRATEGY}pipeline_model_parallel_size=2"),
+    "pp2-hf": ("recipe:hf-tiny", TWO, f"{STRATEGY}pipeline_model_parallel_size=2"),
+}
+QUICK = ("one", "one-dropout", "one-recomputed", "tp2-sp", "pp2")
+MISTRAL = ("recipe:mistral-tiny", "model.sliding_window=8")
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [90, 4], [33, 34, 35, 36, 37]]
+STEPS = 12
+
+
+def started(overrides):
+    recipe, *words = overrides if overrides[0].startswith("recipe:") else (*MISTRAL, *overrides)
+    batches = ("data.seq_length=32", "data.global_batch_size=2", "data.micro_batch_size=1")
+    config = load(recipe, ["trainer.accelerator=cpu", *batches, *words])
+    engine = build.engine(config)
+    engine.start()
+    model = initialize_parallel_model(config, engine)
+    with torch.no_grad():  # fresh weights are too small to attend to anything
+        for _, parameter in model.named_parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
+    model.sync_tied_copies()
+    return engine, model
+
+
+def differences(overrides):
+    """The largest differences of logits, and of those with a mistake that the test must see, and their size."""
+    engine, model = started(overrides)
+    columns = max(map(len, PROMPTS))
+    decoding = model.decoding([len(prompt) for prompt in PROMPTS], columns + STEPS)
+    model.module.train()
+    rows = [[*prompt] for prompt in PROMPTS]
+    logits = decoding(torch.tensor([[0] * (columns - len(row)) + row for row in rows]))
+    found, places = [], [*range(len(rows))]
+    for step in range(STEPS):
+        with torch.compiler.set_stance("force_eager"):  # the passes with a cache see to that themselves
+            whole = torch.stack([model.forward(torch.tensor([row]))[0, -1] for row in rows])
+        found.append(float((logits - whole).abs().max() / whole.abs().max()))
+        for row, number in zip(rows, places, strict=True):
+            row.append((7 * number + 3 * step) % 90)
+        if step == 3:
+            rows, places = [rows[2], rows[1], rows[1]], [2, 1, 1]
+            rows[2] = [*rows[1]]
+            decoding.keep([2, 1, 1])
+        logits = decoding(torch.tensor([row[-1:] for row in rows]))
+    cores = [type(part).__name__ for module in model.local_modules() for part in module.modules()]
+    engine.shutdown()
+    return max(found), "_CachedAttention" in cores
+
+
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, QUICK))
+def test_logits_of_one_token_more_are_those_of_all_tokens(ranks, layout):
+    for largest, left_behind in ranks(2 if TWO in LAYOUTS[layout] else 1).run(differences, LAYOUTS[layout]):
+        assert largest < 2e-5
+        assert not left_behind
+
+
+def reasons():
+    found = {}
+    overrides = {"cp2": (TWO, f"{STRATEGY}context_parallel_size=2")}
+    for name, words in overrides.items():
+        engine, model = started(("recipe:llama-tiny", *words))
+        found[name] = model.decoding([3], 8)
+        engine.shutdown()
+    return found
+
+
+def test_a_layout_without_a_cache_says_why(ranks):
+    assert ranks(2).run(reasons)[0] == {"cp2": "context parallel ranks share each sequence"}

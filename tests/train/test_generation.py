@@ -1,0 +1,232 @@
+"""Text of a model: with the cache as transformers writes it, in batches as alone, and by every setting of sampling."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.train import continuation
+from nxdt_core.train.continuation import Writer
+from nxdt_core.train.generate import load_model
+from nxdt_core.train.sampling import Sampler, Sampling, warped
+from tests.sampling import sampled
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+WINDOW = {"sliding_window": 16}
+FAMILIES = {
+    "llama": {},
+    "mistral": WINDOW,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "gpt2": {"n_inner": 48, "attn_pdrop": 0.1, **NO_DROPOUT},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 8, **WINDOW},
+    "gemma3_text": {"head_dim": 8, **WINDOW},
+    "phi3": WINDOW,
+    "olmo2": {},
+    "cohere": {},
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 24, **EXPERTS},
+    "olmoe": EXPERTS,
+    "granite": {"attention_multiplier": 0.2},
+    "starcoder2": WINDOW,
+}
+QUICK = ("mistral", "gpt2", "gemma2")
+SETTINGS_OF_BOTH = {"max_new_tokens": 40, "repetition_penalty": 2.0}
+"""More tokens than the windows of 16; without the penalty, fresh models soon repeat themselves."""
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6], [2, 7], [1, 6, 1, 8, 0, 3, 3, 9, 8])
+
+
+def pytest_generate_tests(metafunc):
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", sampled(metafunc.config, FAMILIES, len(QUICK), default=QUICK))
+
+
+def saved(where, family):
+    """A fresh model of transformers and a tokenizer of its size, in a directory."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+    from tokenizers import Tokenizer, models
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():  # fresh norms and biases would hide mistakes
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand(parameter.shape) - 0.5)
+    model.save_pretrained(where)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(160)}, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
+    return model
+
+
+def continued(loaded, prompts, **settings):
+    found = {}
+    for row, token in loaded.writer.tokens(prompts, Sampling(**settings)):
+        found.setdefault(row, []).append(token)
+    return [found[row] for row in sorted(found)]
+
+
+def test_transformers_writes_the_same_tokens_and_a_batch_those_of_each_prompt(family, tmp_path, caplog):
+    theirs = saved(tmp_path, family)
+    loaded = load_model(str(tmp_path))
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        given = {"attention_mask": torch.ones_like(ids), "do_sample": False, **SETTINGS_OF_BOTH}
+        expected.append(theirs.generate(ids, **given)[0, len(prompt) :].tolist())
+    assert len({token for text in expected for token in text}) > 8, "texts that repeat themselves show nothing"
+    assert [continued(loaded, [prompt], **SETTINGS_OF_BOTH)[0] for prompt in PROMPTS] == expected
+    assert continued(loaded, PROMPTS, **SETTINGS_OF_BOTH) == expected
+    assert "all earlier ones again" not in caplog.text, "the cache was used"
+
+
+class Recited:
+    """A model without a cache that writes the alphabet: the token that follows is the next number."""
+
+    def __init__(self, size=272):
+        self.size, self.asked = size, []
+
+    def forward(self, ids):
+        self.asked.append(tuple(ids.shape))
+        return torch.nn.functional.one_hot((ids + 1) % self.size, self.size).float()
+
+
+class RecitedWithCache(Recited):
+    def decoding(self, lengths, columns):
+        self.rows = []
+
+        class Passes:
+            def __call__(_, ids):
+                self.rows.append(len(ids))
+                return self.forward(ids)[:, -1]
+
+            def keep(_, rows):
+                pass
+
+        return Passes()
+
+
+def writer(model, window=100, stop_ids=()):
+    return Writer(model=model, tokenizer=ByteTokenizer(None), window=window, stop_ids=stop_ids)
+
+
+def ids(text):
+    return [*text.encode()]
+
+
+@pytest.fixture(autouse=True)
+def told_anew():
+    continuation._tell.cache_clear()
+
+
+def test_rows_that_have_ended_are_computed_no_further():
+    model = RecitedWithCache()
+    found = list(writer(model, stop_ids={ord("f")}).tokens([ids("a"), ids("d")], Sampling(max_new_tokens=8)))
+    assert found == [(0, ord("b")), (1, ord("e")), (0, ord("c")), (0, ord("d")), (0, ord("e"))]
+    assert model.rows == [2, 2, 1, 1, 1]
+
+
+def test_a_model_without_a_cache_writes_the_same_and_a_warning_says_so_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert [*writer(Recited()).texts([ids("a"), ids("x")], Sampling(max_new_tokens=2))] == [["bc"], ["yz"]]
+    assert len(caplog.records) == 1
+    assert "computes all earlier ones again: its engine has no cache" in caplog.text
+
+
+def test_beyond_the_window_the_model_sees_the_last_tokens(caplog):
+    model = RecitedWithCache()
+    assert [*writer(model, window=4).texts([ids("abc")], Sampling(max_new_tokens=4))] == [["defg"]]
+    assert model.asked == [(1, 3), (1, 1), (1, 4), (1, 4)]
+    assert "longer than data.seq_length" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"), [(("e",), "bcd"), (("zz", "cde"), "b"), (("efx",), "bcdefg"), ((), "bcdefg")]
+)
+def test_a_stop_text_ends_what_is_written_and_no_part_of_it_is_shown(stop, expected):
+    sampling = Sampling(max_new_tokens=6, stop=stop)
+    assert [*writer(Recited()).texts([ids("a")], sampling)] == [[expected]]
+    pieces = [*writer(Recited()).pieces(ids("a"), sampling)]
+    assert "".join(pieces) == expected
+    assert all(pieces)
+
+
+def test_characters_of_several_bytes_are_shown_whole():
+    class Spelled(Recited):
+        def forward(self, given):
+            text = "aé€😀".encode()
+            return torch.nn.functional.one_hot(torch.tensor([[text[given.shape[1]]]]), self.size).float()
+
+    assert [*writer(Spelled()).pieces(ids("a"), Sampling(max_new_tokens=9))] == ["é", "€", "😀"]
+
+
+def test_samples_differ_by_their_seeds_and_not_by_the_batch(tmp_path):
+    saved(tmp_path, "llama")
+    loaded = load_model(str(tmp_path))
+    drawn = {"max_new_tokens": 12, "temperature": 1.0}
+    several = continued(loaded, PROMPTS[:2], samples=3, seed=5, **drawn)
+    alone = [continued(loaded, [prompt], seed=5 + k, **drawn)[0] for prompt in PROMPTS[:2] for k in range(3)]
+    assert several == alone
+    assert len({*map(tuple, several)}) == 6
+
+
+SETTINGS = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.2},
+    "all": {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_weights_of_draws_are_those_of_transformers_warpers(settings):
+    pytest.importorskip("transformers")
+    from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
+    from transformers import TopPLogitsWarper as TopP
+
+    made = {"temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopP, "min_p": MinPLogitsWarper}
+    theirs = LogitsProcessorList([made[name](settings[name]) for name in made if name in settings])
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3)) * 3
+    found = warped(logits, Sampling(**{"temperature": 1.0, **settings})).softmax(-1)
+    expected = theirs(None, logits.clone()).double().softmax(-1)
+    assert torch.equal(found > 0, expected > 0)
+    assert (found - expected).abs().max() < 1e-6
+
+
+def test_penalties_are_those_of_transformers_and_of_the_counts_of_what_was_written():
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(4))
+    prompts = [[1, 2, 3, 40], [4, 4]]  # an id that the tokenizer does not have
+    sampler = Sampler(Sampling(repetition_penalty=1.7), prompts, 30)
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 2, 3], [4, 4, 4]]), logits.clone())
+    assert (sampler._penalised(logits) - expected).abs().max() < 1e-6
+    counted = Sampler(Sampling(frequency_penalty=0.4), prompts, 30)
+    flat = torch.zeros(2, 30)
+    flat[:, 7] = 1.0
+    assert [counted(flat) for _ in range(3)] == [[7, 7]] * 3, "1 and 0.6 and 0.2 are above 0"
+    assert counted(flat)[0] != 7
+
+
+def test_draws_follow_the_weights():
+    sampler = Sampler(Sampling(temperature=1.0, samples=4000), [[0]], 3)
+    found = torch.tensor(sampler(torch.tensor([[0.7, 0.2, 0.1]]).log().expand(4000, 3))).bincount(minlength=3) / 4000
+    assert (found - torch.tensor([0.7, 0.2, 0.1])).abs().max() < 0.03
