@@ -59,7 +59,7 @@ ALLOWED = {
         f"{CORE}/cli/explain.py: path.read_text(encoding='utf-8')",
         f"{CORE}/config/sources.py: self.path.read_text(encoding='utf-8')",
         f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
-        f"{CORE}/kernel/known.py: _FILE.read_text(encoding='utf-8')",
+        f"{CORE}/kernel/registry.py: _FILE.read_text(encoding='utf-8')",
         f"{CORE}/kernel/metadata.py: PathDistribution(Path(folder)).read_text(name)",
         f"{CORE}/kernel/metadata.py: dist.read_text(name)",
         f"{CORE}/cli/plugin_checks.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",

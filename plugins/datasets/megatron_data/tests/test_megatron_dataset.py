@@ -15,9 +15,9 @@ from nxdt_plugin_megatron_data.errors import (
     OtherTokenizer,
     TokenOutsideVocabulary,
 )
+from nxdt_plugin_megatron_data.indexed_files import Provenance, provenance_path
 from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_megatron_data.prefixes import short_names
-from nxdt_plugin_megatron_data.provenance import Provenance, provenance_path
 from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
 

@@ -25,8 +25,7 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from nxdt_plugin_megatron_data.errors import WorkerDied
-from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, idx_path
-from nxdt_plugin_megatron_data.provenance import read_provenance
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, idx_path, read_provenance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.cli import main

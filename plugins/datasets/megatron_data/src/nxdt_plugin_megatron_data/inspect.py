@@ -54,8 +54,7 @@ def inspect(prefix: Path, json_output: bool) -> None:
 def _facts(source: IndexedTokens) -> dict[str, Any]:
     import numpy as np
 
-    from nxdt_plugin_megatron_data.indexed_files import bin_path
-    from nxdt_plugin_megatron_data.provenance import read_provenance
+    from nxdt_plugin_megatron_data.indexed_files import bin_path, read_provenance
 
     names = ("min", "p25", "median", "p75", "p95", "max")
     lengths = np.percentile(source.lengths, _QUANTILES, method="nearest").tolist() if len(source) else [0] * len(names)

@@ -13,10 +13,9 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, IndexedDataset, SampleSettings, in_shares
 from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
-from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, provenance_path, read_provenance
 from nxdt_plugin_megatron_data.indices import build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
-from nxdt_plugin_megatron_data.provenance import provenance_path, read_provenance
 
 
 class MegatronData:

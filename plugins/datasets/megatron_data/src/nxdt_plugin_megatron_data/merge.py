@@ -13,8 +13,7 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
-    from nxdt_plugin_megatron_data.provenance import Provenance
+    from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, Provenance
 
 
 @click.command(
@@ -65,8 +64,7 @@ def _common_note(parts: Sequence[IndexedTokens]) -> Provenance | None:
     import numpy as np
 
     from nxdt_plugin_megatron_data.errors import BadIndexFile, PartsDiffer
-    from nxdt_plugin_megatron_data.indexed_files import idx_path
-    from nxdt_plugin_megatron_data.provenance import read_provenance
+    from nxdt_plugin_megatron_data.indexed_files import idx_path, read_provenance
 
     notes = [read_provenance(part.prefix) for part in parts]
 
@@ -94,9 +92,8 @@ def _write(parts: Sequence[IndexedTokens], prefix: Path, note: Provenance | None
     import numpy as np
 
     from nxdt_core.regular_files import replace_text, replacing
-    from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, write_index
+    from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, provenance_path, write_index
     from nxdt_plugin_megatron_data.preprocess.run import write_errors_explained
-    from nxdt_plugin_megatron_data.provenance import provenance_path
 
     with write_errors_explained(prefix, lambda: 0):
         prefix.parent.mkdir(parents=True, exist_ok=True)

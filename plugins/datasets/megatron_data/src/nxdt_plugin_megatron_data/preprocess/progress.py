@@ -18,8 +18,7 @@ from nxdt_core.data.files.paths import JSON_TEXTS
 from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.regular_files import read_text, regular_opener, replace_text, replacing
 from nxdt_plugin_megatron_data.errors import OtherJob
-from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, write_index
-from nxdt_plugin_megatron_data.provenance import Provenance, provenance_path
+from nxdt_plugin_megatron_data.indexed_files import Provenance, bin_path, idx_path, provenance_path, write_index
 
 _BLOCK_BYTES = 1 << 20
 """Long enough that sending it to another process costs little, short enough that all of them finish together."""

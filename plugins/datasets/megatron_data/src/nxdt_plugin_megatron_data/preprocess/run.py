@@ -1,4 +1,9 @@
-"""Reads, has tokenised, and writes; the caller sees its progress."""
+"""``nxdt data preprocess``: texts become ``.bin/.idx``, and the caller sees its progress.
+
+One process reads blocks of whole records, others tokenise them, and the first appends what comes back, in the order of
+the input. What is written up to a block is made safe every few seconds, so that a killed run resumes after it. The
+files are bitwise the same as without.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +37,10 @@ from nxdt_plugin_megatron_data.errors import (
     TooManyBadRecords,
     WorkerDied,
 )
-from nxdt_plugin_megatron_data.indexed_files import bin_path, dtype_for, idx_path
+from nxdt_plugin_megatron_data.indexed_files import Provenance, bin_path, dtype_for, idx_path, provenance_path
 from nxdt_plugin_megatron_data.preprocess.progress import Block, Counts, Output, Place, is_json, read_blocks
 from nxdt_plugin_megatron_data.preprocess.records import Encoded, TokenizationOptions, encode_here, start_worker
 from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
-from nxdt_plugin_megatron_data.provenance import Provenance, provenance_path
 
 _AHEAD_PER_WORKER = 3
 """Blocks that are read before their turn: each process finds its next one ready."""
