@@ -83,7 +83,7 @@ class MoEBuilder:
         )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the operations of :func:`nxdt_core.models.flops.decoder_flops_per_token`."""
+        """Return the operations of :func:`nxdt_core.models.decoder_builder.decoder_flops_per_token`."""
         c = self.config
         widths = c.moe.top_k * c.ffn_hidden_size + c.moe.shared_ffn_hidden_size
         weights = c.num_layers * c.hidden_size * (3 * widths + c.moe.num_experts)
