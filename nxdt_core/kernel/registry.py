@@ -67,7 +67,7 @@ class RegisteredComponent:
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:
-        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.engine.EngineRules`); None where its
+        """Import an engine's rules of layouts (:data:`nxdt_core.protocols.engine.EngineRules`); None where its
         record names none.
 
         Raises:
