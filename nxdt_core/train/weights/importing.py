@@ -91,7 +91,7 @@ def import_checkpoint(
     foreign = _Foreign(source)
 
     def prepare() -> None:
-        foreign.open(load(config, overrides) if config else None, overrides, format)
+        foreign.recognise(load(config, overrides) if config else None, overrides, format)
         if rank_of(ranks) == 0:
             check_empty(storage)
         foreign.list_tensors(weights_only=weights_only)
@@ -125,7 +125,7 @@ def import_checkpoint(
 
 
 class _Foreign:
-    """A checkpoint of another program. Its attributes are set by :meth:`open` and :meth:`list_tensors`.
+    """A checkpoint of another program. Its attributes are set by :meth:`recognise` and :meth:`list_tensors`.
 
     Args:
         path: a directory or file.
@@ -144,8 +144,8 @@ class _Foreign:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def open(self, run: ResolvedConfig | None, overrides: Sequence[str], format: str | None) -> None:
-        """Open it, for the model of ``run`` or for the one that it describes."""
+    def recognise(self, run: ResolvedConfig | None, overrides: Sequence[str], format: str | None) -> None:
+        """Find its format and its reader, and the run of its model: ``run``, or what it describes."""
         kernel = Kernel.start() if run is None else run.kernel
         self.format, self.reader = open_checkpoint(Path(self.path), kernel, format)
         self.run = described_run(self.path, self.format, self.reader, overrides) if run is None else run
