@@ -36,8 +36,6 @@ ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
         f"{CORE}/checkpoint/foreign.py: _loaded(component).open(path)",
         f"{CORE}/checkpoint/foreign.py: chosen.open(path)",
-        f"{CORE}/train/weights/importing.py: "
-        "foreign.open(load(config, overrides) if config else None, overrides, format)",
         f"{CORE}/cli/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/train/weights/reference.py: "

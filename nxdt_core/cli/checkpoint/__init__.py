@@ -20,7 +20,7 @@ VERBS = {
     "prune": LazyCommand(target="nxdt_core.cli.checkpoint.prune:prune", summary="Delete old checkpoints."),
     "export": LazyCommand(
         target="nxdt_core.cli.checkpoint.export:export",
-        summary="Write the model of a checkpoint as a directory that transformers loads.",
+        summary="Write the model of a checkpoint for transformers or llama.cpp.",
     ),
     "import": LazyCommand(
         target="nxdt_core.cli.checkpoint.import_:import_",

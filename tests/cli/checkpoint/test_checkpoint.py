@@ -89,10 +89,12 @@ def test_what_has_no_checkpoints_itself_says_where_they_are(nxdt, store, tmp_pat
         (other, f"'nxdt checkpoint import {other} DST' reads"),
         (tmp_path / "none", "it does not exist"),
     ):
-        for words in (("generate", str(path), "hi"), ("checkpoint", "verify", str(path))):
-            done = nxdt(*words)
-            assert done.returncode == 2
-            assert reason in " ".join(done.stderr.split()), words
+        done = nxdt("checkpoint", "verify", str(path))
+        assert done.returncode == 2
+        assert reason in " ".join(done.stderr.split()), path
+    done = nxdt("generate", str(tmp_path / "none"), "hi")  # which takes runs and Hugging Face directories themselves
+    assert done.returncode == 2
+    assert "it does not exist" in " ".join(done.stderr.split())
 
 
 def test_an_unknown_scheme_is_one_message(nxdt):

@@ -116,7 +116,7 @@ def test_what_a_model_says_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(nxdt
     """An untrained model of bytes says anything."""
     from nxdt_core.train import TrainSession
 
-    few = ("model.num_layers=1", "data.seq_length=16", f"checkpoint.uri={tmp_path}/saved")
+    few = ("model.num_layers=1", "data.seq_length=128", f"checkpoint.uri={tmp_path}/saved")
     with TrainSession.load("recipe:llama-tiny", few) as session:
         session.save()
     words = ("generate", f"{tmp_path}/saved", "In", "--max-new-tokens", "60", "--temperature", "9")

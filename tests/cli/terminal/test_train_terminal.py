@@ -15,19 +15,20 @@ def test_a_run_shows_a_banner_then_what_it_does_then_a_bar_that_fits(nxdt_on_ter
     status, text = nxdt_on_terminal("train", "recipe:llama-tiny", *RUN, columns=80)
     assert status == 0
     lines = [line for line in click.unstyle(text).replace("\r", "\n").splitlines() if line.strip()]
-    names = ["model", "devices", "precision", "data", "steps", "run", "checkpoints"]
+    names = ["model", "devices", "precision", "optimizer", "data", "steps", "run", "checkpoints"]
     first = next(number for number, line in enumerate(lines) if line.startswith("model "))
     banner = lines[first : first + len(names)]
     assert [line.split()[0] for line in banner] == names
     assert banner[0].startswith("model       llama, ")
     assert banner[0].endswith("k parameters")
-    assert banner[1:5] == [
+    assert banner[1:6] == [
         "devices     1 x cpu, one process",
         "precision   fp32",
+        "optimizer   adamw, learning rate 0.003",
         "data        text, 4 sequences of 16 = 64 tokens per step",
         "steps       4, 256 tokens",
     ]
-    assert banner[6].endswith("nxdt_experiments/llama-tiny/checkpoints")
+    assert banner[7].endswith("nxdt_experiments/llama-tiny/checkpoints")
     assert lines[first + len(names)] == "building the model"
     kept = [line for line in lines if line.startswith("step ") and "grad_norm" in line]
     assert [line.split()[1] for line in kept] == ["2/4", "4/4"]
