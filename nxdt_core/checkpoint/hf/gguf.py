@@ -7,6 +7,7 @@ by llama.cpp's names, ``config.json`` as metadata, and the tokenizer. The packag
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = ["GgufDtype", "write_gguf"]
 GgufDtype = Literal["float32", "float16", "q8_0"]
 """Of matrices; ``q8_0`` has 8 bits per weight and a scale for each 32. Vectors and routers are float32."""
 
+_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 _MODELS = ("llama", "mistral", "mixtral")
 _BLOCK = 32
 """Elements of a row that share a scale of ``q8_0``."""
@@ -99,22 +101,12 @@ def write_gguf(
     writer.add_name(name)
     notes = [*_add_config(writer, config), *_add_tokenizer(writer, plan.texts, int(config["vocab_size"]))]
     kinds = {each.name: _kind(each, dtype) for each in tensors}
-    writer.add_file_type(
-        gguf.LlamaFileType[{"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}[dtype]]
-    )
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     factors = _rope_factors(config)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    size_bytes = 0
-    for each in tensors:
-        kind = gguf.GGMLQuantizationType[kinds[each.name]]
-        shape = gguf.quant_shape_to_byte_shape(each.shape, kind)
-        block, of_block = gguf.GGML_QUANT_SIZES[kind]
-        nbytes = torch.Size(each.shape).numel() // block * of_block
-        size_bytes += nbytes
-        plain = {"F32": "float32", "F16": "float16"}.get(kinds[each.name], "uint8")
-        writer.add_tensor_info(each.name, shape if plain == "uint8" else each.shape, _dtype(plain), nbytes, kind)
+    size_bytes = sum(_announce(writer, each, kinds[each.name]) for each in tensors)
     with replacing(path) as file:
         writer.fout, writer.state = [file], WriterState.EMPTY
         writer.write_header_to_file()
@@ -132,10 +124,18 @@ def write_gguf(
     return size_bytes, tuple(notes)
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def _announce(writer: Any, tensor: _Tensor, kind: str) -> int:
+    """Write the name, the shape and the dtype of a tensor, and return its size in bytes."""
+    import gguf
     import numpy as np
 
-    return np.dtype(name)
+    number = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    size = math.prod(tensor.shape) // block * block_bytes
+    plain = {"F32": np.float32, "F16": np.float16}.get(kind)
+    shape = tensor.shape if plain is not None else gguf.quant_shape_to_byte_shape(tensor.shape, number)
+    writer.add_tensor_info(tensor.name, shape, np.dtype(plain or np.uint8), size, number)
+    return int(size)
 
 
 def _tensors(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iterator[_Tensor]:
