@@ -91,7 +91,7 @@ def test_what_training_would_refuse_is_refused(nxdt):
     done = nxdt("data", "preview", RECIPE, "data.seq_length=64")
     assert done.returncode == 2
     assert "[NXDT-D310]" in done.stderr
-    assert "chats.jsonl:" in done.stderr
+    assert "library.jsonl:" in done.stderr
 
 
 def test_fields_that_nothing_uses_are_counted(nxdt, tmp_path):
