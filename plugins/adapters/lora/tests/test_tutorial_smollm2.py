@@ -43,7 +43,7 @@ def place(tmp_path_factory):
     *commands, _ = [line for block in blocks("sh") for line in block.splitlines()]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        exec(compile(code, str(PAGE), "exec"), {})  # noqa: S102
+        exec(compile(code, str(PAGE), "exec"), {})
         for command in commands:
             assert main(shlex.split(command)[1:]) == 0, command
     return path
@@ -54,7 +54,9 @@ def answers(model, directory, capsys):
     prompts = directory / "questions.txt"
     prompts.write_text("\n".join(QUESTIONS))
     capsys.readouterr()
-    assert main(["generate", str(directory / model), "--chat", "--prompts", str(prompts), "--max-new-tokens", "24"]) == 0
+    assert (
+        main(["generate", str(directory / model), "--chat", "--prompts", str(prompts), "--max-new-tokens", "24"]) == 0
+    )
     return [json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()]
 
 
@@ -92,7 +94,5 @@ def test_peft_and_transformers_give_the_same_tokens(place, capsys, monkeypatch):
         text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
         for model in models:
-            written = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False
-            )
+            written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
             assert tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True) == said
