@@ -175,7 +175,7 @@ class EngineComponent(Component):
 
     rules: str | None = None
     """``package.module:function`` of what only this engine knows of layouts: a
-    :class:`nxdt_core.protocols.engine.EngineRules`. ``nxdt config check`` calls it; its module must not import
+    :data:`nxdt_core.protocols.engine.EngineRules`. ``nxdt config check`` calls it; its module must not import
     torch."""
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class Callback:
         """A batch of a validation is done."""
 
     def on_validation_end(self, run: Run) -> None:
-        """A validation is complete, and ``run.metrics`` has its figures. One that a stop cut short never is."""
+        """A validation is complete, and ``run.metrics`` has its metrics. One that a stop cut short never is."""
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Figures were logged, on the rank that logged them; after ``run.step`` steps.
@@ -155,7 +155,7 @@ class Run:
         return int(self.session.engine.ranks.rank)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Give figures to the loggers, and to callbacks that monitor one of them.
+        """Give metrics to the loggers, and to callbacks that monitor one of them.
 
         Args:
             metrics: by name. Names without a slash are grouped as those of nxdt: ``loss`` as ``train/loss``, names that

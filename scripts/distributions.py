@@ -22,7 +22,7 @@ __all__ = ["META", "OFFERS", "ROOT", "editable", "extras", "folders", "offers", 
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFERS = ROOT / "nxdt_core" / "kernel" / "first_party.json"
-"""Read by :mod:`nxdt_core.kernel.known`."""
+"""Read by :mod:`nxdt_core.kernel.registry`."""
 META = ROOT / "meta" / "pyproject.toml"
 """The distribution ``nxdt``, whose extras are the plugins and the extras of the core."""
 _PLUGIN = "nxdt-plugin-"

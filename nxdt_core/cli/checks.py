@@ -1,4 +1,4 @@
-"""Checks of a configuration that build its model, without memory, or its tokenizer."""
+"""Checks of a configuration that build its model, without memory, or its tokenizer; and values that a user sets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.config.annotations import Written
-from nxdt_core.config.resolved import is_placeholder
 from nxdt_core.config.section import is_model, keys_of
+from nxdt_core.config.tree import to_plain
+from nxdt_core.errors.configuration import ValuesNotSet
 from nxdt_core.errors.models import VocabularyTooSmall
 
 if TYPE_CHECKING:
@@ -112,3 +113,26 @@ def _rows(model: Any) -> int | None:
     """Rows of the vocabulary, padding included; None where the model's section does not say."""
     rows: int | None = getattr(model, "vocab_rows", None) or getattr(model, "vocab_size", None)
     return rows
+
+
+def is_placeholder(value: Any) -> bool:
+    """Return whether ``value``, or a part of it, stands for one that the user sets, which a recipe cannot know."""
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(is_placeholder, value.values() if isinstance(value, dict) else value))
+    return str(value).startswith("/path/to/")
+
+
+def values_to_set(config: ResolvedConfig) -> tuple[str, ...]:
+    """Return the keys that were written with placeholders, in the order of the schema."""
+    leaves = config.tree.leaf_nodes()
+    return tuple(path for path, node in leaves if node.origin.kind != "default" and is_placeholder(to_plain(node)))
+
+
+def require_set(config: ResolvedConfig) -> None:
+    """See that no value is a placeholder.
+
+    Raises:
+        ValuesNotSet: some are.
+    """
+    if keys := values_to_set(config):
+        raise ValuesNotSet(source=config.source, keys=keys)

@@ -124,9 +124,8 @@ def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     A model of transformers (model.name=hf) is also built without memory, in the layout of the run. The exit status is
     1 where a recipe has values that only you know, such as the paths of your data, and 2 where something is wrong.
     """
-    from nxdt_core.cli.checks import check_layout, data_notes, vocabulary_notes
+    from nxdt_core.cli.checks import check_layout, data_notes, values_to_set, vocabulary_notes
     from nxdt_core.config import load
-    from nxdt_core.config.resolved import values_to_set
 
     try:
         resolved = load(source, overrides)

@@ -44,7 +44,7 @@ def data() -> None:
         "nxdt data preview recipe:llama-tiny",
         "nxdt data preview my_run.yaml -n 1 --ids",
         "nxdt data preview my_run.yaml data.train_turns=last --split validation",
-        "nxdt data preview my_run.yaml --json",
+        "nxdt data preview my_run.yaml --all --json",
     ),
 )
 @config_arguments
@@ -56,19 +56,21 @@ def data() -> None:
     show_default=True,
     help="Split of the data to show.",
 )
+@click.option("--all", "whole", is_flag=True, help="Read all records of a large dataset, not only the first 1,000.")
 @click.option("--ids", is_flag=True, help="Show the id of each token after it.")
 @as_json
 def preview(
-    source: str, overrides: tuple[str, ...], samples: int, split: SplitName, ids: bool, json_output: bool
+    source: str, overrides: tuple[str, ...], samples: int, split: SplitName, whole: bool, ids: bool, json_output: bool
 ) -> None:
     """Show the first samples of a run as training sees them, and mark the text that the loss is computed on.
 
     CONFIG and KEY=VALUE are those of `nxdt train`. In a terminal, trained text is green; elsewhere it is enclosed
     in ⟦ and ⟧. Counts follow: by role and turn where the data have them, lengths, what was truncated or left out,
-    and how much of the samples is filled.
+    and how much of the samples is filled. Of conversations and preference pairs the first 1,000 records are read,
+    unless --all is given.
     """
+    from nxdt_core.cli.checks import require_set
     from nxdt_core.config import load
-    from nxdt_core.config.resolved import require_set
 
     config = load(source, overrides)
     require_set(config)
@@ -77,7 +79,7 @@ def preview(
 
     from nxdt_core.train.data import preview as look  # imports torch: only a right configuration pays for it
 
-    found = look(config, split, samples)
+    found = look(config, split, samples, whole=whole)
     if json_output:
         content = {"sets": _each(found)} if isinstance(found, dict) else _json(found)
         print_json({"source": source, "split": split, "seq_length": config.run.data.seq_length, **content})
@@ -122,6 +124,8 @@ def _report(report: DataReport) -> dict[str, Any]:
         "by_turn": [_count(count) for count in report.by_turn],
         "truncated": report.truncated,
         "left_out": dict(report.left_out),
+        "bad": list(report.bad),
+        "of_records": report.of_records,
         "unused": dict(report.unused),
         "efficiency": report.efficiency,
     }
@@ -131,6 +135,8 @@ def _count(count: TokenCount) -> dict[str, Any]:
     return {**asdict(count), "share_trained": count.trained / count.tokens if count.tokens else 0.0}
 
 
+_BAD = 20
+"""Bad records that are listed."""
 _TURNS = 8
 """Turns that the table has rows for; later ones share the last."""
 
@@ -209,10 +215,12 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
     from nxdt_core.data.files.records import describe_unused
 
     report = found.report
-    yield "data", title if found.samples is None else f"{title}, {found.samples:,} in all"
+    known = found.samples is not None and report.of_records is None
+    yield "data", f"{title}, {found.samples:,} in all" if known else title
     if found.counted is not None:
         yield "counted", f"the first {found.counted:,} samples"
-    yield "records", f"{report.records:,}"
+    of = f", made of the first records of {report.of_records:,}; --all reads all" if report.of_records else ""
+    yield "records", f"{report.records:,}{of}"
     share = report.tokens.trained / report.tokens.tokens if report.tokens.tokens else 0.0
     yield "tokens", f"{report.tokens.tokens:,}, of which {report.tokens.trained:,} ({percent(share)}) are trained"
     if lengths := length_summary(report):
@@ -225,6 +233,8 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
         yield "truncated", f"{report.truncated:,} records"
     for reason, count in report.left_out.items():
         yield "left out", f"{count:,} records: {reason}"
+    for reason in report.bad[:_BAD]:
+        yield "", reason
     if report.unused:
         yield "unused", describe_unused(report.unused)
     if report.efficiency is not None:

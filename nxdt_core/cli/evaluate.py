@@ -36,6 +36,7 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 @click.option("--task-path", type=click.Path(exists=True, file_okay=False), help="Directory with your own tasks.")
 @click.option("--limit", type=click.IntRange(min=1), help="Records to take of the files, and of each task.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Per answer.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Questions at a time.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")
 @click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
 @named_config
@@ -49,6 +50,7 @@ def evaluate(
     task_path: str | None,
     limit: int | None,
     max_new_tokens: int,
+    batch_size: int,
     show: int,
     base: str | None,
     config: str | None,
@@ -79,7 +81,13 @@ def evaluate(
     found: dict[str, Any] = {"step": loaded.step}
     if files:
         found |= _records(
-            loaded, files, measures, limit=limit, max_new_tokens=max_new_tokens, show=0 if as_json else show
+            loaded,
+            files,
+            measures,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            batch=batch_size,
+            show=0 if as_json else show,
         )
     if chosen is not None:
         found["tasks"] = chosen.run(loaded, limit=limit)
@@ -93,17 +101,18 @@ def _records(
     *,
     limit: int | None,
     max_new_tokens: int,
+    batch: int,
     show: int,
 ) -> dict[str, Any]:
     from nxdt_core.data.files.records import UnusedFields
     from nxdt_core.train.evaluate import evaluate as ask
     from nxdt_core.train.evaluate import questions, scores
-    from nxdt_core.train.generate import Sampling
+    from nxdt_core.train.sampling import Sampling
 
     unused = UnusedFields(loaded.chat_keys.unused_fields)
     asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit, unused=unused))
     answers = []
-    for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens)):
+    for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens), batch=batch):
         answers.append(answer)
         if len(answers) <= show:
             say(f"{answer.question.place}\n  wanted: {answer.question.wanted}\n  given:  {answer.given}")

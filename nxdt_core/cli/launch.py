@@ -202,7 +202,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> None:
-    from nxdt_core.config.resolved import require_set, values_to_set
+    from nxdt_core.cli.checks import require_set, values_to_set
     from nxdt_core.launch.jobs import prepare, submit, write
 
     job, config, submission = prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors.launch import TwoMemorySizes
 
 if TYPE_CHECKING:
+    from nxdt_core.config import ResolvedConfig
     from nxdt_core.protocols.estimate import RankEstimate
     from nxdt_core.train.layout_search import Search
     from nxdt_core.train.plan import RunPlan, StepTime
@@ -91,26 +92,21 @@ def plan(
     from nxdt_core.train.plan import EFFICIENCY
     from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
 
+    reached = EFFICIENCY if efficiency is None else efficiency
     if search and device is not None:
         from nxdt_core.train.layout_search import search as find
 
-        found = find(
-            lambda settings: load(source, (*overrides, *world, *settings)),
-            product=device,
-            efficiency=EFFICIENCY if efficiency is None else efficiency,
-            trying=print_progress,
-        )
+        def load_layout(settings: Sequence[str]) -> ResolvedConfig:
+            return load(source, (*overrides, *world, *settings))
+
+        found = find(load_layout, product=device, efficiency=reached, trying=print_progress)
         if json_output:
             print_json(found.to_dict())
         else:
             print_ranking(found)
         return
-    made = make(
-        config,
-        memory_bytes=None if memory_gib is None else round(memory_gib * _GIB),
-        product=device,
-        efficiency=EFFICIENCY if efficiency is None else efficiency,
-    )
+    memory_bytes = None if memory_gib is None else round(memory_gib * _GIB)
+    made = make(config, memory_bytes=memory_bytes, product=device, efficiency=reached)
     if json_output:
         print_json(made.to_dict())
     else:

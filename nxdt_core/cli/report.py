@@ -183,10 +183,10 @@ def _legend(lines: Sequence[tuple[int, str]]) -> Markup:
 
 def _plots(runs: Sequence[Run]) -> Iterator[Markup]:
     yield from (element("h2", "Curves"), element("p", "Over the optimizer steps.", class_="dim"))
-    yield element("div", _figures(runs), class_="grid-of-plots")
+    yield element("div", _metric_plots(runs), class_="grid-of-plots")
 
 
-def _figures(runs: Sequence[Run]) -> Iterator[Markup]:
+def _metric_plots(runs: Sequence[Run]) -> Iterator[Markup]:
     known = {column for _, columns, _ in _CHARTS for column in columns} | _LEFT_OUT
     seen = dict.fromkeys(
         column for run in runs for column in run.curves if column not in known and not column.startswith(_OF_SAVES)

@@ -132,7 +132,7 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
             element("text", text, x=x.place(tick), y=_HEIGHT - 8, text_anchor="middle")
             for tick, text in zip(x_ticks, _labels(x_ticks), strict=True)
         ],
-        [_curve(x, y, *each) for each in drawn],
+        [_line(x, y, *each) for each in drawn],
         viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
         role="img",
         aria_label=label,
@@ -146,7 +146,7 @@ def _across(y: _Axis, ticks: Sequence[float], labels: Sequence[str]) -> Iterator
         yield element("text", text, x=_LEFT - 6, y=place, dy=4, text_anchor="end")
 
 
-def _curve(x: _Axis, y: _Axis, colour: int, name: str, points: Sequence[_Point]) -> Markup:
+def _line(x: _Axis, y: _Axis, colour: int, name: str, points: Sequence[_Point]) -> Markup:
     places = [(x.place(step), y.place(value)) for step, value in points]
     dots = [element("circle", cx=across, cy=down, r=2.5) for across, down in places] if len(places) <= 30 else None
     line = element("polyline", points=" ".join(map(",".join, places)))

@@ -94,10 +94,9 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
 
 def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
-    from nxdt_core.cli.checks import vocabulary_notes
+    from nxdt_core.cli.checks import require_set, vocabulary_notes
     from nxdt_core.config import load
     from nxdt_core.config.migration import environment_notes
-    from nxdt_core.config.resolved import require_set
 
     config = load(source, overrides)
     require_set(config)

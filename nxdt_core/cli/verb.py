@@ -61,12 +61,12 @@ class Verb(click.Command):
 
 def _keys_like(option: str) -> list[str]:
     """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
-    from nxdt_core.config.complete import complete
+    from nxdt_core.config.complete import Completion
     from nxdt_core.config.schema import Composition
     from nxdt_core.config.tree import Node, Origin
 
     name = option.lstrip("-").replace("-", "_")
-    known = complete(Node({}, Origin(kind="file", where="")), Composition()).known
+    known = Completion(Node({}, Origin(kind="file", where="")), Composition()).known
     found = [key for key in known if f".{key}".endswith(f".{name}")]
     return [key for key in found if key.count(".") == min(each.count(".") for each in found)]
 

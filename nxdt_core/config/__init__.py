@@ -2,8 +2,7 @@
 
 from nxdt_core.config.load import check, load
 from nxdt_core.config.reference import json_schema, reference_markdown, render_show
-from nxdt_core.config.resolved import ResolvedConfig, Selected
-from nxdt_core.config.schema import RunConfig
+from nxdt_core.config.schema import ResolvedConfig, RunConfig, Selected
 from nxdt_core.config.section import ChecksItself, ReadsHFConfig
 from nxdt_core.config.tree import Origin
 

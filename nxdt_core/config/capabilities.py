@@ -13,8 +13,7 @@ from typing import Any
 
 from nxdt_core.api import CAPABILITIES, AdapterComponent
 from nxdt_core.config.checks import CP, EP, PP, REPLICAS, TP, VPP, WORLD, Checked, mesh_sizes
-from nxdt_core.config.resolved import ResolvedConfig
-from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.schema import SLOTS, ResolvedConfig
 from nxdt_core.config.section import RequiresCapabilities
 from nxdt_core.config.tree import Node, Origin
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError

@@ -19,7 +19,6 @@ from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 __all__ = [
     "MOVED",
     "Completion",
-    "complete",
     "find_ungiven",
     "merge_plugin_defaults",
     "section_keys",
@@ -74,9 +73,16 @@ def _default(key: Key, extra: type | None) -> Node:
 
 
 class Completion:
-    """The filled tree, and every key path that it may have."""
+    """The filled tree, and every key path that it may have.
 
-    def __init__(self, given: Node, composition: Composition, root: type, path: str) -> None:
+    Args:
+        given: The tree to fill.
+        composition: What the selected components add to the keys.
+        root: The section to fill it by.
+        path: Its path; keys follow others only from the root of the configuration.
+    """
+
+    def __init__(self, given: Node, composition: Composition, root: type = RunConfig, path: str = "") -> None:
         self.composition = composition
         self.given = given
         self.links: list[tuple[str, str]] = []
@@ -85,7 +91,10 @@ class Completion:
         self.tree = self._section(root, given, path)
         for path, source in self.links:
             if given.plain(path) is None and (found := self.tree.find(source)) is not None:
-                self.tree = self.tree.set(path, _following(found, source))
+                value = f"${{{source}}}" if has_interpolation(found.value) else found.value
+                place, line, directory = found.origin.at(source)["place"], found.origin.line, found.origin.directory
+                origin = Origin(kind="default", where=source, line=line, written=place, directory=directory)
+                self.tree = self.tree.set(path, Node(value, origin, found.shown))
 
     def _section(self, cls: type | None, node: Node | None, path: str) -> Node:
         extra = self.composition.classes.get(path)
@@ -113,22 +122,6 @@ class Completion:
             self.links.append((path, filling.link.key))
             return node
         return node or filling.default
-
-
-def _following(node: Node, source: str) -> Node:
-    """Return a node with the value of the key ``source``, which ``node`` holds."""
-    value = f"${{{source}}}" if has_interpolation(node.value) else node.value
-    written, came = node.origin.at(source)["place"], node.origin
-    origin = Origin(kind="default", where=source, line=came.line, written=written, directory=came.directory)
-    return Node(value, origin, node.shown)
-
-
-def complete(given: Node, composition: Composition, root: type = RunConfig, path: str = "") -> Completion:
-    """Fill ``given`` by the section ``root`` and what the components of ``composition`` add to it.
-
-    ``path`` is the path of ``given``; keys follow others only from the root of the configuration.
-    """
-    return Completion(given, composition, root, path)
 
 
 _MANDATORY = "???"

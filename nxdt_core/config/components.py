@@ -15,7 +15,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem
 from nxdt_core.errors.plugins import AmbiguousComponent
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.kernel.known import reading_model
+from nxdt_core.kernel.registry import reading_model
 
 __all__ = ["Replaced", "Selection", "drop_replaced", "find_replaced", "selecting_keys", "usable_class"]
 

@@ -12,9 +12,10 @@ from nxdt_core.config.capabilities import find_undeclared
 from nxdt_core.config.checks import (
     Checked,
     find_impossible,
+    find_notes,
 )
 from nxdt_core.config.complete import (
-    complete,
+    Completion,
     find_ungiven,
     merge_plugin_defaults,
     tidy_given,
@@ -24,7 +25,6 @@ from nxdt_core.config.components import Replaced, Selection, drop_replaced, find
 from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.migration import converted, explained
-from nxdt_core.config.notes import find_notes
 from nxdt_core.config.plugins import (
     Extensions,
     component_findings,
@@ -36,8 +36,7 @@ from nxdt_core.config.plugins import (
     unusable_files,
 )
 from nxdt_core.config.read import Reading, read_tree
-from nxdt_core.config.resolved import ResolvedConfig, Selected
-from nxdt_core.config.schema import SLOTS, Composition
+from nxdt_core.config.schema import SLOTS, Composition, ResolvedConfig, Selected
 from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
 from nxdt_core.config.sources import COMMAND_LINE, Source, apply_overrides, read_based
 from nxdt_core.config.tree import Node, Origin, merge
@@ -46,6 +45,7 @@ from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.plugin import plugin_notes
 
 __all__ = ["check", "error_report", "load"]
+
 
 _NO_END = 2**31 - 1
 """Steps that no run takes."""
@@ -132,7 +132,7 @@ class _Load:
         passes = given.plain("trainer.max_epochs")
         if given.plain("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
             given = given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
-        completion = complete(given, composition)
+        completion = Completion(given, composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
         filled = self._hide(filled, composition, kernel)
         reading = self.reading = read_tree(filled, composition, completion.known)
@@ -244,7 +244,7 @@ class _Load:
 
     def _compose(self, given: Node, kernel: Kernel, label: str) -> tuple[Node, Composition]:
         """Select components and take in the keys that they declare."""
-        view, _ = interpolate(complete(given, Composition()).tree, wanted=selecting_keys(given))
+        view, _ = interpolate(Completion(given, Composition()).tree, wanted=selecting_keys(given))
         hf = read_hf_config(view)
         selection = Selection(given, view, kernel, hf.values, Origin(kind="file", where=label))
         self.problems += selection.problems

@@ -19,7 +19,7 @@ from nxdt_core.config.tree import Node, Origin, join, mapped, parse_yaml, to_pla
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, MigrationUnknown, UnknownKey
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.kernel.known import showing_migrations
+from nxdt_core.kernel.registry import showing_migrations
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, MigratedKey, Migration, Verdict
 
 __all__ = [

@@ -11,8 +11,7 @@ from nxdt_core.config.checks import Checked
 from nxdt_core.config.components import usable_class
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.read import read_part
-from nxdt_core.config.resolved import Selected
-from nxdt_core.config.schema import SLOTS, Composition, PluginsConfig
+from nxdt_core.config.schema import SLOTS, Composition, PluginsConfig, Selected
 from nxdt_core.config.secrets import describe_node
 from nxdt_core.config.section import ChecksItself
 from nxdt_core.config.tree import KeyPath, Node, Origin, Place, find_node, join, to_plain

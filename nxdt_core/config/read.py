@@ -7,22 +7,37 @@ Paths are made absolute: in a file they start at that file's directory, elsewher
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from nxdt_core.config.annotations import DefaultsTo
-from nxdt_core.config.complete import complete, section_keys
+from nxdt_core.config.complete import Completion, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.schema import Composition, RunConfig
 from nxdt_core.config.secrets import describe_node, is_hidden
-from nxdt_core.config.section import LISTS, Key, Mismatch, keys_of, members, nearest_keys, read_section
+from nxdt_core.config.section import LISTS, Key, is_model, keys_of, members, nearest_keys, read_section
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
-from nxdt_core.config.tree import LARGEST_INTEGER, MASK, Node, describe_value, join, mapped, to_plain, walk
+from nxdt_core.config.tree import (
+    LARGEST_INTEGER,
+    MASK,
+    KeyPath,
+    Node,
+    describe_value,
+    dotted,
+    join,
+    mapped,
+    to_plain,
+    walk,
+)
 from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
 
 __all__ = ["Reading", "located", "read_part", "read_tree"]
+
+
+class Mismatch(Exception):
+    """A value that a path or an integer cannot have; the text says what it is."""
 
 
 _NAME_BYTES = 255
@@ -62,6 +77,24 @@ def _usable(node: Node) -> Node:
         raise Mismatch(f"{text!r}, but {error}") from None
 
 
+def _on_paths(keys: tuple[Key, ...], node: Node, change: Callable[[Node], Node]) -> Node:
+    """Return the node with its paths changed, also those of sections in a mapping."""
+    if any(key.holds_path for key in keys):
+        return mapped(node, change)
+    inner = next((part for part in get_args(keys[0].annotation) if is_model(part)), None)
+    if inner is None or not isinstance(node.value, dict):
+        return node
+
+    def section(child: Node) -> Node:
+        found = {
+            name: _on_paths((keys_of(inner)[name],), each, change) if name in keys_of(inner) else each
+            for name, each in child.children.items()
+        }
+        return replace(child, value=found) if isinstance(child.value, dict) else child
+
+    return replace(node, value={name: section(child) for name, child in node.value.items()})
+
+
 @dataclass(slots=True)
 class Reading:
     """The sections, values and problems that reading a configuration gave."""
@@ -88,7 +121,7 @@ def read_tree(tree: Node, composition: Composition, known: Sequence[str]) -> Rea
 
 def read_part(cls: type, node: Node, path: str) -> tuple[Any, list[ConfigProblem]]:
     """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
-    completion = complete(node, Composition(), cls, path)
+    completion = Completion(node, Composition(), cls, path)
     reader = _Reader(completion.tree, Composition(), completion.known)
     return reader.read(cls, completion.tree, path), reader.result.problems
 
@@ -166,18 +199,17 @@ class _Reader:
         try:
             value = self._leaf(keys, node, path)
         except Mismatch as mismatch:
-            self._wrong(path, node, mismatch.found, key.describe())
+            self._wrong(path, node, str(mismatch), key.describe())
             return
         self.result.values[path] = tuple(value) if isinstance(value, list) else value
         yield from ((each, value) for each in keys)
 
     def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
-        if any(key.holds_path for key in keys):
-            absolute = located(node)
-            if absolute != node:
-                self.result.tree = self.result.tree.set(path, absolute)
-                self.located.add(path)
-            node = mapped(absolute, _usable)
+        absolute = _on_paths(keys, node, _located)
+        if absolute != node:
+            self.result.tree = self.result.tree.set(path, absolute)
+            self.located.add(path)
+        node = _on_paths(keys, absolute, _usable)
         for _, each in walk(node):
             if type(each.value) is int and not -LARGEST_INTEGER - 1 <= each.value <= LARGEST_INTEGER:
                 raise Mismatch("an integer of more than 64 bits")
@@ -191,13 +223,13 @@ class _Reader:
             origin = (section or self.result.tree).origin
             self.result.problems.append(ComponentFinding(**origin.at(path), message=f"{error}."))
             return None
-        for fault in faults:
-            self._fault(path, fault.path, fault.found)
+        for inside, found in faults.items():
+            self._fault(path, inside, found)
         return instance
 
-    def _fault(self, path: str, inside: Sequence[str], found: str) -> None:
+    def _fault(self, path: str, inside: KeyPath, found: str) -> None:
         """Report a wrong value at its key, unless something is reported there already."""
-        where = ".".join([*([path] if path else []), *inside])
+        where = join(path, dotted(inside))
         if where not in self.keys or where in self.bad:
             return
         key, node = self.keys[where]

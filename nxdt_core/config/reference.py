@@ -12,8 +12,7 @@ from typing import Any
 from nxdt_core.config.annotations import DefaultsTo, Deprecated
 from nxdt_core.config.complete import section_keys
 from nxdt_core.config.components import usable_class
-from nxdt_core.config.resolved import ResolvedConfig
-from nxdt_core.config.schema import SLOTS, RunConfig, Slot
+from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, Slot
 from nxdt_core.config.secrets import Redaction
 from nxdt_core.config.section import REQUIRED, Key, keys_of
 from nxdt_core.config.tree import Node, Origin, Place, from_plain, join, to_plain, to_shown

@@ -1,14 +1,15 @@
-"""The root of the configuration and the sections that select components. The docstrings are the YAML reference.
+"""The root of the configuration, the sections that select components, and what a load of them returns.
 
-A bare name may stand for a section that does nothing else: ``parallel_engine: torch``.
+The docstrings of sections are the YAML reference. A bare name may stand for a section that does nothing but select:
+``parallel_engine: torch``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -20,8 +21,8 @@ from nxdt_core.config.training_schema import (
     ExpManagerConfig,
     TrainerConfig,
 )
-from nxdt_core.config.tree import join
-from nxdt_core.kernel.registry import RegisteredComponent
+from nxdt_core.config.tree import Node, Origin, join, to_plain, to_shown
+from nxdt_core.kernel import Kernel, RegisteredComponent
 
 __all__ = [
     "SLOTS",
@@ -35,8 +36,10 @@ __all__ = [
     "ParamGroupConfig",
     "PluginsConfig",
     "PrecisionSection",
+    "ResolvedConfig",
     "RunConfig",
     "SchedConfig",
+    "Selected",
     "Slot",
     "TokenizerSection",
 ]
@@ -267,3 +270,63 @@ class Composition:
         slot = next((slot for slot in SLOTS if slot.section == section), None)
         component = self.components.get(slot.kind) if slot else None
         return f"{component.kind} {component.record.name!r}" if component else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """A component and its own section, as an instance of the class that it declares."""
+
+    component: RegisteredComponent
+    config: Any
+    """None where the component declares none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A configuration in which every value is known, typed and checked."""
+
+    run: RunConfig
+    """The core's own keys."""
+    kernel: Kernel = field(compare=False)
+    components: Mapping[str, Selected | None]
+    """By kind: ``model``, ``dataset``, ``tokenizer``, ``optimizer``, ``schedule``, ``precision``,
+    ``store``, ``objective``, ``adapter``, ``engine``. None: the run uses none."""
+    loggers: tuple[Selected, ...]
+    callbacks: tuple[Selected, ...]
+    origins: Mapping[str, Origin] = field(compare=False)
+    """By key path of each value."""
+    source: str = field(compare=False)
+    """What the user named: a path or ``recipe:NAME``."""
+    run_dir: Path
+    checkpoint_uri: str
+    overrides: tuple[str, ...] = field(compare=False)
+    """What the user gave in addition to the source, as written."""
+    notes: tuple[str, ...] = field(compare=False)
+    """Lines to print: settings that are accepted and have no effect."""
+    tree: Node = field(compare=False, repr=False)
+    """All values with their origins."""
+
+    def selected(self, slot: str) -> Selected:
+        """Return the component of a slot that is never empty."""
+        found = self.components[slot]
+        if found is None:
+            raise KeyError(slot)
+        return found
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Yield the key path and plain value of every leaf, in the order of the schema."""
+        return self.tree.leaves()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain JSON-able tree that :func:`nxdt_core.config.load` reads back to an equal configuration.
+
+        It can be written: what comes from the environment is the reference to it (``${oc.env:NAME}``), and secrets
+        are masked. A configuration with a masked secret does not load.
+        """
+        shown: dict[str, Any] = to_shown(self.tree)
+        return shown
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the same tree with every value resolved, secrets included; it is never written or printed."""
+        plain: dict[str, Any] = to_plain(self.tree)
+        return plain

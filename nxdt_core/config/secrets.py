@@ -27,7 +27,7 @@ from nxdt_core.config.tree import (
 from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept
 
 if TYPE_CHECKING:
-    from nxdt_core.config.resolved import ResolvedConfig
+    from nxdt_core.config.schema import ResolvedConfig
 
 __all__ = [
     "Redaction",

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from nxdt_core.config.annotations import Range, StartsAtFile
-from nxdt_core.config.tree import describe_value, join
+from nxdt_core.config.tree import KeyPath, describe_value, join
 from nxdt_core.errors.base import either
 
 __all__ = [
@@ -39,20 +39,16 @@ __all__ = [
     "REQUIRED",
     "TABLES",
     "ChecksItself",
-    "Fault",
     "Key",
-    "Mismatch",
     "NamesHFKeys",
     "ReadsHFConfig",
     "RequiresCapabilities",
     "Section",
-    "described",
     "is_model",
     "keys_of",
     "members",
     "nearest_keys",
     "read_section",
-    "schema_of",
     "section_paths",
 ]
 
@@ -73,30 +69,21 @@ class Section(BaseModel):
         return self.model_copy(update=values)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A value that a section does not take."""
-
-    path: tuple[str, ...]
-    """Its key, below those of the sections around it."""
-    found: str
-
-
-def read_section(cls: type[Section], values: Mapping[str, Any]) -> tuple[Section | None, list[Fault]]:
-    """Return the section, or None and what is wrong with each value. A missing key is not among them.
+def read_section(cls: type[Section], values: Mapping[str, Any]) -> tuple[Section | None, dict[KeyPath, str]]:
+    """Return the section, or None and what was found by keys that do not take it. A missing key is not among them.
 
     Raises:
         ValueError: a validator of the section itself refuses the values.
     """
     try:
-        return cls.model_validate_json(json.dumps(values, default=str), strict=True), []
+        return cls.model_validate_json(json.dumps(values, default=str), strict=True), {}
     except ValidationError as error:
-        return None, list(_faults(cls, error.errors(include_url=False), values))
+        return None, _faults(cls, error.errors(include_url=False), values)
 
 
-def _faults(cls: type[Section], errors: list[ErrorDetails], values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield one for each key; of a union pydantic reports each member, and the place that is furthest inside counts."""
-    found: dict[tuple[str, ...], tuple[int, str]] = {}
+def _faults(cls: type[Section], errors: list[ErrorDetails], values: Mapping[str, Any]) -> dict[KeyPath, str]:
+    """Return one for each key; pydantic reports each member of a union, and the one furthest inside counts."""
+    found: dict[KeyPath, tuple[int, str]] = {}
     for error in errors:
         if not error["loc"]:
             raise error["ctx"]["error"]
@@ -109,12 +96,10 @@ def _faults(cls: type[Section], errors: list[ErrorDetails], values: Mapping[str,
         else:
             told += [f"{describe_value(item)} {where}" for item, where in _descended(value, inside)]
         found[path] = max(found.get(path, (0, "")), (len(told), told[-1]))
-    yield from (Fault(path, words) for path, (_, words) in found.items())
+    return {path: words for path, (_, words) in found.items()}
 
 
-def _located(
-    cls: type[Section], loc: tuple[int | str, ...], values: Any
-) -> tuple[tuple[str, ...], Any, list[int | str]]:
+def _located(cls: type[Section], loc: KeyPath, values: Any) -> tuple[KeyPath, Any, list[int | str]]:
     """Return the key of an error, its value, and the rest of the place."""
     path: list[str] = []
     section: type | None = cls
@@ -229,12 +214,14 @@ class Key:
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
     def json_schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of its values."""
-        return schema_of(self.owner, self.name)
+        """Return the JSON Schema of its values, without documentation and default."""
+        schema = _schema_of(self.owner)
+        found: dict[str, Any] = _plain(schema["properties"][self.name], schema.get("$defs", {}))
+        return found
 
     def describe(self) -> str:
         """Return what is allowed, as the object of a sentence."""
-        return described(self.json_schema())
+        return _described(self.json_schema())
 
 
 @cache
@@ -304,23 +291,8 @@ def _parts(annotation: Any) -> Iterator[Any]:
 _ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
 
 
-class Mismatch(Exception):
-    """The value cannot be read; ``found`` says what it is."""
-
-    def __init__(self, found: str) -> None:
-        super().__init__(found)
-        self.found = found
-
-
-def schema_of(cls: Any, key: str) -> dict[str, Any]:
-    """Return the JSON Schema of the values of a key, without its documentation and default."""
-    schema = _whole_schema(cls)
-    found: dict[str, Any] = _plain(schema["properties"][key], schema.get("$defs", {}))
-    return found
-
-
 @cache
-def _whole_schema(cls: Any) -> dict[str, Any]:
+def _schema_of(cls: Any) -> dict[str, Any]:
     found: dict[str, Any] = cls.model_json_schema()
     return found
 
@@ -338,7 +310,7 @@ def _plain(schema: Any, defs: Mapping[str, Any]) -> Any:
     return {name: properties if name == "properties" else _plain(each, defs) for name, each in kept.items()}
 
 
-def described(schema: Mapping[str, Any]) -> str:
+def _described(schema: Mapping[str, Any]) -> str:
     """Return what a JSON Schema allows, as the object of a sentence."""
     return either(list(dict.fromkeys(_words(schema))))
 
@@ -356,27 +328,19 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
         return ["null" if value is None else repr(value) for value in values]
     kind = schema.get("type")
     if kind == "array" and "prefixItems" in schema:
-        places = [described(place) for place in schema["prefixItems"]]
+        places = [_described(place) for place in schema["prefixItems"]]
         return [f"a list of {len(places)}: {', '.join(places)}"]
     if kind == "array":
-        return [f"a list, each item {described(schema.get('items', {}))}"]
+        return [f"a list, each item {_described(schema.get('items', {}))}"]
     if kind == "object":
         inner = schema.get("additionalProperties")
-        return [f"a mapping to {described(inner)}" if isinstance(inner, Mapping) and inner else "a mapping"]
+        return [f"a mapping to {_described(inner)}" if isinstance(inner, Mapping) and inner else "a mapping"]
     if schema.get("format") == "path":
         return ["a path"]
     if kind is None:
         return ["any value"]
-    return [f"{_ALLOWED[kind]} {_bounds(schema)}".rstrip()]
-
-
-def _bounds(schema: Mapping[str, Any]) -> str:
-    low, high = schema.get("minimum"), schema.get("maximum")
-    if low is not None and high is not None:
-        return f"from {low:g} to {high:g}"
-    if low is not None:
-        return f"of at least {low:g}"
-    return "" if high is None else f"of at most {high:g}"
+    bounds = Range(schema.get("minimum"), schema.get("maximum"))
+    return [f"{_ALLOWED[kind]} {bounds.describe()}".rstrip()]
 
 
 def nearest_keys(key: str, known: Sequence[str], limit: int = 2) -> tuple[str, ...]:

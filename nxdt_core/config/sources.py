@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -71,20 +72,22 @@ def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
     text = str(value)
     if text.startswith(PACKAGE_SCHEME):
         package, _, inside = text.removeprefix(PACKAGE_SCHEME).partition("/")
-        return _package_directory(package) / inside
+        # The path may come from a checkpoint. To find a package inside another one, Python would import the outer one.
+        directory = None if "." in package else _package_directory(package)
+        if directory is None:
+            raise PackageNotFound(f"no package {package!r} is installed")
+        return directory / inside
     return (relative_to or Path.cwd()).absolute() / expand_home(text)
 
 
-def _package_directory(package: str) -> Path:
+def _package_directory(package: str) -> Path | None:
+    """Return the directory of an import package; None where it is a single module, or not there."""
     try:
-        # The path may come from a checkpoint. To find a package inside another one, Python would import the outer one.
-        spec = None if "." in package else find_spec(package)
+        spec = find_spec(package) if package else None
     except (ImportError, ValueError):
-        spec = None
+        return None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not locations:
-        raise PackageNotFound(f"no package {package!r} is installed")
-    return Path(locations[0])
+    return Path(locations[0]) if locations else None
 
 
 RECIPE_SCHEME = "recipe:"
@@ -113,7 +116,13 @@ class Recipe:
 
 def list_recipes(kernel: Kernel) -> tuple[Recipe, ...]:
     """Return the recipes of all usable plugins, sorted by name, numbers in it by size, and plugin."""
-    return tuple(sorted(_recipes_of_usable(kernel), key=lambda recipe: (_by_size(recipe.name), recipe.plugin)))
+
+    def order(recipe: Recipe) -> tuple[list[tuple[int, str]], str]:
+        """``llama3-8b`` before ``llama3-70b``: a number counts its digits before it is compared."""
+        parts = re.findall(r"\d+|\D", recipe.name)
+        return [(len(part) if part.isdigit() else 0, part) for part in parts], recipe.plugin
+
+    return tuple(sorted(_recipes(kernel.plugins), key=order))
 
 
 def find_recipe(kernel: Kernel, name: str) -> Recipe:
@@ -122,7 +131,7 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     Raises:
         UnknownRecipe: there is none, there is more than one, or its plugin cannot be used.
     """
-    recipes = _recipes_of_usable(kernel)
+    recipes = list(_recipes(kernel.plugins))
     plugin, _, short = name.rpartition(":")
     meant = [recipe for recipe in recipes if recipe.name == short and plugin in ("", recipe.plugin)]
     meant.sort(key=lambda recipe: recipe.plugin)
@@ -139,7 +148,8 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
             place=place, key="", reason="several plugins have a recipe of that name", candidates=spelled
         )
     for unusable in (each for each in kernel.plugins if each.state not in ("ok", "shadowed")):
-        if plugin in ("", unusable.name) and any(recipe.name == short for recipe in _recipes_of(unusable)):
+        own = _recipes([unusable], usable=False) if plugin in ("", unusable.name) else ()
+        if any(recipe.name == short for recipe in own):
             reason = f"the recipe {short!r} belongs to a plugin that is not used: {diagnose(unusable)}"
             raise UnknownRecipe(place=place, key="", reason=reason, advice=advise(unusable))
     close = difflib.get_close_matches(short, [recipe.name for recipe in recipes], n=3)
@@ -147,30 +157,12 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     raise UnknownRecipe(place=place, key="", reason="no plugin has a recipe of that name", candidates=candidates)
 
 
-def _recipes_of_usable(kernel: Kernel) -> list[Recipe]:
-    return [recipe for plugin in kernel.plugins if plugin.state == "ok" for recipe in _recipes_of(plugin)]
-
-
-def _recipes_of(plugin: PluginInfo) -> Iterator[Recipe]:
-    directory = _directory_of(plugin)
-    for path in sorted((directory / "recipes").rglob("*.yaml")) if directory else ():
-        yield Recipe(name=path.stem, plugin=plugin.name, path=path)
-
-
-def _directory_of(plugin: PluginInfo) -> Path | None:
-    """Directory of the plugin's import package; None for a single module."""
-    package = plugin.module.partition(":")[0].partition(".")[0]
-    try:
-        spec = find_spec(package) if package else None
-    except (ImportError, ValueError):
-        return None
-    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(locations[0]) if locations else None
-
-
-def _by_size(name: str) -> list[tuple[int, str]]:
-    """Sorts ``llama3-8b`` before ``llama3-70b``: a number counts its digits before it is compared."""
-    return [(len(part) if part.isdigit() else 0, part) for part in re.findall(r"\d+|\D", name)]
+def _recipes(plugins: Iterable[PluginInfo], *, usable: bool = True) -> Iterator[Recipe]:
+    for plugin in plugins:
+        package = plugin.module.partition(":")[0].partition(".")[0] if plugin.state == "ok" or not usable else ""
+        if (directory := _package_directory(package)) is not None:
+            for path in sorted((directory / "recipes").rglob("*.yaml")):
+                yield Recipe(name=path.stem, plugin=plugin.name, path=path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +197,7 @@ def read_source(
     """
     if isinstance(source, Mapping):
         label = label or "mapping"
-        return _checked(label, from_plain(source, Origin(kind="file", where=label)), [])
+        return _checked(label, from_plain(source, Origin(kind="file", where=label)))
     label = str(source)
     named = named or Place(place=label, line=0, key="")
     if label.startswith(RECIPE_SCHEME):
@@ -214,23 +206,20 @@ def read_source(
         except UnknownRecipe as unknown:
             found = {name: getattr(unknown, name) for name in ("reason", "candidates", "advice")}
             return _failed(label, UnknownRecipe(**named, **found))
-        return replace(_parsed(label, recipe.text, recipe.path.parent.absolute()), stem=recipe.name)
+        return replace(
+            _checked(label, *parse_yaml(recipe.text, label, recipe.path.parent.absolute())), stem=recipe.name
+        )
     path = expand_home(source)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
         return _failed(label, file_problem(path, error, named, find_kernel))
-    return replace(_parsed(label, text, path.absolute().parent), path=path, stem=path.stem)
+    return replace(_checked(label, *parse_yaml(text, label, path.absolute().parent)), path=path, stem=path.stem)
 
 
-def _parsed(label: str, text: str, directory: Path) -> Source:
-    tree, problems = parse_yaml(text, label, directory)
+def _checked(label: str, tree: Node, problems: Sequence[ConfigProblem] = ()) -> Source:
     if problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)):
         return _failed(label, problems[0])
-    return _checked(label, tree, problems)
-
-
-def _checked(label: str, tree: Node, problems: list[ConfigProblem]) -> Source:
     if not isinstance(tree.value, dict):
         found = "no mapping at the top"
         return _failed(label, WrongValue(**tree.origin.at(""), found=found, allowed="a mapping of keys and values"))
@@ -252,22 +241,17 @@ def file_problem(
     if isinstance(error, FileNotFoundError):
         recipes = list_recipes(find_kernel()) if find_kernel else ()
         meant = tuple(f"{RECIPE_SCHEME}{each.name}" for each in recipes if each.name == path.name)
-        return ConfigFileNotFound(**place, path=str(path), candidates=meant or _near(path))
+        beside: list[str] = []
+        with suppress(OSError):
+            beside = sorted(entry.name for entry in path.parent.iterdir())
+        near = tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, n=3))
+        return ConfigFileNotFound(**place, path=str(path), candidates=meant or near)
     if isinstance(error, UnicodeDecodeError):
         reason = f"byte {error.start} is no UTF-8"
     else:
         said = getattr(error, "strerror", None) or str(error)
         reason = said[:1].lower() + said[1:]
     return ConfigUnreadable(**place, path=str(path), reason=reason)
-
-
-def _near(path: Path) -> tuple[str, ...]:
-    """Return files next to a missing one with similar names."""
-    try:
-        names = sorted(entry.name for entry in path.parent.iterdir())
-    except OSError:
-        return ()
-    return tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3))
 
 
 COMMAND_LINE = Origin(kind="override", where="command line")

@@ -253,9 +253,9 @@ def describe_value(value: Any) -> str:
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+")
 """Floats of YAML 1.2 that PyYAML's YAML 1.1 takes for text: ``1e-4``, ``5e5``."""
 _TAG = "tag:yaml.org,2002:"
-_SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float")}
-_TEXTS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value")}
-_COLLECTIONS = {f"{_TAG}{name}" for name in ("map", "seq")}
+_SCALARS = set(map(_TAG.__add__, ("null", "bool", "int", "float")))
+_TEXTS = set(map(_TAG.__add__, ("str", "timestamp", "value")))
+_COLLECTIONS = set(map(_TAG.__add__, ("map", "seq")))
 _DECIMAL = re.compile(r"[-+]?0[0-9_]+")
 """``010``: eight in YAML 1.1, ten in YAML 1.2 and for everybody who writes it."""
 _INTEGER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9][0-9_]*)")

@@ -81,7 +81,13 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def cached_arrays(
-    directory: Path, name: str, kind: type[T], make: Callable[[], T], unkept: Callable[[OSError], None]
+    directory: Path,
+    name: str,
+    kind: type[T],
+    make: Callable[[], T],
+    unkept: Callable[[OSError], None],
+    *,
+    most_bytes: int | None = None,
 ) -> T:
     """Return what ``directory`` keeps as ``name``, made where it is missing or damaged.
 
@@ -92,6 +98,7 @@ def cached_arrays(
         make: is called by one process of a node.
         unkept: receives the reason why nothing can be kept. Where it returns, the arrays stay in the memory of this
             process.
+        most_bytes: that the directory may hold; what has not been asked for longest is removed. None sets no limit.
     """
     place = directory / name
     found = _mapped(place, kind)
@@ -110,6 +117,7 @@ def cached_arrays(
         made = make()
         try:
             _store(place, made)
+            _remove_oldest(place, most_bytes)
         except OSError as error:
             unkept(error)
         found = _mapped(place, kind)
@@ -120,6 +128,8 @@ def _mapped(place: Path, kind: type[T]) -> T | None:
     """Return the arrays in ``place``; None where they are missing or damaged."""
     try:
         names = [each.name for each in fields(kind)]
+        with suppress(PermissionError):
+            os.utime(place)  # the time of its last use
         return kind(**{name: _mapped_array(place / f"{name}.npy") for name in names})
     except (OSError, ValueError, EOFError):
         return None
@@ -148,6 +158,19 @@ def _store(place: Path, made: DataclassInstance) -> None:
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_oldest(kept: Path, most_bytes: int | None) -> None:
+    """Remove arrays next to ``kept`` until the directory holds at most ``most_bytes``; who maps them still has them."""
+    if most_bytes is None:
+        return
+    found = [each for each in kept.parent.iterdir() if each != kept and any(each.glob("*.npy"))]
+    sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in (kept, *found)}
+    for place in sorted(found, key=lambda each: each.stat().st_mtime):
+        if sum(sizes.values()) <= most_bytes:
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        del sizes[place]
 
 
 def _wait_for_turn(path: Path) -> FileLock:

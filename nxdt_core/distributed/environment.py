@@ -27,10 +27,10 @@ __all__ = [
     "is_slurm_node",
     "join_mpi",
     "join_slurm",
-    "join_usual",
-    "place_from_environment",
+    "join_torchrun",
     "port_of",
     "read_port",
+    "read_rank_environment",
     "read_variable",
     "require",
 ]
@@ -254,7 +254,7 @@ _NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _Join = Callable[[Mapping[str, str], str], RankEnvironment | None]
 
 
-def place_from_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment:
+def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment:
     """Read the place of this process; without any variables it is alone in a world of one process.
 
     The usual variables come first, then MPI's (whose ``mpirun`` may itself be started by ``srun``), then Slurm's.
@@ -274,7 +274,7 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Rank
         if place is None and not any(name in variables for name in _ALWAYS[named]):
             raise NotStartedByLauncher(launcher=named)
         return place or RankEnvironment(host=host)
-    place = join_usual(variables, host)
+    place = join_torchrun(variables, host)
     if place is not None:
         _compare(place, variables, host)
         return place
@@ -283,7 +283,7 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Rank
     return join_mpi(variables, host) or join_slurm(variables, host) or RankEnvironment(host=host)
 
 
-def join_usual(variables: Mapping[str, str], host: str) -> RankEnvironment | None:
+def join_torchrun(variables: Mapping[str, str], host: str) -> RankEnvironment | None:
     """Return the place that ``RANK`` and ``WORLD_SIZE`` say; None where they are not set.
 
     Raises:
@@ -319,8 +319,8 @@ def _alone(variables: Mapping[str, str], host: str) -> RankEnvironment:
 
 
 _JOINS: Mapping[str, _Join] = {
-    "environment": join_usual,
-    "torchrun": join_usual,
+    "environment": join_torchrun,
+    "torchrun": join_torchrun,
     "mpi": join_mpi,
     "slurm": join_slurm,
     "local": _alone,

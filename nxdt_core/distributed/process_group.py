@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import NotEnoughDevices
@@ -69,7 +69,7 @@ class Ranks:
     @classmethod
     def from_environment(cls) -> Self:
         """Read the place from the launcher's variables; a group that exists already decides instead."""
-        place = place_from_environment()
+        place = read_rank_environment()
         if dist.is_initialized() and dist.get_world_size() != place.world_size:
             place = RankEnvironment(
                 rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=place.local_rank, host=place.host

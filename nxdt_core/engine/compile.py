@@ -28,8 +28,6 @@ from nxdt_core.models.patterns import matches
 from nxdt_core.models.step_border import at_border, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["compile_layers", "one_graph", "pipeline_collectives"]
-
 _log = logging.getLogger(__name__)
 _GRAPHS = 64
 """Graphs per class of layers. Layers of several kinds soon reach torch's default limit, 8: in training, in validation

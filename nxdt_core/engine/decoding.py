@@ -84,5 +84,5 @@ class CachedDecoding:
         return self._last_logits(batch, tokens, self._cache)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows."""
+        """Continue these rows only."""
         self._cache.keep(rows)

@@ -27,18 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.distributed.collectives import PendingGather, gather_along
 
-__all__ = [
-    "DiscardedTensors",
-    "Recipe",
-    "cast_discarded",
-    "discard_in",
-    "discarded_in",
-    "discarded_output",
-    "gather_discarded",
-    "prefetch_block_input",
-    "with_block_entry",
-]
-
 
 class Recipe:
     """Computes one discarded tensor again, once for all operations that need it in backward."""

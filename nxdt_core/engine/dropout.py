@@ -22,8 +22,6 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.random.dropout_masks import MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["set_dropout_salts"]
-
 _SALT_BITS = 62
 
 

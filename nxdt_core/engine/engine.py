@@ -29,8 +29,6 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["TorchEngine"]
-
 
 class TorchEngine:
     """Built-in ``engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""

@@ -32,15 +32,6 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = [
-    "RouterMetrics",
-    "apply_expert_parallel",
-    "exchange_chunks",
-    "expert_modules",
-    "expert_parameters",
-    "routers_of",
-]
-
 _SHARDED_DIM = {"column": 1, "row": 2}
 """Of matrices [experts, out, in]."""
 

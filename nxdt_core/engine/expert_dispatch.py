@@ -240,27 +240,18 @@ def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMes
     mesh.split_dp(ranks)
     group = mesh.group("token_shuffle")
     assert group is not None
-    shuffle = TokenShuffle(group)
+
+    def mix(part: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (exchange_tokens(args[0], group), *args[1:]) if part.training else args
+
+    def undo(part: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return exchange_tokens(output, group) if part.training else output
+
     dispatchers = [path for path, _ in module.named_modules() if matches_any(plan.experts.dispatchers, path)]
     for path, part in module.named_modules():
         if matches_any(plan.tensor_blocks, path) and any(inner.startswith(f"{path}.") for inner in dispatchers):
-            part.register_forward_pre_hook(shuffle.mix, prepend=True)
-            part.register_forward_hook(shuffle.sort_out)
-
-
-class TokenShuffle:
-    """Hooks around a mixture of experts; they do nothing in evaluation, where ranks may differ in their tokens."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def mix(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Before forward: ``args[0]`` is [batch, seq, hidden]."""
-        return (exchange_tokens(args[0], self.group), *args[1:]) if module.training else args
-
-    def sort_out(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """After forward: ``output`` is [batch, seq, hidden]."""
-        return exchange_tokens(output, self.group) if module.training else output
+            part.register_forward_pre_hook(mix, prepend=True)
+            part.register_forward_hook(undo)
 
 
 def exchange_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

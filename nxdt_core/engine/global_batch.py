@@ -28,8 +28,6 @@ from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
-__all__ = ["ComputeContext", "GlobalBatch", "LabelLogProbs", "objective_output"]
-
 
 class ComputeContext:
     """Where a run computes, and in which dtypes."""

@@ -44,8 +44,6 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["Layout", "LayoutOptions", "block_attention", "lay_out", "materialise", "part_costs", "pipeline_cuts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions:

@@ -15,8 +15,6 @@ from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination,
 from nxdt_core.kernel.metadata import admits
 from nxdt_core.protocols.engine import Settings
 
-__all__ = ["find_impossible_layouts"]
-
 _VOCAB_MULTIPLE = "model.make_vocab_size_divisible_by"
 _HEADS, _KV_HEADS = "model.num_attention_heads", "model.num_kv_heads"
 _KV_REPLICATOR, _PAD_HEADS = "distributed_strategy.kv_replicator", "distributed_strategy.pad_heads"

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.torch_versions import set_group_timeout, unflatten
 
-__all__ = ["Dimension", "ParallelMesh"]
-
 Dimension = Literal[
     "world",
     "pp",

@@ -41,8 +41,6 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["TorchModel"]
-
 
 class TorchModel:
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""

@@ -18,7 +18,6 @@ from nxdt_core.distributed.placement import local_of, placed_like
 from nxdt_core.engine.optim.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
 from nxdt_core.engine.tensor.layers import (
     ColumnParallelLinear,
-    GatheredColumnLinear,
     RowParallelLinear,
     VocabParallelHead,
 )
@@ -29,9 +28,7 @@ from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import LinearProduct
 
-__all__ = ["CopiedMasters", "apply_product", "product_layers", "rounded_weights"]
-
-_WITH_SLOT = (ProductLinear, ColumnParallelLinear, GatheredColumnLinear, RowParallelLinear)
+_WITH_SLOT = (ProductLinear, ColumnParallelLinear, RowParallelLinear)
 _NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
 
 

@@ -1,5 +1,5 @@
 """Errors of conversations and chat templates of any data set: codes ``NXDT-D300`` to ``NXDT-D304``,
-``NXDT-D313`` to ``NXDT-D317`` and ``NXDT-D319`` to ``NXDT-D322``."""
+``NXDT-D313`` to ``NXDT-D317`` and ``NXDT-D319`` to ``NXDT-D323``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class UnknownRecord(NxdtError):
     code = "NXDT-D300"
     happened = "{place}: no conversation; the record's keys are {found}."
     remedy = (
-        "A record needs 'messages', 'conversations' (ShareGPT), 'input' and 'output', or 'instruction' and 'output'."
-        "{hint}"
+        "A record needs 'messages', 'conversations' (ShareGPT), or a question and an answer such as 'prompt' and "
+        "'completion' or 'instruction' and 'output'; data.columns names columns that are called otherwise.{hint}"
     )
     place: str
     keys: tuple[str, ...]
@@ -24,8 +24,6 @@ class UnknownRecord(NxdtError):
     def _view(self) -> dict[str, Any]:
         preferences = {"chosen", "rejected"} <= set(self.keys)
         hint = " Chosen and rejected answers are data of an objective such as 'dpo'." if preferences else ""
-        if {"prompt", "completion"} <= set(self.keys):
-            hint = " Rename 'prompt' and 'completion' to 'input' and 'output' where they are texts."
         return {**super()._view(), "found": listing(self.keys) or "none", "hint": hint}
 
 
@@ -168,4 +166,11 @@ FieldsUnused = NxdtError.define(
     "{place}: neither the format nor the chat template uses {names:list}.",
     "Remove the fields, set data.chat_template to a template that writes them, or count them with "
     "data.unused_fields: report.",
+)
+
+TooManyBadRecords = NxdtError.define(
+    "NXDT-D323",
+    "More records that cannot be used than may be dropped.",
+    "{bad} of {records} records cannot be used, more than data.max_bad_share {share:g} allows. The first: {first:; }",
+    "Correct these records, or raise data.max_bad_share.",
 )

@@ -177,6 +177,13 @@ RanksForSentencePiece = NxdtError.define(
     "pattern and special_tokens too where they are not those of Llama 3.",
 )
 
+MixtureInSequence = NxdtError.define(
+    "NXDT-D212",
+    "Several training sources whose samples are not to be drawn at random.",
+    "Sources {sources:list} are mixed by drawing samples at random, and data.shuffle is false.",
+    "Set data.shuffle to true, or data.streaming to true, which interleaves the sources in their order.",
+)
+
 NoRecords = NxdtError.define(
     "NXDT-D305",
     "A file without records.",

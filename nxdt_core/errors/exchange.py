@@ -84,3 +84,17 @@ ForeignHasWeightsOnly = NxdtError.define(
     "A run cannot resume from '{path}' ({format}): of another program's checkpoint only weights are taken.",
     "Set checkpoint.weight_init_only=true to begin a new run with its weights.",
 )
+
+GgufLibraryMissing = NxdtError.define(
+    "NXDT-S078",
+    "An export to GGUF without the package that writes it.",
+    "GGUF files need the package 'gguf', which cannot be imported: {reason}.",
+    "Run: pip install 'nxdt-core[gguf]'",
+)
+
+GgufUnsupported = NxdtError.define(
+    "NXDT-S079",
+    "An export to GGUF of a model or a tokenizer that llama.cpp does not run in this form.",
+    "The model cannot be written as GGUF: {reason}.",
+    "GGUF is written of {known:list} with a BPE tokenizer. Export to Hugging Face's format instead: --format hf.",
+)

@@ -1,12 +1,19 @@
-"""Finds components by kind and name. Looking up imports nothing; :meth:`RegisteredComponent.load_target` does."""
+"""Finds components by kind and name, and advises which distribution to install where none is found.
+
+Looking up imports nothing; :meth:`RegisteredComponent.load_target` does. ``first_party.json`` lists what the plugins of
+this repository offer; ``make offers`` writes it from their entry modules. Plugins of third parties are not in it."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
 from nxdt_core.api import Component, Kind, ModelComponent, StoreComponent
 from nxdt_core.errors.plugins import (
@@ -18,7 +25,6 @@ from nxdt_core.errors.plugins import (
     UnknownScheme,
 )
 from nxdt_core.kernel.discovery import import_reference
-from nxdt_core.kernel.known import known_offers, offering_dist, reading_model, serving_dist
 from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, diagnose, names, normalise
 
 
@@ -61,7 +67,7 @@ class RegisteredComponent:
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:
-        """Import an engine's rules of layouts (:class:`nxdt_core.protocols.engine.EngineRules`); None where its
+        """Import an engine's rules of layouts (:data:`nxdt_core.protocols.engine.EngineRules`); None where its
         record names none.
 
         Raises:
@@ -291,3 +297,74 @@ def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
     """Candidates that are spelt like ``name``, nearest first; case does not count."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     return tuple(by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=3))
+
+
+_FILE: Final = Path(__file__).with_name("first_party.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """One component of one distribution; the fields are those of its record."""
+
+    kind: str
+    dist: str
+    name: str
+    aliases: Sequence[str] = ()
+    hf_architectures: Sequence[str] = ()
+    uri_schemes: Sequence[str] = ()
+    shown_by: Sequence[str] = ()
+
+
+@cache
+def _offers() -> tuple[_Offer, ...]:
+    return tuple(_Offer(**row) for row in json.loads(_FILE.read_text(encoding="utf-8")))
+
+
+def offering_dist(kind: str, name: str) -> str | None:
+    """Return the distribution that offers the component, in any spelling of its name (``SFT_Chat``, ``Mixtral``)."""
+    sought = _spelling(name)
+    return next(
+        (
+            offer.dist
+            for offer in _offers()
+            if offer.kind == kind and sought in map(_spelling, (offer.name, *offer.aliases))
+        ),
+        None,
+    )
+
+
+def known_offers(kind: str) -> dict[str, list[str]]:
+    """Return the names of the components of ``kind`` that each distribution offers, by distribution."""
+    found: dict[str, list[str]] = {}
+    for offer in _offers():
+        if offer.kind == kind:
+            found.setdefault(offer.dist, []).append(offer.name)
+    return found
+
+
+def reading_model(architecture: str) -> str | None:
+    """Return the name of the model that is built from a Hugging Face ``config.json`` with that architecture.
+
+    A model that names the architecture comes before one that has a pattern of it.
+    """
+    named = (offer.name for offer in _offers() if architecture in offer.hf_architectures)
+    matching = (
+        offer.name
+        for offer in _offers()
+        if any(fnmatchcase(architecture, pattern) for pattern in offer.hf_architectures)
+    )
+    return next(named, None) or next(matching, None)
+
+
+def serving_dist(scheme: str) -> str | None:
+    """Return the distribution that serves ``scheme://`` locations of checkpoints."""
+    return next((offer.dist for offer in _offers() if scheme.lower() in offer.uri_schemes), None)
+
+
+def showing_migrations() -> tuple[str, ...]:
+    """Return the keys that show that a configuration is of a program which one of our plugins migrates."""
+    return tuple(key for offer in _offers() for key in offer.shown_by)
+
+
+def _spelling(name: str) -> str:
+    return name.lower().replace("_", "-")

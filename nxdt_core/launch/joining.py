@@ -1,6 +1,6 @@
 """The place of this process, from the launcher that ``NXDT_LAUNCHER`` names if a plugin provides it.
 
-:func:`nxdt_core.distributed.environment.place_from_environment` reads the core's own launchers, without plugins. A
+:func:`nxdt_core.distributed.environment.read_rank_environment` reads the core's own launchers, without plugins. A
 plugin's launcher is called only if the variable names it. By naming it, the operator permits the import of the plugin
 before any configuration with ``plugins.allow`` has been read.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, place_from_environment
+from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, read_rank_environment
 from nxdt_core.errors.launch import NotStartedByLauncher
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.plugin import BUILTIN
@@ -26,10 +26,10 @@ def find_place() -> RankEnvironment:
     """
     name = os.environ.get(LAUNCHER_VARIABLE, "")
     if not name or name in OWN_LAUNCHERS or "TORCHELASTIC_RUN_ID" in os.environ:
-        return place_from_environment()
+        return read_rank_environment()
     launcher = Kernel.start().registry.get("launcher", name)
     if launcher.plugin == BUILTIN:
-        return place_from_environment()
+        return read_rank_environment()
     place: RankEnvironment | None = launcher.load_target()().join(os.environ)
     if place is None:
         raise NotStartedByLauncher(launcher=name)

@@ -55,6 +55,8 @@ class DataContext:
     tokens (:func:`nxdt_core.data.cache.cached_arrays`); None means: keep it in memory."""
     vocab_size: int | None = None
     """Rows of the model's vocabulary: tokenised data may hold the ids below; None where it is not known."""
+    first_records: int | None = None
+    """Records of each split to read where only samples are looked at; None reads all."""
     shuffle: bool = True
     """``data.shuffle``, for datasets whose order is their own; the core shuffles map-style ones."""
 
@@ -143,6 +145,10 @@ class DataReport:
     """Records that were cut to fit."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Reason → records that no sample has."""
+    bad: Sequence[str] = ()
+    """Place and reason of records that cannot be used; of many, the first ones."""
+    of_records: int | None = None
+    """Records of the files where only the first ones were read; None: all were read."""
     unused: Mapping[str, int] = field(default_factory=dict)
     """Field of records that neither their format nor a chat template uses → records that have it."""
     efficiency: float | None = None

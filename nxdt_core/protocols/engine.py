@@ -203,10 +203,6 @@ class Settings(Protocol):
         ...
 
 
-class EngineRules(Protocol):
-    """The function that a record names."""
-
-    def __call__(self, settings: Settings) -> Iterable[ConfigProblem]:
-        """Yield a problem for each layout that the engine cannot run; mostly
-        :class:`nxdt_core.errors.configuration.ImpossibleCombination`."""
-        ...
+EngineRules = Callable[[Settings], Iterable[ConfigProblem]]
+"""The function that a record names: yields a problem for each layout that the engine cannot run, mostly
+:class:`nxdt_core.errors.configuration.ImpossibleCombination`."""

@@ -106,10 +106,15 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
 
 
 def dataset(
-    config: ResolvedConfig, tokenizer: Tokenizer | None, vocab_size: int | None = None, *, cache_dir: Path | None = None
+    config: ResolvedConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None = None,
+    *,
+    cache_dir: Path | None = None,
+    first_records: int | None = None,
 ) -> DatasetSplits:
     """Return the source of samples, for a model of ``vocab_size`` rows; what it derives from its files may be in
-    ``cache_dir``, for the other processes of the machine."""
+    ``cache_dir``, for the other processes of the machine. ``first_records`` reads only so many of a split."""
     data = config.run.data
     context = DataContext(
         seq_length=data.seq_length,
@@ -117,6 +122,7 @@ def dataset(
         tokenizer=tokenizer,
         cache_dir=cache_dir,
         vocab_size=vocab_size,
+        first_records=first_records,
         shuffle=data.shuffle,
     )
     return cast(DatasetSplits, _construct(config, "dataset", context))

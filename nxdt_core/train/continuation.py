@@ -128,7 +128,7 @@ class _Passes:
         return self._decoding(torch.tensor([[0] * (longest - len(row)) + [*row] for row in rows]))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows."""
+        """Continue these rows only."""
         if self._decoding is not None:
             self._decoding.keep(rows)
 

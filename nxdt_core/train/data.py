@@ -26,6 +26,8 @@ Dataset = MapDataset | IterableDataset
 
 UNNAMED = ""
 """Name of the validation set of a run that has one."""
+_PREVIEWED = 1000
+"""Records that a preview reads: enough for its counts, in a second of rendering."""
 _CACHE = "data"
 """Directory of the run for what is derived from its data."""
 
@@ -156,9 +158,13 @@ class RunData:
         return first_batches(dataset, share, self.config.run.data.global_batch_size)
 
 
-def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview | dict[str, Preview]:
+def preview(
+    config: ResolvedConfig, split: SplitName, count: int, *, whole: bool = True
+) -> Preview | dict[str, Preview]:
     """Return the first ``count`` samples of a split in the order of the run, and counts; of several sets, of each by
     name.
+
+    Unless it is ``whole``, the split is only so many of its first records where the dataset can read a part of it.
 
     Raises:
         SplitMissing: the configuration names no such data.
@@ -166,7 +172,8 @@ def preview(config: ResolvedConfig, split: SplitName, count: int) -> Preview | d
     """
     vocab_size = build.model_builder(config).vocab_size
     tokenizer = build.tokenizer(config, vocab_size)
-    found = build.dataset(config, tokenizer, vocab_size).split(split)
+    first = None if whole else max(count, _PREVIEWED)
+    found = build.dataset(config, tokenizer, vocab_size, first_records=first).split(split)
     if not found and (found is None or isinstance(found, Mapping)):
         raise SplitMissing(split=split)
     shuffle = config.run.data.shuffle and split == "train"

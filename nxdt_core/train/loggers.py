@@ -82,7 +82,7 @@ _STEP = "trainer/global_step"
 
 @final
 class TensorBoard(Callback):
-    """Event files directly in the run's directory, made with the first figure."""
+    """Event files directly in the run's directory, made with the first metric."""
 
     def __init__(self, config: object, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -90,7 +90,7 @@ class TensorBoard(Callback):
         _quieten_writer()
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Write the figures through to the file."""
+        """Write the metrics through to the file."""
         writer = self._opened()
         for name, value in metrics.items():
             writer.add_scalar(name, value, run.step)
@@ -154,7 +154,7 @@ class Wandb(Callback):
             self._run.define_metric("*", step_metric=_STEP, step_sync=True)
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Send the figures."""
+        """Send the metrics."""
         self._run.log({**_prefixed(self._prefix, metrics), _STEP: run.step})
 
     def close(self, run: Run) -> None:
@@ -194,7 +194,7 @@ class MLflow(Callback):
             self._client.log_artifact(self._id, str(run_dir / "config.yaml"))
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Send the figures in one request, under names without the characters that MLflow does not take."""
+        """Send the metrics in one request, under names without the characters that MLflow does not take."""
         from mlflow.entities import Metric
 
         now, named = int(time.time() * 1000), _prefixed(self._prefix, metrics)

@@ -78,7 +78,7 @@ class Sampler:
         return tokens
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
+        """Continue these rows only."""
         self._draws = [self._draws[row] for row in rows]
         self._occurred, self._generated = self._occurred[rows], self._generated[rows]
 

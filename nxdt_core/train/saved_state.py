@@ -41,7 +41,7 @@ class SaveFacts:
     """What a loop says of a checkpoint in addition to its state."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Figures by which retention may rank it."""
+    """Metrics by which retention may rank it."""
     keep: Keep = "regular"
     """How retention treats it."""
     fencing: int = 0
@@ -101,30 +101,25 @@ def save_parts(
         held |= average.state_dict()
     # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
     updates = max(0, state.updates - (0 if optimizer is None else int(optimizer.skipped_steps)))
-    return {
-        "step": state.step,
-        "model": weights,
-        "optimizer": held,
-        "state": {"train": {**state.to_dict(), "updates": updates}, "rng": capture_rng(engine.device), "extra": extra},
-        "facts": CheckpointFacts(
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
-            updates=updates,
-            config=saved_config,
-            plugin_fingerprint=config.kernel.fingerprint(),
-            plugins=config.kernel.identities(),
-            mesh=dict(engine.rank_info.mesh),
-            metrics=dict(about.metrics),
-            versions=versions_of(config.kernel),
-            keep=about.keep,
-            fencing=about.fencing,
-            elements=_count_elements(weights, engine.ranks) if elements is None else elements,
-            base=base_digest(model, engine.ranks) if model.added else "",
-            without_base=alone,
-            hf=hf,
-        ),
-        "ties": {},
-    }
+    facts = CheckpointFacts(
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_tokens,
+        updates=updates,
+        config=saved_config,
+        plugin_fingerprint=config.kernel.fingerprint(),
+        plugins=config.kernel.identities(),
+        mesh=dict(engine.rank_info.mesh),
+        metrics=dict(about.metrics),
+        versions=versions_of(config.kernel),
+        keep=about.keep,
+        fencing=about.fencing,
+        elements=_count_elements(weights, engine.ranks) if elements is None else elements,
+        base=base_digest(model, engine.ranks) if model.added else "",
+        without_base=alone,
+        hf=hf,
+    )
+    own = {"train": {**state.to_dict(), "updates": updates}, "rng": capture_rng(engine.device), "extra": extra}
+    return SaveParts(step=state.step, model=weights, optimizer=held, state=own, facts=facts, ties={})
 
 
 def load_saved(

@@ -30,7 +30,7 @@ from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.garbage_collection import GarbageCollection
 from nxdt_core.launch.agreement import check_world_size
@@ -136,7 +136,7 @@ class TrainSession:
             ConfigError: the configuration is wrong; all its problems in one report.
         """
         keys = ("trainer.devices", "trainer.num_nodes")
-        started = place_from_environment().world_size
+        started = read_rank_environment().world_size
         given = any(override.partition("=")[0] in keys for override in overrides)
         world = () if started == 1 or given else (f"{keys[0]}={started}", f"{keys[1]}=1")
         return cls(load_config(source, (*overrides, *world)))
@@ -148,7 +148,7 @@ class TrainSession:
         Raises:
             WorldSizeMismatch: the number of processes is not the configured one.
         """
-        check_world_size(self.config, place_from_environment())
+        check_world_size(self.config, read_rank_environment())
         return build.engine(self.config)
 
     def __enter__(self) -> Self:

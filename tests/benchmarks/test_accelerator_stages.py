@@ -15,7 +15,7 @@ from accelerator.runs import SHAPES, Shape
 from accelerator.stages import STAGES
 from accelerator.traces import trace_rows
 
-from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.engine.estimate.trace import LiveBytes
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
 from tests.sampling import sampled, takes_all

@@ -208,6 +208,7 @@ def test_token_files(nxdt, work):
     job = ("--input", "text.jsonl", "--output-prefix", "corpus", "--tokenizer", "byte", "--workers", "1")
     shown(nxdt, "data", "preprocess", *job)
     shown(nxdt, "data", "inspect", "corpus")
+    shown(nxdt, "data", "merge", "corpus", "--output-prefix", "joined")
 
 
 DEFAULTS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nxdt_core import config
 from nxdt_core.errors.configuration import ConfigError
 
 KEYS = {
@@ -225,3 +226,9 @@ def test_a_number_that_is_not_finite_is_not_told_to_lose_its_quotes(report, good
     (row,) = report(good, f"model.optim.lr={value}")
     assert "It must be finite." in row
     assert "quotes" not in row
+
+
+def test_a_section_with_a_value_that_cannot_be_read_is_not_judged_by_its_default():
+    """``factor`` has a default that ``check()`` of its section would refuse."""
+    problems = config.check("recipe:llama3.1-8b", ["model.rope_scaling.factor=${nope}"])
+    assert [problem.code for problem in problems] == ["NXDT-C013"]

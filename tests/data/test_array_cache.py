@@ -58,3 +58,26 @@ def test_a_directory_of_locks_that_others_can_change_is_not_used(tmp_path, locks
     assert reason in str(reasons[0])
     assert list(elsewhere.iterdir()) == []
     assert not (tmp_path / "cache" / "five").exists()
+
+
+def test_what_was_not_asked_for_longest_is_removed_above_the_limit(tmp_path):
+    def asked(name, most_bytes=None):
+        calls = []
+        found = cached_arrays(
+            tmp_path,
+            name,
+            Arrays,
+            lambda: calls.append(name) or Arrays(np.zeros(1000)),
+            pytest.fail,
+            most_bytes=most_bytes,
+        )
+        assert len(found.numbers) == 1000
+        return bool(calls)
+
+    (tmp_path / "notes").mkdir()
+    for age, name in enumerate(("c", "b", "a")):
+        assert asked(name)
+        os.utime(tmp_path / name, (age, age))
+    assert not asked("c")  # which is the newest from now on
+    assert asked("d", most_bytes=20_000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d", "notes"]

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from nxdt_core.config import load
+from nxdt_core.engine.decoding import attention_slots
+from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model
 from tests.sampling import slow_except
@@ -92,3 +94,11 @@ def reasons():
 
 def test_a_layout_without_a_cache_says_why(ranks):
     assert ranks(2).run(reasons)[0] == {"cp2": "context parallel ranks share each sequence"}
+
+
+def test_a_model_without_cores_that_say_what_they_compute_says_so():
+    model = torch.nn.ModuleDict({"core": torch.nn.Identity()})
+    assert attention_slots([model], ParallelPlan()) == "the model's plan names no attention cores"
+    reason = attention_slots([model], ParallelPlan(attention_cores=("core",)))
+    assert "'core' (Identity)" in reason
+    assert "does not say what it computes" in reason

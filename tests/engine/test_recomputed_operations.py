@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
 from nxdt_core.engine.compile import compile_layers
-from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.engine.estimate.trace import LiveBytes
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan

@@ -12,8 +12,8 @@ import torch
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.devices import CPU
-from nxdt_core.engine.estimate.live import WireBytes
 from nxdt_core.engine.estimate.rank import dimensions
+from nxdt_core.engine.estimate.trace import WireBytes
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch

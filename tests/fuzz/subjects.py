@@ -603,7 +603,7 @@ class Tables(Subject):
         path = self.directory / name
         path.write_bytes(content)
         with contextlib.suppress(NxdtError):
-            read_records([path], "data.train_files")
+            list(read_records([path], "data.train_files")[0])
         context = DataContext(seq_length=8, seed=1, tokenizer=ByteTokenizer(), vocab_size=272)
         for packing in (None, True):
             with contextlib.suppress(NxdtError):

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 from nxdt_testing.errors import raises
 
-from nxdt_core.config import load
-from nxdt_core.config.resolved import ResolvedConfig
+from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import HOST, PROFILES, current_device
 from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator

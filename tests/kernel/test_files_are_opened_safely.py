@@ -36,6 +36,8 @@ ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
         f"{CORE}/checkpoint/foreign.py: _loaded(component).open(path)",
         f"{CORE}/checkpoint/foreign.py: chosen.open(path)",
+        f"{CORE}/train/weights/importing.py: "
+        "foreign.open(load(config, overrides) if config else None, overrides, format)",
         f"{CORE}/cli/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/train/weights/reference.py: "
@@ -57,7 +59,7 @@ ALLOWED = {
         f"{CORE}/cli/explain.py: path.read_text(encoding='utf-8')",
         f"{CORE}/config/sources.py: self.path.read_text(encoding='utf-8')",
         f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
-        f"{CORE}/kernel/known.py: _FILE.read_text(encoding='utf-8')",
+        f"{CORE}/kernel/registry.py: _FILE.read_text(encoding='utf-8')",
         f"{CORE}/kernel/metadata.py: PathDistribution(Path(folder)).read_text(name)",
         f"{CORE}/kernel/metadata.py: dist.read_text(name)",
         f"{CORE}/cli/plugin_checks.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",

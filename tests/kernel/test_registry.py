@@ -7,7 +7,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.errors.plugins import AmbiguousComponent, ComponentUnusable, UnknownComponent, UnknownKind, UnknownScheme
 from nxdt_core.kernel import Kernel
-from nxdt_core.kernel.known import offering_dist, reading_model
+from nxdt_core.kernel.registry import offering_dist, reading_model
 
 STORE = """
     from nxdt_core.api import StoreComponent, hookimpl

@@ -9,7 +9,7 @@ import pytest
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
 from nxdt_core.kernel import Kernel
@@ -34,23 +34,23 @@ USUAL = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", 
 
 
 def test_processes_of_open_mpi_join():
-    place = place_from_environment(OMPI)
+    place = read_rank_environment(OMPI)
     assert (place.rank, place.world_size, place.local_rank, place.launcher) == (3, 4, 1, "MPI")
-    other = place_from_environment({**OMPI, "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    other = read_rank_environment({**OMPI, "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert (other.master_addr, other.master_port) == (place.master_addr, place.master_port)
-    again = place_from_environment({**OMPI, "PMIX_NAMESPACE": "prterun-2"})
+    again = read_rank_environment({**OMPI, "PMIX_NAMESPACE": "prterun-2"})
     assert again.master_port != place.master_port
 
 
 def test_processes_of_pmi_on_one_host_join():
-    place = place_from_environment(PMI)
+    place = read_rank_environment(PMI)
     assert (place.rank, place.world_size, place.master_addr, place.master_port) == (1, 2, "127.0.0.1", 29500)
 
 
 def test_mpirun_in_a_slurm_job_wins_over_slurms_variables_of_the_script():
-    place = place_from_environment({**SLURM, **OMPI})
+    place = read_rank_environment({**SLURM, **OMPI})
     assert (place.rank, place.launcher) == (3, "MPI")
-    named = place_from_environment({**SLURM, **{name: OMPI[name] for name in OMPI if name != "MASTER_ADDR"}})
+    named = read_rank_environment({**SLURM, **{name: OMPI[name] for name in OMPI if name != "MASTER_ADDR"}})
     assert named.master_addr == "node1"
 
 
@@ -60,7 +60,7 @@ def test_mpirun_in_a_slurm_job_wins_over_slurms_variables_of_the_script():
 def test_a_missing_variable_of_mpi_is_named(name):
     missing = "MASTER_PORT" if name == "PMIX_NAMESPACE" else name
     with raises(LaunchEnvironmentIncomplete, match=missing):
-        place_from_environment({key: value for key, value in OMPI.items() if key != name})
+        read_rank_environment({key: value for key, value in OMPI.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -76,45 +76,45 @@ def test_a_missing_variable_of_mpi_is_named(name):
 )
 def test_variables_that_contradict_each_other_are_refused(changed, said):
     with raises(LaunchersDisagree, match="NXDT-P110") as refused:
-        place_from_environment(changed)
+        read_rank_environment(changed)
     assert said in str(refused.value)
-    assert place_from_environment({**changed, "NXDT_LAUNCHER": "local"}).world_size == 1
+    assert read_rank_environment({**changed, "NXDT_LAUNCHER": "local"}).world_size == 1
 
 
 def test_the_script_of_a_batch_job_is_no_task_of_it():
     """Otherwise it would wait for ranks that nothing starts."""
-    assert place_from_environment({**BATCH, "SLURM_JOB_NODELIST": "node[1-2]"}).world_size == 1
+    assert read_rank_environment({**BATCH, "SLURM_JOB_NODELIST": "node[1-2]"}).world_size == 1
 
 
 def test_ranks_of_an_agent_may_be_numbered_otherwise_than_the_tasks_around_it():
-    assert place_from_environment({**USUAL, **SLURM, "TORCHELASTIC_RUN_ID": "1"}).rank == 1
+    assert read_rank_environment({**USUAL, **SLURM, "TORCHELASTIC_RUN_ID": "1"}).rank == 1
 
 
 def test_a_wrong_number_is_named():
     with raises(BadLaunchVariable, match="OMPI_COMM_WORLD_SIZE is 'two'"):
-        place_from_environment({**OMPI, "OMPI_COMM_WORLD_SIZE": "two"})
+        read_rank_environment({**OMPI, "OMPI_COMM_WORLD_SIZE": "two"})
     with raises(BadLaunchVariable, match="LOCAL_RANK is '7'"):
-        place_from_environment({**USUAL, "LOCAL_RANK": "7"})
+        read_rank_environment({**USUAL, "LOCAL_RANK": "7"})
 
 
 def test_a_named_launcher_is_the_only_one_that_counts():
     everything = {**SLURM, **OMPI, **USUAL}
-    assert place_from_environment({**everything, "NXDT_LAUNCHER": "mpi"}).rank == 3
-    assert place_from_environment({**everything, "NXDT_LAUNCHER": "slurm"}).rank == 0
-    assert place_from_environment({**everything, "NXDT_LAUNCHER": "torchrun"}).rank == 1
+    assert read_rank_environment({**everything, "NXDT_LAUNCHER": "mpi"}).rank == 3
+    assert read_rank_environment({**everything, "NXDT_LAUNCHER": "slurm"}).rank == 0
+    assert read_rank_environment({**everything, "NXDT_LAUNCHER": "torchrun"}).rank == 1
     with raises(NotStartedByLauncher, match="NXDT_LAUNCHER is 'mpi'"):
-        place_from_environment({**SLURM, "NXDT_LAUNCHER": "mpi"})
+        read_rank_environment({**SLURM, "NXDT_LAUNCHER": "mpi"})
 
 
 def test_one_task_per_node_is_a_node_where_nodes_are_numbered():
     """Then nxdt starts the processes of the node; without a number, the task is a rank."""
     task = {**SLURM, "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_PROCID": "1"}
     numbered = {**task, "NODE_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    assert place_from_environment(task).world_size == 2
-    assert place_from_environment(numbered).world_size == 1
-    assert place_from_environment({**numbered, "SLURM_NTASKS": "8"}).world_size == 8
+    assert read_rank_environment(task).world_size == 2
+    assert read_rank_environment(numbered).world_size == 1
+    assert read_rank_environment({**numbered, "SLURM_NTASKS": "8"}).world_size == 8
     process = {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "NODE_RANK": "3"}
-    assert place_from_environment({**process, "MASTER_PORT": "29500"}).world_size == 1
+    assert read_rank_environment({**process, "MASTER_PORT": "29500"}).world_size == 1
 
 
 def test_every_launcher_of_the_core_is_one():

@@ -15,7 +15,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.callback import Run
-from nxdt_core.distributed.environment import first_host, place_from_environment
+from nxdt_core.distributed.environment import first_host, read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.distributed.store import connect_store
 from nxdt_core.errors.base import NxdtError
@@ -53,27 +53,27 @@ SLURM = {
 
 
 def test_no_variables_are_a_world_of_one():
-    place = place_from_environment({})
+    place = read_rank_environment({})
     assert (place.rank, place.world_size, place.launcher) == (0, 1, "")
 
 
 def test_the_usual_variables_win_over_slurms():
-    place = place_from_environment({**SLURM, **USUAL})
+    place = read_rank_environment({**SLURM, **USUAL})
     assert (place.rank, place.world_size, place.local_rank) == (3, 4, 1)
     assert (place.master_addr, place.master_port) == ("node0", 29500)
 
 
 def test_slurm_gives_the_first_host_and_a_port_that_all_tasks_of_a_step_share():
-    first, second = (place_from_environment({**SLURM, "SLURM_PROCID": number}) for number in "05")
+    first, second = (read_rank_environment({**SLURM, "SLURM_PROCID": number}) for number in "05")
     assert (second.rank, second.world_size, second.local_rank, second.master_addr) == (5, 8, 1, "gpu07")
     assert first.master_port == second.master_port
-    other = place_from_environment({**SLURM, "SLURM_JOB_ID": "4712"})
+    other = read_rank_environment({**SLURM, "SLURM_JOB_ID": "4712"})
     assert other.master_port != second.master_port
     assert 1024 < second.master_port < 32768
 
 
 def test_a_step_with_one_task_is_no_launch():
-    assert place_from_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
+    assert read_rank_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_first_host_of_slurms_notation(hosts, first):
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(name):
     with raises(LaunchEnvironmentIncomplete, match=f"and {name} is missing"):
-        place_from_environment({key: value for key, value in USUAL.items() if key != name})
+        read_rank_environment({key: value for key, value in USUAL.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_missing_variable_is_named(name):
 )
 def test_a_wrong_variable_is_named_with_its_value(name, value):
     with raises(BadLaunchVariable, match=f"{name} is '{value}'"):
-        place_from_environment({**USUAL, name: value})
+        read_rank_environment({**USUAL, name: value})
 
 
 def test_several_nodes_need_their_number_and_a_meeting_point():

@@ -49,7 +49,7 @@ def test_texts_in_jsonl_are_read_by_three_plugins(tmp_path):
     text = json.loads(line)["text"]
     assert texts(file) == [text]
     assert rows(file) == [{"text": text}]
-    recipe = preprocess.Recipe(text_key="text", separator=None, append_eod=False)
+    recipe = preprocess.TokenizationOptions(text_key="text", separator=None, append_eod=False)
     encoder = preprocess.RecordEncoder(tokenizers.find_tokenizer("byte").build(), recipe)
     encoded = encoder.encode(other.encode(), json_lines=True)
     assert (encoded.records, encoded.faults) == (1, [])

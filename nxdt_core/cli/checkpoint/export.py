@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -13,11 +13,13 @@ from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
 
 if TYPE_CHECKING:
+    from nxdt_core.checkpoint.hf.gguf import GgufDtype
     from nxdt_core.train.weights.export import ExportDtype, Exported
 
 
 _UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate(("", "K", "M", "G", "T"))}}
 _UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate(("K", "M", "G", "T"), start=1)}
+_DTYPES = {"hf": ("float32", "bfloat16", "float16"), "gguf": ("float32", "float16", "q8_0")}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
 
 
@@ -32,19 +34,22 @@ def size(value: str) -> int:
 
 @click.command(
     cls=Verb,
-    short_help="Write the model of a checkpoint as a directory that transformers loads.",
+    short_help="Write the model of a checkpoint for transformers or llama.cpp.",
     examples=(
         f"nxdt checkpoint export {EXAMPLE_URI} my-model-hf",
         f"nxdt checkpoint export {EXAMPLE_URI}/step-00000040 my-model-hf --dtype bfloat16 --max-shard-size 2GB",
+        f"nxdt checkpoint export {EXAMPLE_URI} my-model.gguf --format gguf --dtype q8_0",
     ),
 )
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--format", "format_", type=click.Choice(["hf"]), default="hf", show_default=True, help="What to write.")
+@click.option(
+    "--format", "format_", type=click.Choice(["hf", "gguf"]), default="hf", show_default=True, help="What to write."
+)
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Dtype of the weights in DST; without it they keep theirs.",
+    type=click.Choice(["float32", "bfloat16", "float16", "q8_0"]),
+    help="Dtype of the weights in DST; without it they keep theirs, and GGUF has float16.",
 )
 @click.option("--max-shard-size", type=size, default="5GB", show_default=True, help="Largest file of weights.")
 @click.option(
@@ -60,7 +65,7 @@ def export(
     source: str,
     target: str,
     format_: str,
-    dtype: ExportDtype | None,
+    dtype: ExportDtype | GgufDtype | None,
     max_shard_size: int,
     workers: int,
     ema: bool,
@@ -68,20 +73,30 @@ def export(
     trusted: tuple[str, ...],
     json_output: bool,
 ) -> None:
-    """Write the model of a checkpoint as a directory that transformers loads: weights, configuration, tokenizer.
+    """Write the model of a checkpoint as a directory that transformers loads, or as a GGUF file.
 
     SRC is a checkpoint.uri, of which the newest committed step is taken, or one step of it. DST is a directory that is
     empty or not there yet, or the address of another store. Memory holds one file of weights for each worker. Under
     torchrun or srun the processes divide the files. The same command resumes an interrupted export.
-    """
-    from nxdt_core.train.weights.export import export_hf
 
+    With --format gguf, DST is one file for llama.cpp and Ollama. It holds a Llama, a Mistral or a Mixtral with its
+    tokenizer.
+    """
+    from nxdt_core.train.weights.export import export_gguf, export_hf
+
+    allowed = _DTYPES[format_]
+    if dtype is not None and dtype not in allowed:
+        raise click.BadParameter(f"'{format_}' has {', '.join(allowed)}.", param_hint="--dtype")
+    if format_ == "gguf":
+        gguf_dtype = cast("GgufDtype", dtype or "float16")
+        _report(export_gguf(source, target, dtype=gguf_dtype, average=ema, config=config, trusted=trusted), json_output)
+        return
     ctx.exit(
         on_all_ranks(
             lambda ranks: export_hf(
                 source,
                 target,
-                dtype=dtype,
+                dtype=cast("ExportDtype | None", dtype),
                 max_shard_bytes=max_shard_size,
                 workers=workers,
                 average=ema,

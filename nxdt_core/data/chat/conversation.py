@@ -11,10 +11,22 @@ from typing import Any
 from nxdt_core.data.files.records import Place, is_given
 from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, TemplateRefuses
 
-__all__ = ["ROLES", "Conversation", "Message", "check_order", "ignored_fields", "in_order_of_calls"]
+__all__ = [
+    "REASONING",
+    "ROLES",
+    "Conversation",
+    "Message",
+    "check_order",
+    "ignored_fields",
+    "in_order_of_calls",
+    "merged",
+]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may hold its reasoning; templates read the first two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +40,8 @@ class Message:
     """What else a template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``, …"""
     train: bool | None = None
     """Whether the loss is on it; None leaves it to the configuration."""
+    weight: float = 1.0
+    """Weight of its tokens in the loss, above 0 and at most 1."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Keys within its content and its calls that nothing reads."""
 
@@ -51,6 +65,14 @@ class Message:
     def words(self) -> str:
         """Return its content without reasoning."""
         return self.content.rpartition("</think>")[2].strip()
+
+    def without_reasoning(self) -> Iterator[Message]:
+        """Yield the message as it would be without its reasoning, with and without the space behind it; nothing where
+        it has none."""
+        fields = {key: value for key, value in self.fields.items() if key not in REASONING}
+        if self.thought or len(fields) < len(self.fields):
+            content = self.content.rpartition("</think>")[2] if self.thought else self.content
+            yield from (replace(self, fields=fields, content=each) for each in (content.lstrip(), content))
 
     def is_contained_in(self, text: str) -> bool:
         """Return whether a rendering has its words and the functions that it calls."""
@@ -115,6 +137,26 @@ def check_order(conversation: Conversation) -> None:
         if message.role == "assistant" and not (message.content.strip() or message.calls_tools):
             raise EmptyTurn(place=str(conversation.place), number=number)
         before = "assistant with tool calls" if message.role == "assistant" and message.calls_tools else message.role
+
+
+def merged(messages: Sequence[Message]) -> list[Message]:
+    """Return ``messages`` with those of one speaker in a row joined by a blank line.
+
+    A system or developer message behind others is the user's: a conversation has one system message, at its start.
+    Calls of tools and their results stay apart.
+    """
+    found: list[Message] = []
+    for message in messages:
+        before = found[-1] if found else None
+        if message.role in ("system", "developer") and before and before.role != message.role:
+            message = replace(message, role="user")
+        alike = before and (before.role, before.train, before.weight) == (message.role, message.train, message.weight)
+        if before and alike and message.role != "tool" and not (before.calls_tools or message.calls_tools):
+            content = "\n\n".join(text for text in (before.content, message.content) if text.strip())
+            found[-1] = replace(message, content=content, fields={**before.fields, **message.fields})
+        else:
+            found.append(message)
+    return found
 
 
 def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message]:

@@ -1,4 +1,4 @@
-"""One record of a file → a conversation with its tool calls, from the three forms in which chat data are published."""
+"""One record of a file → a conversation with its tool calls, from the forms in which chat data are published."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order, in_order_of_calls
+from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order, in_order_of_calls, merged
 from nxdt_core.data.files.paths import lone_surrogate
 from nxdt_core.data.files.records import Place, is_given, unread
 from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
@@ -16,6 +16,7 @@ __all__ = [
     "parsed",
     "read_calls",
     "read_message",
+    "read_question",
     "read_record",
     "read_tools",
     "tools_key",
@@ -101,55 +102,84 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
     return found
 
 
-_SHAREGPT = {
+_ROLES = {
     "human": "user",
     "gpt": "assistant",
+    "model": "assistant",
     "function_call": "assistant",
+    "function": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
-"""Speakers of ShareGPT's records → roles."""
-_OPENAI = {"function": "tool"}
-"""OpenAI's older roles → roles."""
+"""Names that other formats have for roles."""
 _OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
 _OF_PART = ("type", "text")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_PAIR = ("instruction", "input", "output", "history")
+
+_LISTS = ("messages", "conversations")
+"""Keys of whole conversations."""
+_PAIRS = (
+    (("instruction", "input"), "output"),
+    (("instruction", "context"), "response"),
+    (("prompt",), "completion"),
+    (("prompt",), "response"),
+    (("question",), "answer"),
+    (("question",), "response"),
+    (("query",), "response"),
+)
+"""Keys of what is asked, and of the answer: Alpaca and pairs of texts, Dolly, TRL, question answering, OpenOrca."""
 
 
-def read_record(record: Mapping[str, Any], place: Place) -> Conversation:
-    """Return the conversation of a record with ``messages``, ``conversations`` or ``input`` and ``output``.
+def read_record(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Conversation:
+    """Return the conversation of a record with a list of messages, or with a question and an answer.
 
-    An ``instruction`` with an ``output`` is what the user says, before an ``input`` that is not blank (Alpaca); the
-    questions and answers of ``history`` come before it.
+    Several keys of a question are joined by a blank line. ``history`` holds questions and answers that come before it.
     A ``system`` text comes first, ``tools`` are the functions that may be called.
 
+    Args:
+        record: an object of a file.
+        place: of it.
+        merge: join messages that are out of turn, as :func:`~nxdt_core.data.chat.conversation.merged` does.
+
     Raises:
-        UnknownRecord: it has none of these keys.
+        UnknownRecord: it has none of the keys.
         BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: each names the place and the message.
     """
     check_text_only(record, place)
-    read: tuple[str, ...]
-    if _given(record, "messages"):
-        read = ("messages",)
-        messages = [read_message(entry, place, i) for i, entry in _entries(record["messages"], "messages", place)]
-    elif _given(record, "conversations"):
-        read = ("conversations",)
-        entries = _entries(record["conversations"], "conversations", place)
-        messages = [_sharegpt(entry, place, i) for i, entry in entries]
-    elif _given(record, "output") and (_given(record, "input") or _given(record, "instruction")):
-        read, messages = _PAIR, _pair(record, place)
-    else:
-        raise UnknownRecord(place=str(place), keys=tuple(record))
+    read, messages = _messages(record, place)
     messages = with_system(in_order_of_calls(messages, place), record, place)
     conversation = Conversation(
         place=place,
-        messages=messages,
+        messages=merged(messages) if merge else messages,
         tools=read_tools(record, place),
         unused=unused_fields(record, read, messages),
     )
     check_order(conversation)
     return conversation
+
+
+def _messages(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, ...], list[Message]]:
+    """Return the keys that were read, and their messages."""
+    for key in _LISTS:
+        if record.get(key) is not None:  # Arrow tables have every column in every record
+            return (key,), _read_messages(record[key], key, place)
+    for asked, answer in _PAIRS:
+        if record.get(answer) is not None and any(record.get(key) is not None for key in asked):
+            return (*asked, answer, "history"), _pair(record, asked, answer, place)
+    raise UnknownRecord(place=str(place), keys=tuple(record))
+
+
+def read_question(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, ...], list[Message]]:
+    """Return the keys and the messages of a record's conversation or question whose answers are elsewhere.
+
+    Raises:
+        BadMessage, UnknownRole: each names the place and the message.
+    """
+    for key in _LISTS:
+        if record.get(key) is not None:
+            return (key,), _read_messages(record[key], key, place)
+    asked = next((asked for asked, _ in _PAIRS if any(is_given(record.get(key)) for key in asked)), ())
+    return (*asked, "history"), _asked(record, asked, place) if asked else []
 
 
 def check_text_only(record: Mapping[str, Any], place: Place) -> None:
@@ -183,77 +213,98 @@ def with_system(messages: Sequence[Message], record: Mapping[str, Any], place: P
     return list(messages)
 
 
-def _pair(record: Mapping[str, Any], place: Place) -> list[Message]:
-    """Return the messages of a question and an answer, behind those of ``history``."""
-    history = record["history"] if is_given(record.get("history")) else []
+def _pair(record: Mapping[str, Any], asked: Sequence[str], answer: str, place: Place) -> list[Message]:
+    """Return the messages of a question and an answer, each a text or a list of messages."""
+    messages = _asked(record, asked, place)
+    said = record[answer]
+    if _are_messages(said):
+        return [*messages, *_read_messages(said, answer, place, after=len(messages))]
+    return [*messages, _made("assistant", said, place, len(messages) + 1)]
+
+
+def _asked(record: Mapping[str, Any], asked: Sequence[str], place: Place) -> list[Message]:
+    """Return the messages of a question behind those of ``history``."""
+    history = _listed_in(record["history"], place, "history") if is_given(record.get("history")) else []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise BadMessage(place=str(place), number=0, reason="'history' must be a list of [question, answer] pairs")
-    asked = (_text(record.get(key), place, 2 * len(history) + 1) for key in ("instruction", "input"))
-    turns = [*history, ["\n\n".join(text for text in asked if text.strip()), record["output"]]]
-    said = (each for question, answer in turns for each in (("user", question), ("assistant", answer)))
-    return [_made(role, content, place, number) for number, (role, content) in enumerate(said, start=1)]
+    said = (each for question, answer in history for each in (("user", question), ("assistant", answer)))
+    messages = [_made(role, content, place, number) for number, (role, content) in enumerate(said, start=1)]
+    first = record.get(asked[0])
+    if len(asked) == 1 and _are_messages(first):
+        return [*messages, *_read_messages(first, asked[0], place, after=len(messages))]
+    texts = [_text(record.get(key), place, len(messages) + 1) for key in asked]
+    return [*messages, Message(role="user", content="\n\n".join(text for text in texts if text.strip()))]
 
 
-def _given(record: Mapping[str, Any], key: str) -> bool:
-    """Arrow tables have every column in every record."""
-    return record.get(key) is not None
+def _listed_in(value: Any, place: Place, key: str) -> Any:
+    """Return the list whose JSON a cell of a table has, and everything else as it is."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("[")
+    return parsed(value, place, 0, repr(key)) if is_json else value
 
 
-def _entries(value: Any, key: str, place: Place) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    if not isinstance(value, list) or not value:
-        raise BadMessage(place=str(place), number=0, reason=f"'{key}' must be a list of at least one message")
-    for number, entry in enumerate(value, start=1):
-        if not isinstance(entry, dict):
-            raise BadMessage(place=str(place), number=number, reason=f"it is a {type(entry).__name__}, not an object")
-        yield number, entry
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], dict)
+        and bool({"role", "from"} & set(value[0]))
+    )
 
 
-def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
-    """Return the message of an object with ``role`` and ``content``, the ``number``-th of its record.
+def _read_messages(value: Any, key: str, place: Place, *, after: int = 0) -> list[Message]:
+    """Return the messages of a list, or of its JSON, which is under ``key`` and behind ``after`` others.
 
     Raises:
         BadMessage, UnknownRole: each names the place and the message.
     """
-    role = entry.get("role")
+    value = _listed_in(value, place, key)
+    if not isinstance(value, list) or not value:
+        raise BadMessage(place=str(place), number=0, reason=f"{key!r} must be a list of at least one message")
+    for number, entry in enumerate(value, start=after + 1):
+        if not isinstance(entry, dict):
+            raise BadMessage(place=str(place), number=number, reason=f"it is a {type(entry).__name__}, not an object")
+    return [read_message(entry, place, number) for number, entry in enumerate(value, start=after + 1)]
+
+
+def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message:
+    """Return the message of an object with ``role`` and ``content``, or ``from`` and ``value``, the ``number``-th of
+    its record.
+
+    Raises:
+        BadMessage, UnknownRole: each names the place and the message.
+    """
+    keys = ("from", "value") if "role" not in entry and ("from" in entry or "value" in entry) else ("role", "content")
+    role, content = (entry.get(key) for key in keys)
     if not isinstance(role, str):
-        raise BadMessage(place=str(place), number=number, reason="it has no text under 'role'")
+        raise BadMessage(place=str(place), number=number, reason=f"it has no text under {keys[0]!r}")
     _check_same_twice(entry, place, number)
-    return _made(_OPENAI.get(role, role), entry.get("content"), place, number, entry)
+    if role == "function_call":
+        if is_given(entry.get("tool_calls")):
+            reason = f"{keys[1]!r} and 'tool_calls' both hold calls; keep one of them"
+            raise BadMessage(place=str(place), number=number, reason=reason)
+        entry, content = {**entry, "tool_calls": parsed(content, place, number, "a function call")}, ""
+    return _made(_ROLES.get(role, role), content, place, number, entry)
 
 
 def _check_same_twice(entry: Mapping[str, Any], place: Place, number: int) -> None:
     """Let a message pass that names its speaker and its content once, or twice the same."""
-    speaker = entry.get("from")
-    said = (("role", "from", entry.get("role"), _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else None),
-            ("content", "value", entry.get("content"), entry.get("value")))  # fmt: skip
+    role, speaker = (_ROLES.get(name, name) if isinstance(name, str) else name
+                     for name in (entry.get("role"), entry.get("from")))  # fmt: skip
+    said = ("role", "from", role, speaker), ("content", "value", entry.get("content"), entry.get("value"))
     for one, other, first, second in said:
         if is_given(first) and is_given(second) and first != second:
             raise BadMessage(place=str(place), number=number, reason=f"{one!r} and {other!r} differ; keep one of them")
 
 
-def _trained(entry: Mapping[str, Any], place: Place, number: int) -> bool | None:
-    """``train``, or OpenAI's ``weight``, of which 0 says no and 1 nothing."""
+def _trained(entry: Mapping[str, Any], place: Place, number: int) -> dict[str, Any]:
+    """Return the fields of ``train`` and of OpenAI's ``weight``, of which 0 leaves a message out."""
     train, weight = entry.get("train"), entry.get("weight")
     if train is not None and not isinstance(train, bool):
         raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
-    if weight is not None and weight not in (0, 1):
-        raise BadMessage(place=str(place), number=number, reason=f"'weight' is {weight!r}; it must be 0 or 1")
-    return False if train is None and weight == 0 else train
-
-
-def _sharegpt(entry: Mapping[str, Any], place: Place, number: int) -> Message:
-    if "from" not in entry and "role" in entry:
-        return read_message(entry, place, number)
-    speaker, value = entry.get("from"), entry.get("value")
-    if not isinstance(speaker, str):
-        raise BadMessage(place=str(place), number=number, reason="it has no text under 'from'")
-    _check_same_twice(entry, place, number)
-    if speaker == "function_call":
-        if is_given(entry.get("tool_calls")):
-            reason = "'value' and 'tool_calls' both hold calls; keep one of them"
-            raise BadMessage(place=str(place), number=number, reason=reason)
-        entry, value = {**entry, "tool_calls": parsed(value, place, number, "a function call")}, ""
-    return _made(_SHAREGPT.get(speaker, speaker), value, place, number, entry)
+    weight = 1.0 if weight is None else weight
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
+        raise BadMessage(place=str(place), number=number, reason=f"'weight' is {weight!r}; it must be from 0 to 1")
+    return {"train": False if train is None and not weight else train, "weight": float(weight) or 1.0}
 
 
 def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str, Any] | None = None) -> Message:
@@ -272,7 +323,7 @@ def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str
         fields["tool_calls"] = read_calls(calls, place, number)
         left += [f"tool_calls.{key}" for key in unread_of_calls(calls)]
     names = tuple(f"messages.{name}" for name in left)
-    return Message(role=role, content=text, fields=fields, train=_trained(entry, place, number), unread=names)
+    return Message(role=role, content=text, fields=fields, unread=names, **_trained(entry, place, number))
 
 
 def _text(content: Any, place: Place, number: int) -> str:

@@ -10,7 +10,7 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
-from nxdt_core.data.chat.conversation import Message
+from nxdt_core.data.chat.conversation import REASONING, Message
 from nxdt_core.data.chat.templates import ChatKeys, ChatTemplate, find_template
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import (
@@ -51,9 +51,6 @@ _ANSWER = "This one"
 """Answer of a conversation that shows what follows an answer."""
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 """A special token, by its look."""
-
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that may hold its reasoning; templates read the first two."""
 
 
 class TemplateRunner:
@@ -176,7 +173,7 @@ def _plain(value: object) -> Any:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return ``message`` with its reasoning under both keys that templates read, as transformers gives it."""
-    found = [message[key] for key in _REASONING if message.get(key) is not None]
+    found = [message[key] for key in REASONING if message.get(key) is not None]
     return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
 
 

@@ -16,11 +16,13 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
 
-from nxdt_core.config.annotations import Fraction, PositiveInt
+from pydantic import Field
+
+from nxdt_core.config.annotations import Fraction, PositiveInt, Written
 from nxdt_core.config.section import Section
 from nxdt_core.config.sources import PackageNotFound, resolve_path
 from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
@@ -33,6 +35,7 @@ __all__ = [
     "EXPANDS_TO_BYTES",
     "JSON_LINES",
     "JSON_TEXTS",
+    "PACKED",
     "RecordFiles",
     "WatchedFiles",
     "decode",
@@ -54,7 +57,7 @@ EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
 """What a compressed file may expand to in any case, and how many times its size otherwise; text shrinks to a tenth."""
 _PART_BYTES = 1 << 24
 _BOM = "\ufeff"
-_PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
+PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
 """First bytes of compressed files."""
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character, or a whole one in two escapes."""
@@ -133,7 +136,7 @@ def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
     try:
         return content.decode("utf-8").removeprefix(_BOM)
     except UnicodeDecodeError as error:
-        if packed := next((name for begin, name in _PACKED.items() if content.startswith(begin)), None):
+        if packed := next((name for begin, name in PACKED.items() if content.startswith(begin)), None):
             reason = f"it is compressed with {packed}, and only gzip and Zstandard are read, from .gz and .zst files"
             raise DataFileUnreadable(path=str(path), reason=reason) from error
         raise not_utf8(path, content, error.start, first_line=first_line) from error
@@ -255,6 +258,28 @@ class RecordFiles(Section):
     """Decides which records validate. It is not the run's seed, so that another run trains on the same records."""
     dev_choose_samples: PositiveInt | None = None
     """Use only so many records of each split's files, the first ones; ``null`` uses all."""
+    columns: Mapping[str, str] = Field(default_factory=dict)
+    """Names of the files' own columns, where they differ from those of a format: ``{prompt: question}`` reads the
+    column ``question`` as ``prompt``."""
+    bad_records: Literal["refuse", "drop"] = "refuse"
+    """Of a record that cannot be used: stop with its place (``refuse``), or leave it out, counted and listed
+    (``drop``)."""
+    max_bad_share: Fraction = 0.01
+    """Share of the records that ``bad_records: drop`` may leave out; more stop the run."""
+    turn_order: Literal["refuse", "merge"] = "refuse"
+    """Of messages out of turn: ``refuse`` makes the record a bad one. ``merge`` joins messages of one speaker in a row,
+    and gives the text of later system messages to the user."""
+
+    cache_dir: Annotated[Path | None, Written()] = None
+    """Where the tokens are kept for all runs with the same data, tokenizer and settings; ``null``: in ``data/`` of the
+    run's directory."""
+    cache_gib: PositiveInt | None = None
+    """GiB that ``cache_dir`` may hold: what no run has used for longest goes. ``null`` sets no limit."""
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Return the limit of the cache in bytes."""
+        return None if self.cache_gib is None else self.cache_gib << 30
 
     def files(self, split: SplitName) -> tuple[Path, ...]:
         """Return the paths of a split, by either spelling."""
@@ -272,6 +297,8 @@ class RecordFiles(Section):
                 yield single, f"{named} is given too; keep one of the two"
         if not (self.files("train") or self.files("validation") or self.files("test")):
             yield "train_files", "no files are named; give at least one path or pattern"
+        if self.cache_gib is not None and self.cache_dir is None:
+            yield "cache_gib", "it limits data.cache_dir, which is not set"
         if self.validation_fraction >= 1:
             yield "validation_fraction", f"{self.validation_fraction} leaves nothing to train on"
         if self.validation_fraction and self.files("validation"):

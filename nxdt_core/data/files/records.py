@@ -1,39 +1,50 @@
-"""From files of JSON, Arrow or Parquet to raw records, each with its place, and fields that no sample contains."""
+"""From files to raw records, each with its place; fields that no sample contains, and records that are left out."""
 
 from __future__ import annotations
 
 import json
+from array import array
+from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.templates import UnusedMode
 from nxdt_core.data.files.compressed import bare_name
+from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import (
-    EXPANDS_BY,
-    EXPANDS_TO_BYTES,
     JSON_LINES,
+    PACKED,
+    RecordFiles,
     decode,
     expand,
-    json_objects,
+    json_object,
     lone_surrogate,
     read_bytes,
     similar_files,
 )
-from nxdt_core.errors.chats import FieldsUnused
-from nxdt_core.errors.data import (
-    ArrowUnreadable,
-    BadJsonFile,
-    DataFileNotFound,
-    DataFileUnreadable,
-    DataLibraryMissing,
-    NoRecords,
-)
+from nxdt_core.data.files.tables import ARROW, PARQUET, TEXT_TABLES, ArrowRows, text_rows
+from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.chats import FieldsUnused, TemplateMissing, TooManyBadRecords
+from nxdt_core.errors.data import BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords
+from nxdt_core.protocols.dataset import SplitName
 
-__all__ = ["Place", "Record", "UnusedFields", "describe_unused", "is_given", "read_records", "unread"]
+__all__ = [
+    "BadRecords",
+    "Place",
+    "Record",
+    "Records",
+    "UnusedFields",
+    "describe_unused",
+    "is_given",
+    "read_records",
+    "unread",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,61 +60,137 @@ class Place:
 
 
 Record = tuple[Place, dict[str, Any]]
+_Objects = Sequence[tuple[int, dict[str, Any]]]
 
-_ARROW, _PARQUET = ".arrow", ".parquet"
-_KINDS = ((_ARROW,), (_PARQUET,), JSON_LINES)
+_KINDS = ((ARROW,), (PARQUET,), JSON_LINES, (".json",), TEXT_TABLES)
 """Endings of the files of a directory; those of the first kind that it has are read."""
-_BATCH = 1024
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+"""Directories that ``DatasetDict.save_to_disk`` writes for a split."""
 
 
-def read_records(patterns: Iterable[Path], key: str, *, example: str = "") -> tuple[list[Record], str]:
-    """Return the records of all files, in order, and a digest of the files' content.
+class Records(Sequence[Record]):
+    """Records of files, parsed each time that they are asked for: memory holds the bytes of the files.
 
     Args:
-        patterns: paths and patterns; a directory stands for its Arrow files, or else its Parquet or JSONL files.
+        files: paths, each with the numbered objects of the file.
+        columns: key that a format names → key that the files have it under.
+        chosen: places of the records among all; None chooses all.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[tuple[str, _Objects]],
+        columns: Mapping[str, str],
+        chosen: Sequence[int] | None = None,
+    ) -> None:
+        self._files, self._columns = files, columns
+        self._ends = list(accumulate(len(objects) for _, objects in files))
+        self._chosen = range(self._ends[-1] if self._ends else 0) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: Any, /) -> Any:
+        if isinstance(index, slice):
+            return self.take(self._chosen[index])
+        at = self._chosen[index]
+        file = bisect_right(self._ends, at)
+        path, objects = self._files[file]
+        number, record = objects[at - (self._ends[file - 1] if file else 0)]
+        return Place(path=path, number=number), _renamed(record, self._columns) if self._columns else record
+
+    def take(self, chosen: Sequence[int]) -> Records:
+        """Return the records at these places among all."""
+        return Records(self._files, self._columns, chosen)
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    renamed = {key: record[column] for key, column in columns.items() if column in record}
+    return {key: value for key, value in record.items() if key not in columns.values()} | renamed
+
+
+class _Lines(Sequence[tuple[int, dict[str, Any]]]):
+    """Objects of the lines of a JSONL file that are not blank, each with its number."""
+
+    def __init__(self, path: Path, content: bytes, example: str) -> None:
+        check_utf8_start(path, content)
+        if content.startswith(tuple(PACKED)):
+            decode(path, content)
+        self._path, self._content, self._example = path, content, example
+        self._places = array("q")
+        number = begin = 0
+        while begin < len(content):
+            end = content.find(b"\n", begin)
+            end = len(content) if end < 0 else end
+            number += 1
+            if content[begin:end].strip():
+                self._places.extend((number, begin, end))
+            begin = end + 1
+
+    def __len__(self) -> int:
+        return len(self._places) // 3
+
+    def __getitem__(self, index: Any, /) -> Any:
+        number, begin, end = self._places[3 * index : 3 * index + 3]
+        return number, json_object(self._path, number, self._content[begin:end], example=self._example)
+
+
+def read_records(
+    patterns: Iterable[Path],
+    key: str,
+    *,
+    example: str = "",
+    split: SplitName = "train",
+    columns: Mapping[str, str] | None = None,
+) -> tuple[Records, str]:
+    """Return the records of all files, in order, and a digest of the files' content and of ``columns``.
+
+    Args:
+        patterns: paths and patterns; a directory stands for its files of one kind (Arrow, else Parquet, JSONL, JSON,
+            CSV), and one that ``DatasetDict.save_to_disk`` wrote for those of ``split``.
         key: configuration key that names the file, for errors.
         example: a record as it is wanted, as JSON, for errors.
+        split: of the run.
+        columns: key that a format names → key that the files have it under.
 
     Raises:
-        DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonLine, BadJsonFile, NoRecords, DataLibraryMissing,
-        ArrowUnreadable: each names the file, and the line where there are lines.
+        DataFileNotFound, DataFileUnreadable, TextNotUtf8, BadJsonFile, NoRecords, DataLibraryMissing,
+        ArrowUnreadable: each names the file. A record that is asked for raises BadJsonLine, with its line.
     """
-    records: list[Record] = []
+    files: list[tuple[str, _Objects]] = []
     digests: list[str] = []
-    for path in expand((each for pattern in patterns for each in _within(pattern, key)), key):
+    for path in expand((each for pattern in patterns for each in _within(pattern, key, split)), key):
         content = read_bytes(path)
-        before = len(records)
-        records.extend(
-            (Place(path=str(path), number=number), record) for number, record in _records(path, content, example)
-        )
-        if len(records) == before:
+        files.append((str(path), _opened(path, content, example)))
+        if not files[-1][1]:
             raise NoRecords(path=str(path))
         digests.append(digest(content))
-    return records, digest(*digests)
+    return Records(files, columns or {}), digest(*digests, *([dict(columns)] if columns else []))
 
 
-def _within(path: Path, key: str) -> list[Path]:
+def _within(path: Path, key: str, split: SplitName) -> list[Path]:
     if not path.is_dir():
         return [path]
+    if (path / "dataset_dict.json").is_file():
+        path = next((path / name for name in _SPLITS[split] if (path / name).is_dir()), path)
     inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "cache-"))]
     for endings in _KINDS:
-        if found := [each for each in inside if bare_name(each).endswith(endings) and each.is_file()]:
+        found = [each for each in inside if bare_name(each).endswith(endings) and each.is_file()]
+        if found and not (path / "dataset_dict.json").is_file():
             return found
     candidates = tuple(str(each) for each in inside if each.is_dir()) or similar_files(path)
     raise DataFileNotFound(key=key, path=str(path / "*.jsonl"), candidates=candidates)
 
 
-def _records(path: Path, content: bytes, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _opened(path: Path, content: bytes, example: str) -> _Objects:
     name = bare_name(path)
-    if name.endswith((_ARROW, _PARQUET)):
-        return enumerate(_table(path, content), start=1)
-    if name.endswith((".csv", ".tsv")):
-        reason = "it is a table of texts, and records are read from .jsonl, .json, .parquet and .arrow files"
-        raise DataFileUnreadable(path=str(path), reason=reason)
-    text = decode(path, content)
-    if name.endswith(JSON_LINES) or not text.lstrip().startswith("["):
-        return json_objects(path, text, example=example)
-    return enumerate(_listed(path, text), start=1)
+    if name.endswith((ARROW, PARQUET)):
+        return ArrowRows(path, content)
+    if name.endswith(TEXT_TABLES):
+        return text_rows(path, content)
+    if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        return list(enumerate(_listed(path, decode(path, content)), start=1))
+    return _Lines(path, content, example)
 
 
 def _listed(path: Path, text: str) -> list[dict[str, Any]]:
@@ -117,66 +204,6 @@ def _listed(path: Path, text: str) -> list[dict[str, Any]]:
         raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
     records: list[dict[str, Any]] = found
     return records
-
-
-def _table(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """Rows of an Arrow file, of the streaming form that ``datasets`` writes or the other, or of a Parquet file."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataLibraryMissing(path=str(path), package="pyarrow", extra="arrow", reason=str(error)) from error
-    buffer = pyarrow.py_buffer(content)
-    try:
-        if bare_name(path).endswith(_PARQUET):
-            table = _parquet(buffer)
-        elif content.startswith(b"ARROW1"):
-            table = pyarrow.ipc.open_file(buffer).read_all()
-        else:
-            table = pyarrow.ipc.open_stream(buffer).read_all()
-        table.validate(full=True)  # offsets of a damaged file lead anywhere
-        rows: list[dict[str, Any]] = _values(table.to_pylist(), pyarrow.list_(pyarrow.struct(table.schema)))
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        raise ArrowUnreadable(path=str(path), reason=reason) from error
-    return rows
-
-
-def _parquet(buffer: Any) -> Any:
-    """Return the table of a Parquet file, unless it holds a bomb: a page of a few bytes can stand for gigabytes.
-
-    Raises:
-        pyarrow.ArrowException: it is damaged, or expands without end.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    most = max(EXPANDS_TO_BYTES, EXPANDS_BY * len(buffer))
-    batches, found = [], 0
-    with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(buffer)) as file:
-        for batch in file.iter_batches(_BATCH):
-            found += batch.nbytes
-            if found > most:
-                raise pyarrow.ArrowInvalid(f"it expands to more than {EXPANDS_BY} times its size and {most >> 20} MiB")
-            batches.append(batch)
-        return pyarrow.Table.from_batches(batches, file.schema_arrow)
-
-
-def _values(value: Any, kind: Any) -> Any:
-    """Return ``value`` of the Arrow type ``kind``, with the columns of JSON that ``datasets`` writes parsed.
-
-    Objects lose the keys that hold nothing: Arrow gives each object the keys of all others. JSON keeps its nulls.
-    """
-    if isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json":
-        found = json.loads(value)
-        if half := lone_surrogate(value, found):
-            raise ValueError(f"its JSON holds half a character, {half}")
-        return found
-    kind = getattr(kind, "storage_type", kind)
-    if isinstance(value, dict):
-        kinds = {field.name: field.type for field in kind} if hasattr(kind, "get_field_index") else {}
-        return {key: _values(each, kinds.get(key)) for key, each in value.items() if each is not None}
-    return [_values(each, getattr(kind, "value_type", None)) for each in value] if isinstance(value, list) else value
 
 
 class UnusedFields:
@@ -205,6 +232,62 @@ class UnusedFields:
         if found and self._mode == "refuse":
             raise FieldsUnused(place=str(place), names=found)
         self._counts.update(found)
+
+
+T = TypeVar("T")
+_LISTED = 100
+"""Bad records that are listed with their reasons; all are counted."""
+_CHECKED_FROM = 1000
+"""Records after which bad ones may stop a run before the last record."""
+
+
+class BadRecords:
+    """Counts records that cannot be used, and lists the first ones with their places and reasons.
+
+    Args:
+        files: ``bad_records`` is ``refuse`` or ``drop``, and ``max_bad_share`` bounds what is dropped.
+    """
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._drops, self._share = files.bad_records == "drop", files.max_bad_share
+        self._first: NxdtError | None = None
+        self.count = 0
+        self.reasons: list[str] = []
+
+    def usable(self, records: Sequence[Record], make: Callable[[Record], T]) -> Iterator[T]:
+        """Yield what ``make`` makes of each record, without those that cannot be read or for which it raises an error
+        with a place.
+
+        Raises:
+            NxdtError: of a record that is refused.
+            TooManyBadRecords: more are dropped than the configuration allows.
+        """
+        for number in range(len(records)):
+            try:
+                made = make(records[number])
+            except NxdtError as error:
+                if not self._drops or not _is_of_record(error):
+                    raise
+                self._add(error)
+            else:
+                yield made
+            self._check(number + 1, len(records))
+
+    def _add(self, error: NxdtError) -> None:
+        self._first = self._first or error
+        self.count += 1
+        if self.count <= _LISTED:
+            self.reasons.append(f"{error.what()} ({error.code})")
+
+    def _check(self, seen: int, records: int) -> None:
+        if self.count > self._share * seen and (seen == records or seen >= _CHECKED_FROM):
+            raise TooManyBadRecords(
+                bad=self.count, records=seen, share=self._share, first=tuple(self.reasons[:3])
+            ) from self._first
+
+
+def _is_of_record(error: NxdtError) -> bool:
+    return error.code == BadJsonLine.code or (hasattr(error, "place") and error.code != TemplateMissing.code)
 
 
 def describe_unused(counts: Mapping[str, int]) -> str:

@@ -44,8 +44,6 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["apply_context_parallel", "core_semantics", "shard_sequence", "unshard_sequence"]
-
 ContextMethod = Literal["ring", "gather"]
 _METHODS = {"ring": (ring_forward, ring_backward), "gather": (gathered_forward, gathered_backward)}
 """Forward and backward, by how keys and values travel."""

@@ -21,21 +21,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.engine.context.partial_attention import Block, Window
 
-__all__ = [
-    "ContextSequence",
-    "DocumentCache",
-    "DocumentChunks",
-    "document_cache",
-    "document_cache_of",
-    "local_blocks",
-    "prefix_blocks",
-    "ring_blocks",
-    "zigzag_chunks",
-    "zigzag_runs",
-    "zigzag_shard",
-    "zigzag_unshard",
-]
-
 Relation = Literal["apart", "mixed", "one"]
 """Of two chunks, over all rows of the batch: no document in common, one document that fills both, or neither."""
 

@@ -30,8 +30,6 @@ from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
 from nxdt_core.engine.context.partial_attention import AttentionGradients, Block, MergedAttention
 from nxdt_core.torch_versions import all_gather_single
 
-__all__ = ["gathered_backward", "gathered_forward", "ring_backward", "ring_forward"]
-
 _SEQUENCE = 2
 """The dimension of queries, keys and values that is sharded."""
 

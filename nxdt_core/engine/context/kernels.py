@@ -15,17 +15,6 @@ from torch.nn import functional
 
 from nxdt_core.models.autocast import without_autocast
 
-__all__ = [
-    "AttentionKernel",
-    "ComposedKernel",
-    "FlashOrEfficientKernel",
-    "Gradients",
-    "MaskedFlashKernel",
-    "Scoring",
-    "accumulation_dtype",
-    "contiguous_heads",
-]
-
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of query, key and value."""

@@ -20,8 +20,6 @@ from nxdt_core.engine.context.kernels import (
 )
 from nxdt_core.models.attention.grouped_query import block_rows
 
-__all__ = ["AttentionGradients", "Block", "MergedAttention", "Window", "kernel_for"]
-
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
     "masked_flash": MaskedFlashKernel(),

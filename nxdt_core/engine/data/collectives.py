@@ -32,17 +32,6 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
 from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
 
-__all__ = [
-    "GatherDtypes",
-    "PendingReduceScatters",
-    "ReduceScatterByExchange",
-    "ScaledWeights",
-    "WeightGather",
-    "gather_dtypes",
-    "product_weights",
-    "set_gather_dtypes",
-]
-
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _SCATTERED_IN_FLIGHT = 2
 """Sums that are not waited for; each has two copies of the gradients of a layer."""

@@ -44,17 +44,6 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import fsdp_parameter_groups
 
-__all__ = [
-    "OuterModules",
-    "apply_data_parallel",
-    "begin_micro_batch",
-    "check_gradient_dtype",
-    "leaves_experts_whole",
-    "needs_sharding",
-    "outer_modules",
-    "uses_copied_masters",
-]
-
 
 def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
     """Return whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.

@@ -17,8 +17,6 @@ from nxdt_core.distributed.collectives import all_reduce_bucketed, copy_from_fla
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 
-__all__ = ["GradientReducer", "OverlappedAllReduce", "global_norm"]
-
 _BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one call. Larger calls gain little, and the last one has nothing left to overlap."""
 _IN_FLIGHT = 4

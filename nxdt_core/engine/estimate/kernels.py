@@ -27,8 +27,6 @@ from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["AcceleratorKernels", "keep_as_compiled"]
-
 
 class AcceleratorKernels(TorchFunctionMode):
     """Within the block, calls of ``torch`` behave in shapes, dtypes and saved tensors as on an accelerator."""

@@ -12,8 +12,6 @@ from nxdt_core.engine.pipeline.schedules import Operation
 from nxdt_core.protocols.estimate import Memory
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 
-__all__ = ["StorageLayout", "peak_memory"]
-
 _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

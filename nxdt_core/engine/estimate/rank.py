@@ -37,8 +37,6 @@ from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["MeasuredRank", "dimensions", "fake_mesh", "measure_rank"]
-
 _FAKE = "fake"
 
 

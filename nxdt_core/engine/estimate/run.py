@@ -1,7 +1,7 @@
 """What a run of any size would need, from one process without its devices: memory, traffic, idle time, sizes.
 
 Traffic is the bytes that a rank sends in a step: what was measured on a micro-batch, and what comes once per step. They
-are lower bounds by ring algorithms, as in :class:`nxdt_core.engine.estimate.live.WireBytes`.
+are lower bounds by ring algorithms, as in :class:`nxdt_core.engine.estimate.trace.WireBytes`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from nxdt_core.engine.weights import build_whole
 from nxdt_core.protocols.estimate import Estimate, RankEstimate
 from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
-
-__all__ = ["estimate"]
 
 _SCALE_BYTES = 4
 """Of the largest element of a weight that travels in one byte per element, which ranks find together once per step."""

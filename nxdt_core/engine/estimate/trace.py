@@ -1,26 +1,29 @@
-"""One micro-batch through a pipeline stage on the meta device: what it keeps, what it needs on the way, what it sends.
+"""One micro-batch through a pipeline stage on the meta device: the memory that it keeps and needs, and what it sends.
 
-Measured rather than derived: the stage is the very module that would train, in its layout, so that recomputation,
-sequence shards, gathered keys and a plugin's own operators count for what they are.
+Measured rather than derived: the stage is the module that would train, in its layout, so that recomputation, sequence
+shards, gathered keys and a plugin's own operators count for what they are. :class:`LiveBytes` and :class:`WireBytes`
+see every kernel that a real step would launch, with its true shapes. On real tensors they work too.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
-from nxdt_core.engine.estimate.live import LiveBytes, Phase, WireBytes
 from nxdt_core.protocols.step_context import StepContext
-
-__all__ = ["GradientUse", "MicroBatchTrace", "StageInput", "trace_micro_batch"]
 
 GradientUse = Literal["accumulated", "fresh", "sharded"]
 """Use of a parameter's gradient in backward: added to an existing one, kept as the first one, or handed to a
@@ -136,3 +139,150 @@ def _gradient_hook(
             parameter.grad = None
 
     return hook
+
+
+Phase = Literal["activations", "logits", "workspace", "gradients"]
+"""``activations`` are made by a stage's forward, ``logits`` are its last output, the loss and their gradients,
+``workspace`` is what backward needs on the way (recomputed activations included), ``gradients`` are of parameters."""
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that were made inside the block and still live, and remembers the peak.
+
+    Storages are counted once however many tensors view them, in the phase in which they were made.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        """``known``: tensors from outside whose storages are counted elsewhere; they must outlive the block."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase: Phase = "activations"
+        """What storages are counted under that are made now."""
+        self.live: Counter[Phase] = Counter()
+        """Bytes now, by the phase in which they were made."""
+        self.peak: Counter[Phase] = Counter()
+        """Bytes at the moment at which the sum was highest."""
+        self._known = {_local(tensor).untyped_storage()._cdata for tensor in known}
+        self._phases: dict[int, Phase] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and note the storages of its results."""
+        if DTensor in types:
+            return NotImplemented  # its operators on local tensors come here next
+        with torch._C.DisableTorchFunction():  # modes of functions have seen what led here
+            result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def enter(self, phase: Phase) -> None:
+        """Count what is made from now on under ``phase``."""
+        self.phase = phase
+
+    def retag(self, tensor: torch.Tensor, phase: Phase) -> None:
+        """Count the storage of ``tensor`` under another phase from now on."""
+        storage = _local(tensor).untyped_storage()
+        old = self._phases.get(storage._cdata)
+        if old is not None and old != phase:
+            self._phases[storage._cdata] = phase
+            self.live[old] -= storage.nbytes()
+            self.live[phase] += storage.nbytes()
+
+    @property
+    def total(self) -> int:
+        """All bytes that live now."""
+        return sum(self.live.values())
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if not size or key in self._known or key in self._phases:
+            return
+        self._phases[key] = self.phase
+        self.live[self.phase] += size
+        weakref.finalize(storage, self._forget, key, size)
+        if self.total > sum(self.peak.values()):
+            self.peak = self.live.copy()
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live[self._phases.pop(key)] -= size
+
+
+class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that this rank sends in collectives, by the mesh dimension of their group.
+
+    By the algorithms that reach the lower bound (rings): an all-gather or reduce-scatter of n ranks sends
+    ``(n - 1) / n`` of the whole, an all-reduce twice that (Thakur et al. 2005, doi:10.1177/1094342005051521).
+    """
+
+    def __init__(self, dimensions: Mapping[str, str]) -> None:
+        """``dimensions``: dimension by name of a process group; the rest is counted as ``other``."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: Counter[str] = Counter()
+        self._dimensions = dimensions
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count ``func`` if it is a collective, then run it."""
+        if DTensor in types:
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        rule = _SENT.get(name)
+        if rule is None:
+            return
+        position, whole = rule
+        group = _group(args)
+        ranks = group.size()
+        size = sum(leaf.nbytes for leaf in tree_leaves(args[position]))
+        self.sent[self._dimensions.get(group.group_name, "other")] += round(size * whole(ranks))
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _others(ranks: int) -> float:
+    return float(ranks - 1)
+
+
+def _twice_share(ranks: int) -> float:
+    return 2 * _share(ranks)
+
+
+def _all(ranks: int) -> float:
+    return 1.0
+
+
+_SENT = {
+    "allreduce_": (0, _twice_share),
+    "allreduce_coalesced_": (0, _twice_share),
+    "_allgather_base_": (0, _share),
+    "allgather_": (0, _share),
+    "allgather_into_tensor_coalesced_": (0, _share),
+    "_reduce_scatter_base_": (1, _share),
+    "reduce_scatter_": (1, _share),
+    "reduce_scatter_tensor_coalesced_": (1, _share),
+    "alltoall_base_": (1, _share),
+    "alltoall_": (1, _share),
+    "broadcast_": (0, _share),
+    "send": (0, _all),
+    "all_reduce": (0, _twice_share),
+    "all_gather_into_tensor": (0, _others),
+    "reduce_scatter_tensor": (0, _share),
+    "all_to_all_single": (0, _share),
+}
+"""Collective → position of its argument that is counted, and the share of it that each of n ranks sends."""
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The process group among the arguments of a collective: an object in ``c10d``, a name in the functional ones."""
+    for value in reversed(args):
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    return dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,16 +27,6 @@ from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, Paramet
 from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = [
-    "ParameterCounts",
-    "StateBytes",
-    "StateOf",
-    "count_parameters",
-    "count_unique",
-    "needs_stand_ins",
-    "optimizer_state",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:

@@ -22,8 +22,6 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, traits_of
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["Workload", "workload_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:

@@ -21,8 +21,6 @@ from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNo
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
 from nxdt_core.protocols.piece import Piece
 
-__all__ = ["TorchOptimizer"]
-
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 """Python numbers that an optimizer may keep as state, and the dtype that holds them exactly."""
 

@@ -18,8 +18,6 @@ from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, Stoch
 from nxdt_core.models.random.positions import KEY_WORDS, noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 
-__all__ = ["AdamUpdates", "StochasticUpdates", "in_buckets", "round_into"]
-
 BUCKET_ELEMENTS = 2**25
 """Elements of whole parameters whose weights and gradients exist in float32 at a time: 256 MiB of both."""
 _LEAVES = ("", "/exp_avg", "/exp_avg_sq")

@@ -24,18 +24,6 @@ from nxdt_core.models.random.positions import Rows, element_numbers, rounding_ke
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = [
-    "Backend",
-    "BlockKernel",
-    "Numbers",
-    "StochasticRounding",
-    "backend_on",
-    "can_compile",
-    "masters_rounded",
-    "separate_rows",
-    "updates_rounded",
-]
-
 Backend = Literal["eager", "compile"]
 """What runs a kernel: torch operation by operation, or ``torch.compile``."""
 _PIECE_COMPILED = 2**30

@@ -24,8 +24,6 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["PartCosts", "choose_cuts", "counted_costs", "stage_costs"]
-
 _TRAINED, _FROZEN = 6, 4
 """Operations per weight and token: two in forward, two for the gradient of the input, two for that of the weight."""
 _ONCE, _TWICE = 3, 4

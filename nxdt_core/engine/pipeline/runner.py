@@ -31,8 +31,6 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import Schedule, check_micro_batches, rank_of_stage
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["PipelineRunner"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from torch.distributed.pipelining.schedules import UNSHARD
 
 from nxdt_core.protocols.mesh import Schedule, stages_of_rank
 
-__all__ = ["Operation", "bubble_fraction", "make_schedule", "schedule_operations", "step_length"]
-
 StockSchedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 
 _LOOPED: Mapping[Schedule, type[ScheduleInterleaved1F1B | ScheduleZBVZeroBubble]] = {

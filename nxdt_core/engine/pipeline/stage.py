@@ -32,16 +32,6 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.torch_versions import fsdp_parameter_groups
 
-__all__ = [
-    "ForwardArguments",
-    "HiddenSpec",
-    "MicroBatchStream",
-    "StageSettings",
-    "StepContexts",
-    "StreamedStage",
-    "run_schedule",
-]
-
 _REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
 """Whether schedules call ``perform_reduce_grad`` at the end of a step. Those of 2.9 do not."""
 _SENDS_IN_FLIGHT = 4

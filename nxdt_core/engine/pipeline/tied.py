@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["TiedCopies", "sum_tied_gradients", "tied_copies", "tied_group"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedCopies:

@@ -42,8 +42,6 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 
-__all__ = ["TensorSharder", "apply_tensor_parallel", "keep_gathered", "partial_parameters", "replicated_partials"]
-
 _IN_BLOCKS: tuple[TensorStyle, ...] = (
     "column",
     "column_gathered",
@@ -270,7 +268,8 @@ class TensorSharder:
             cut = self._even(path, 0, linear.out_features, "output features")
             weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
             kind = GatheredColumnLinear if style == "column_gathered" else WholeColumnLinear
-            return kind(weight, bias, self._group, update=self._update(linear, cut))
+            update = self._update(linear, cut)
+            return kind(weight, bias, group=self._group, spread=cut.spread, part=cut.part, update=update)
         if style in _ROWS:
             return self._row(path, linear, style)
         cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")

@@ -23,8 +23,6 @@ from nxdt_core.errors.launch import HeadsDoNotDivide
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import AttentionHeads
 
-__all__ = ["HeadSharding", "PaddedDim", "padded_parameters", "unpadded_shard"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSharding:

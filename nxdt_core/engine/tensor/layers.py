@@ -31,24 +31,6 @@ from nxdt_core.errors.launch import SequenceDoesNotDivide
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.updates import Product, updated_linear
 
-__all__ = [
-    "SEQUENCE_DIM",
-    "BlockEntry",
-    "ColumnParallelLinear",
-    "FeatureShard",
-    "GatheredColumnLinear",
-    "PartialRowLinear",
-    "RowParallelLinear",
-    "SequenceParallelEmbedding",
-    "SplitRowLinear",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "WholeColumnLinear",
-    "local_part",
-    "local_vocab_rows",
-    "sum_over_ranks",
-]
-
 SEQUENCE_DIM = 1
 """Dimension of [batch, seq, hidden] that sequence parallelism cuts."""
 
@@ -122,31 +104,19 @@ class ColumnParallelLinear(nn.Module):
         return product if bias is None else product + functional.pad(bias[: self.real], (0, self.zeros))
 
 
-class GatheredColumnLinear(nn.Module):
+class GatheredColumnLinear(ColumnParallelLinear):
     """A column-parallel layer that returns the features of all ranks; their gradients are partial sums."""
 
     def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        group: dist.ProcessGroup,
-        *,
-        update: nn.Module | None = None,
+        self, weight: nn.Parameter, bias: nn.Parameter | None, *, group: dist.ProcessGroup, **options: Any
     ) -> None:
-        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, cut evenly; ``update`` likewise."""
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.update = update
-        self.product: Product = functional.linear
-        """A slot: the product of inputs and this rank's part of the weight."""
+        """``group``: the tensor parallel ranks; other arguments as of :class:`ColumnParallelLinear`, cut evenly."""
+        super().__init__(weight, bias, **options)
         self.group = group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]."""
-        bias = None if self.bias is None else local_part(self.bias)
-        weight = local_part(self.weight)
-        return self.gathered(updated_linear(hidden, weight, bias, self.update, product=self.product))
+        return self.gathered(super().forward(hidden))
 
     def gathered(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features of all ranks; gradients are summed."""

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from nxdt_core.distributed.environment import join_mpi, join_usual
+from nxdt_core.distributed.environment import join_mpi, join_torchrun
 from nxdt_core.errors.launch import CannotSubmit
 from nxdt_core.launch.launchers.config import LocalOptions, exports, header, program
 from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
@@ -60,7 +60,7 @@ class EnvironmentLauncher:
 
     def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place that the usual variables say."""
-        return join_usual(environment, socket.gethostname())
+        return join_torchrun(environment, socket.gethostname())
 
     def submission(self, job: Job, options: Any) -> Submission:
         """Raise CannotSubmit: torchrun is started by hand or by a scheduler."""

@@ -65,13 +65,13 @@ class KeyValueCache:
 
     def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the positions and the documents, int64 [rows, tokens], of the next ``tokens`` columns. Padding is a
-        document of its own; None: there is none."""
+        separate document; None: there is no padding."""
         columns = torch.arange(self.length, self.length + tokens) - self._padding[:, None]
         documents = (columns >= 0).long() - 1 if self._padded and not self.length else None
         return columns.clamp_(min=0), documents
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order; one may be named several times."""
+        """Continue these rows only, in this order; one may be named several times."""
         index = torch.tensor(rows)
         self._padding = self._padding[index]
         self._masks = {width: mask[index.to(mask.device)] for width, mask in self._masks.items()}
@@ -117,7 +117,7 @@ class _CachedAttention(nn.Module):
         document_ids: torch.Tensor | None = None,
         step: StepContext | None = None,
     ) -> torch.Tensor:
-        """As :meth:`nxdt_core.models.attention.grouped_query.CausalAttention.forward`, of the new columns."""
+        """Return what ``CausalAttention.forward`` does, for the new columns."""
         cache = self.cache
         if cache.length == 0:
             self._fill(key[:, :, : cache.new], value[:, :, : cache.new])
@@ -136,7 +136,7 @@ class _CachedAttention(nn.Module):
         )
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with ``rows``."""
+        """Continue ``rows`` only."""
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
 

@@ -187,12 +187,12 @@ class CheckpointSaver(Callback):
         self,
         storage: CheckpointStore,
         config: ResolvedConfig,
-        figures: SaveMetrics,
+        save_metrics: SaveMetrics,
         ownership: Ownership | None = None,
     ) -> None:
         self._config = config.run.checkpoint
         self._storage = storage
-        self._figures = figures
+        self._save_metrics = save_metrics
         self._ownership = ownership
         self._retention = RunRetention(
             storage,
@@ -233,25 +233,25 @@ class CheckpointSaver(Callback):
         )
         if resumed is not None:
             self._retention.resumed(resumed)
-            self._figures.resumed(resumed)
+            self._save_metrics.resumed(resumed)
 
     def on_step_end(self, run: Run) -> None:
         """Complete a save that has ended; begin one that is due."""
-        self._figures.step_ended()
+        self._save_metrics.step_ended()
         self._manager_made.poll()
         due = self._due(run)
         if due is not None and self._config.monitor != "step" and validates_after(run):
             self._after_validation = due
         elif due is not None:
             self._save(run, due)
-        self._figures.step_began()
+        self._save_metrics.step_began()
 
     def on_validation_end(self, run: Run) -> None:
-        """Save what waited for the figures of this validation."""
+        """Save what waited for the metrics of this validation."""
         due, self._after_validation = self._after_validation, None
         if due is not None:
             self._save(run, due)
-        self._figures.step_began()
+        self._save_metrics.step_began()
 
     def on_fit_end(self, run: Run) -> None:
         """Save the last step (a run that was asked to stop early always does), and wait until it is committed."""
@@ -261,7 +261,7 @@ class CheckpointSaver(Callback):
         if self._config.save_last or run.step < run.max_steps:
             self._save(run, self._kind(run.step) or "regular")
             self._manager_made.wait()
-        self._figures.close()
+        self._save_metrics.close()
 
     def close(self, run: Run) -> None:
         """Let the save in flight of a run that breaks end; what broke it may concern this rank only, so no other is
@@ -307,7 +307,7 @@ class CheckpointSaver(Callback):
             run.say(f"step {run.step}: no checkpoint, the one before is still being written")
             return
         self._saved = run.step
-        self._figures.begun(run.step)
+        self._save_metrics.begun(run.step)
 
     def _prune(self, manifest: Manifest) -> None:
         """After a commit, on the first rank, in the background."""
@@ -317,6 +317,6 @@ class CheckpointSaver(Callback):
 
     def _report_saved(self, run: Run, report: SaveReport) -> None:
         manifest = run.saved = report.manifest
-        self._figures.saved(report)
+        self._save_metrics.saved(report)
         run.say(f"step {manifest.step}: checkpoint saved to {build.step_uri(self._storage, manifest.step)} ({report})")
         run.call("on_checkpoint_saved", manifest)

@@ -45,7 +45,7 @@ class Console:
         self._speaks = speaks
         self._bar: Any = None
 
-    def expect(self, max_steps: int) -> None:
+    def set_max_steps(self, max_steps: int) -> None:
         """Set another last step of the run."""
         self._total = max_steps
 
@@ -98,8 +98,8 @@ class Console:
     def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:
         """Show the loss of a validation, and that of each set where there are several."""
         self.say(f"step {row['step']}: validation {_validation_text(row, unit)}", row)
-        for name, figures in row.get("sets", {}).items():
-            self.say(f"  {name}: {_validation_text(figures, unit)}")
+        for name, metrics in row.get("sets", {}).items():
+            self.say(f"  {name}: {_validation_text(metrics, unit)}")
 
     def close(self) -> None:
         """Close the bar and leave its last state on the screen."""
@@ -114,10 +114,10 @@ class Console:
         return f"{done}  {_values(row)}"
 
 
-def _validation_text(figures: Mapping[str, Any], unit: str) -> str:
-    loss = "none" if figures["loss"] is None else f"{figures['loss']:.4f}"
-    perplexity = f", perplexity {figures['perplexity']:.4g}" if figures.get("perplexity") else ""
-    return f"loss {loss}{perplexity} over {figures[unit]:,} {unit}"
+def _validation_text(metrics: Mapping[str, Any], unit: str) -> str:
+    loss = "none" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+    perplexity = f", perplexity {metrics['perplexity']:.4g}" if metrics.get("perplexity") else ""
+    return f"loss {loss}{perplexity} over {metrics[unit]:,} {unit}"
 
 
 def _values(row: Mapping[str, Any]) -> str:

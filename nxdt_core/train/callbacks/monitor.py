@@ -58,7 +58,7 @@ class Monitor:
         self._max_steps = config.run.trainer.max_steps
         self._facts = {
             "version": __version__,
-            "plugins": config.kernel.fingerprint() if self.wanted else "",
+            "plugins": config.kernel.fingerprint() if self.enabled else "",
             "model": config.selected("model").component.qualified_name,
         }
         self._started = time.time()
@@ -66,7 +66,7 @@ class Monitor:
         self._texts = ("", "{}", self._started)
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Whether this process writes anything."""
         return bool(self._files) or self._serves
 
@@ -105,7 +105,7 @@ class Monitor:
             self._error = error.code if isinstance(error, NxdtError) else type(error).__name__
         self.update(at_once=True)
 
-    def expect(self, max_steps: int) -> None:
+    def set_max_steps(self, max_steps: int) -> None:
         """Set another last step of the run."""
         self._max_steps = max_steps
 
@@ -119,7 +119,7 @@ class Monitor:
 
     def update(self, *, at_once: bool = False) -> None:
         """Write the state where the last time is ``interval_s`` ago."""
-        if not self.wanted or not (at_once or time.monotonic() - self._written_at >= self._settings.interval_s):
+        if not self.enabled or not (at_once or time.monotonic() - self._written_at >= self._settings.interval_s):
             return
         self._render()
         for key, path in list(self._files.items()):

@@ -30,7 +30,7 @@ _ASIDE = ".replaced.jsonl"
 
 @final
 class MetricFiles:
-    """Appends rows to the files of figures of a run; a run that cannot write one of them is not worth continuing.
+    """Appends rows to the metric files of a run; a run that cannot write one of them is not worth continuing.
 
     Args:
         run_dir: directory of the files; None writes nothing.

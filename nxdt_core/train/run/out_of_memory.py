@@ -1,4 +1,4 @@
-"""What becomes of running out of memory: an error with the figures and the estimate's, instead of a traceback."""
+"""Running out of memory ends in an error with what is in use and what was estimated, instead of a traceback."""
 
 from __future__ import annotations
 

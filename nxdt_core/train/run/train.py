@@ -14,12 +14,11 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.checkpoint import Ownership
-from nxdt_core.config import ResolvedConfig
+from nxdt_core.config import ResolvedConfig, Selected
 from nxdt_core.config.annotations import seconds_of
-from nxdt_core.config.resolved import Selected
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.launch.agreement import check_world_size
@@ -108,7 +107,7 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
 def _started(config: ResolvedConfig) -> Iterator[ParallelEngine]:
     """Start the engine for a block, and stop it. After an error the groups of several ranks stay: leaving them waits
     for ranks that are stuck in them, or fails those, too."""
-    check_world_size(config, place_from_environment())
+    check_world_size(config, read_rank_environment())
     engine = build.engine(config)
     start_engine(config, engine)
     try:
@@ -137,8 +136,8 @@ class _Training:
         if counts_epochs(config):
             data.prepare()
             config = epochs_to_steps(config, data.train_samples)
-            self.console.expect(config.run.trainer.max_steps)
-        self.monitor.expect(config.run.trainer.max_steps)
+            self.console.set_max_steps(config.run.trainer.max_steps)
+        self.monitor.set_max_steps(config.run.trainer.max_steps)
         if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
             return self._nothing_to_do(config, start)
         base = decide_base(config, start, self.console.say, self.engine.ranks) if _resumes(start) else None
@@ -193,10 +192,10 @@ class _Training:
         _log.info("plugins %s", config.kernel.fingerprint())
 
     def _composed(self, session: TrainSession, files: MetricFiles) -> tuple[MetricsWriter, Run]:
-        """Return the run with its callbacks: the figures first, then what acts on them, then saving; what stops the run
+        """Return the run with its callbacks: the metrics first, then what acts on them, then saving; what stops the run
         on request comes after all of them."""
         config, trainer, manager = session.config, session.config.run.trainer, session.config.run.exp_manager
-        figures = SaveMetrics(files)
+        save_metrics = SaveMetrics(files)
         policy = build.precision(config)
         metrics = MetricsWriter(
             files,
@@ -205,7 +204,7 @@ class _Training:
             flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
             compute_dtype=policy.autocast or policy.parameters,
             parameter_norm=manager.log_parameter_norm,
-            more=lambda: figures.row,
+            more=lambda: save_metrics.row,
         )
         observers = self._observers(config)
         stopping, ends = manager.early_stopping_callback_params, trainer.max_time
@@ -218,11 +217,11 @@ class _Training:
             "early stopping": EarlyStop(stopping, min_steps=trainer.min_steps or 0)
             if manager.create_early_stopping_callback
             else None,
-            "checkpoints": CheckpointSaver(self.own, config, figures, self.ownership)
+            "checkpoints": CheckpointSaver(self.own, config, save_metrics, self.ownership)
             if config.run.checkpoint.enabled
             else None,
             "time limit": TimeLimit(seconds_of(ends), self.signals) if ends is not None else None,
-            "monitor": MonitorReports(self.monitor, metrics) if self.monitor.wanted else None,
+            "monitor": MonitorReports(self.monitor, metrics) if self.monitor.enabled else None,
             "signals": self.signals,
         }
         used = {name: callback for name, callback in callbacks.items() if callback is not None}

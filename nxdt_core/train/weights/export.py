@@ -1,9 +1,10 @@
-"""From a checkpoint of ours to a Hugging Face directory, in pieces: what ``nxdt checkpoint export`` calls."""
+"""From a checkpoint of ours to a Hugging Face directory or a GGUF file: what ``nxdt checkpoint export`` calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from nxdt_core import checkpoint
@@ -14,8 +15,9 @@ from nxdt_core.checkpoint.format.file_names import hf_name
 from nxdt_core.checkpoint.format.manifest import FileEntry
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.directory import read_from, write_hf, write_shards
+from nxdt_core.checkpoint.hf.directory import ReadShard, read_from, write_hf, write_shards
 from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.checkpoint.hf.gguf import GgufDtype, write_gguf
 from nxdt_core.checkpoint.hf.key_map import exchange_of
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.checkpoint.read.status import newest_first
@@ -24,6 +26,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template
 from nxdt_core.errors.checkpoints import CheckpointNotFound
+from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import HFTokenizer
@@ -31,7 +34,7 @@ from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE, average_index
 from nxdt_core.train.weights.saved_config import SavedRun, locate, named_config, own_run, saved_run
 
-__all__ = ["ExportDtype", "Exported", "HFForm", "export_hf", "plan_export"]
+__all__ = ["ExportDtype", "Exported", "HFForm", "export_gguf", "export_hf", "plan_export"]
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -89,9 +92,85 @@ def export_hf(
         HFExchangeUnsupported: its model has no counterpart at Hugging Face.
         HFNotWritable: ``target`` is not empty.
     """
+    found = _find_export(source, config, trusted, ranks, average=average, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    place = checkpoint.open_storage(target, found.kernel)
+    origin = f"{found.storage.uri}/{found.manifest.prefix}{AVERAGE if average else ''}"
+    write_hf(place, found.plan, found.read, origin=origin, workers=workers, ranks=ranks)
+    files = (*(shard.file for shard in found.plan.shards), *found.plan.texts)
+    return found.exported(place.uri, files, found.plan.size_bytes)
+
+
+def export_gguf(
+    source: str,
+    target: str,
+    *,
+    dtype: GgufDtype = "float16",
+    average: bool = False,
+    config: str | None = None,
+    trusted: Sequence[str] = (),
+) -> Exported:
+    """Write the model of a checkpoint as one GGUF file, which llama.cpp and Ollama run.
+
+    One tensor is in memory at a time. What is read is verified.
+
+    Args:
+        source: as of :func:`export_hf`.
+        target: path of the file.
+        dtype: of matrices.
+        average: as of :func:`export_hf`.
+        config: as of :func:`export_hf`.
+        trusted: as of :func:`export_hf`.
+
+    Raises:
+        GgufUnsupported: llama.cpp does not run such a model or tokenizer.
+        GgufLibraryMissing: the package ``gguf`` is not installed.
+        NxdtError: as of :func:`export_hf`.
+    """
+    found = _find_export(source, config, trusted, None, average=average)
+    path = Path(target)
+    size_bytes, notes = write_gguf(path, found.plan, found.read, dtype=dtype, name=path.stem)
+    return found.exported(target, (path.name,), size_bytes, notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Export:
+    """A checkpoint that is exported, and the Hugging Face directory that it becomes."""
+
+    storage: CheckpointStore
+    manifest: Manifest
+    address: str
+    index: Mapping[str, TensorEntry]
+    plan: HFPlan
+    notes: tuple[str, ...]
+    kernel: Kernel | None
+
+    @property
+    def read(self) -> ReadShard:
+        return read_from(self.storage, self.manifest, self.index)
+
+    def exported(self, target: str, files: tuple[str, ...], size_bytes: int, more: tuple[str, ...] = ()) -> Exported:
+        return Exported(
+            source=self.address,
+            target=target,
+            step=self.manifest.step,
+            files=files,
+            size_bytes=size_bytes,
+            notes=(*self.notes, *more),
+        )
+
+
+def _find_export(
+    source: str,
+    config: str | None,
+    trusted: Sequence[str],
+    ranks: RankAgreement | None,
+    *,
+    average: bool,
+    dtype: ExportDtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> _Export:
     own, keys = named_config(config, trusted)
     storage, step = locate(source, own)
-    place = checkpoint.open_storage(target, None if own is None else own.kernel)
     manifest = on_all_ranks(ranks, lambda: _find(storage, step, keys) if rank_of(ranks) == 0 else None, where=source)[0]
     assert manifest is not None
     address = build.step_uri(storage, manifest.step)
@@ -104,15 +183,14 @@ def export_hf(
 
     on_all_ranks(ranks, plan_all, where=source)
     plan, notes = planned[0]
-    origin = f"{storage.uri}/{manifest.prefix}{AVERAGE if average else ''}"
-    write_hf(place, plan, read_from(storage, manifest, index), origin=origin, workers=workers, ranks=ranks)
-    return Exported(
-        source=address,
-        target=place.uri,
-        step=manifest.step,
-        files=(*(shard.file for shard in plan.shards), *plan.texts),
-        size_bytes=plan.size_bytes,
+    return _Export(
+        storage=storage,
+        manifest=manifest,
+        address=address,
+        index=index,
+        plan=plan,
         notes=notes,
+        kernel=None if own is None else own.kernel,
     )
 
 

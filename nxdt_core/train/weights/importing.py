@@ -30,7 +30,7 @@ from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
 
-__all__ = ["Imported", "check_empty", "described_run", "import_checkpoint"]
+__all__ = ["Imported", "check_empty", "described_run", "import_checkpoint", "write_counters"]
 
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
@@ -88,25 +88,19 @@ def import_checkpoint(
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)
     storage = checkpoint.open_storage(target)
-    opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
+    foreign = _Foreign(source)
 
     def prepare() -> None:
-        run = load(config, overrides) if config else None
-        name, found = open_checkpoint(Path(source), Kernel.start() if run is None else run.kernel, format)
-        run = described_run(source, name, found, overrides) if run is None else run
+        foreign.recognise(load(config, overrides) if config else None, overrides, format)
         if rank_of(ranks) == 0:
             check_empty(storage)
-        listing = found.listing(build.model_builder(run), weights_only=weights_only)
-        opened.append((name, found, run, listing, read_hf_source(Path(source)) if name == "hf" else None))
+        foreign.list_tensors(weights_only=weights_only)
 
     on_all_ranks(ranks, prepare, where=source)
-    name, found, run, listing, said = opened[0]
-    # Without the optimizer's state no run can resume at a later step as if it had never stopped.
-    whole = any(section == "optim" for section, _ in listing)
-    train = TrainState(step=found.step, consumed_samples=found.consumed_samples) if whole else TrainState()
+    train, run, said = foreign.train_state(), foreign.run, foreign.hf
 
     def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
-        return _write(writer, found, listing, mine, train, rank=rank_of(ranks))
+        return foreign.write(writer, mine, train, rank=rank_of(ranks))
 
     facts = CheckpointFacts(
         consumed_samples=train.consumed_samples,
@@ -115,12 +109,12 @@ def import_checkpoint(
         versions=versions_of(run.kernel),
         hf={} if said is None else said.facts(),
     )
-    assignment = agree_on_assignment(ranks, lambda: listing, where=build.step_uri(storage, train.step))
+    assignment = agree_on_assignment(ranks, lambda: foreign.listing, where=build.step_uri(storage, train.step))
     plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=write)
     manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(run))
     return Imported(
         source=source,
-        format=name,
+        format=foreign.format,
         target=build.step_uri(storage, train.step),
         step=train.step,
         model=run.selected("model").component.record.name,
@@ -128,6 +122,68 @@ def import_checkpoint(
         size_bytes=manifest.size_bytes,
         notes=(f"not in the checkpoint: {enumeration(said.left_out)}",) if said is not None and said.left_out else (),
     )
+
+
+class _Foreign:
+    """A checkpoint of another program. Its attributes are set by :meth:`recognise` and :meth:`list_tensors`.
+
+    Args:
+        path: a directory or file.
+    """
+
+    format: str
+    """Name of its format."""
+    reader: CheckpointReader
+    run: ResolvedConfig
+    """A run of its model."""
+    listing: Listing
+    """The tensors that it holds."""
+    hf: HFSource | None = None
+    """What a Hugging Face directory says of using the model; None for other formats."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def recognise(self, run: ResolvedConfig | None, overrides: Sequence[str], format: str | None) -> None:
+        """Find its format and its reader, and the run of its model: ``run``, or what it describes."""
+        kernel = Kernel.start() if run is None else run.kernel
+        self.format, self.reader = open_checkpoint(Path(self.path), kernel, format)
+        self.run = described_run(self.path, self.format, self.reader, overrides) if run is None else run
+
+    def list_tensors(self, *, weights_only: bool) -> None:
+        """Read which tensors it holds, and what it says of using the model."""
+        self.listing = self.reader.listing(build.model_builder(self.run), weights_only=weights_only)
+        if self.format == "hf":
+            self.hf = read_hf_source(Path(self.path))
+
+    def train_state(self) -> TrainState:
+        """Return its counters; zeros without an optimizer's state, since no run can resume at a later step then."""
+        if not any(section == "optim" for section, _ in self.listing):
+            return TrainState()
+        return TrainState(step=self.reader.step, consumed_samples=self.reader.consumed_samples)
+
+    def write(
+        self, writer: AttemptWriter, mine: AbstractSet[TensorKey], train: TrainState, *, rank: int
+    ) -> dict[TensorKey, TensorPart]:
+        """Write the tensors that were given to this rank; rank 0 also writes the state."""
+        parts: dict[TensorKey, TensorPart] = {}
+        for section in SECTIONS:
+            held = {place[1]: each for place, each in self.listing.items() if place[0] == section and place in mine}
+
+            def read(names: Sequence[str], section: str = section) -> Any:
+                return self.reader.read([(section, name) for name in names])
+
+            written = write_listed(writer, section, held, read, rank=rank)
+            parts |= {(section, name): part for name, part in written.items()}
+        if rank == 0:
+            write_counters(writer, train)
+        return parts
+
+
+def write_counters(writer: AttemptWriter, train: TrainState) -> None:
+    """Write the state of rank 0 for a checkpoint that no training run has saved: counters alone."""
+    with writer.file(state_name(0)) as stream:
+        stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
 
 
 def described_run(source: str, format: str, found: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -170,29 +226,3 @@ def check_empty(storage: CheckpointStore) -> None:
     for status in checkpoint.list_checkpoints(storage):
         if status.state != "unfinished":
             raise ImportPlaceTaken(uri=storage.uri, step=status.step)
-
-
-def _write(
-    writer: AttemptWriter,
-    found: CheckpointReader,
-    listing: Listing,
-    mine: AbstractSet[TensorKey],
-    train: TrainState,
-    *,
-    rank: int,
-) -> dict[TensorKey, TensorPart]:
-    """Write the tensors that were given to this rank; rank 0 the state, too."""
-    parts: dict[TensorKey, TensorPart] = {}
-    for section in SECTIONS:
-        held = {place[1]: each for place, each in listing.items() if place[0] == section and place in mine}
-
-        def read(names: Sequence[str], section: str = section) -> Any:
-            return found.read([(section, name) for name in names])
-
-        written = write_listed(writer, section, held, read, rank=rank)
-        parts |= {(section, name): part for name, part in written.items()}
-    if rank == 0:
-        state = {"train": train.to_dict(), "rng": {}, "extra": {}}
-        with writer.file(state_name(0)) as stream:
-            stream.write(encode_state(state, 0)[0])
-    return parts

@@ -211,7 +211,7 @@ def _is_first_reader(engine: ParallelEngine) -> bool:
 
 
 def _read(path: Path) -> tuple[str, LogProbs] | None:
-    """The digest and the figures in a file; None where it is not there, or damaged."""
+    """The digest and the values in a file; None where it is not there, or damaged."""
     with (
         suppress(FileNotFoundError, *_DAMAGED),
         open(path, "rb", opener=regular_opener) as file,

@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from nxdt_core.config import check
-from nxdt_core.config.complete import complete
+from nxdt_core.config.complete import Completion
 from nxdt_core.config.components import usable_class
 from nxdt_core.config.read import read_part
 from nxdt_core.config.reference import class_doc, field_docs
@@ -221,7 +221,7 @@ def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
 
 
 def _assert_comes_back(cls: type) -> None:
-    tree = complete(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
+    tree = Completion(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
     first, problems = read_part(cls, tree, "")
     assert not problems, f"the defaults of {cls.__name__} do not fit its keys: {problems[0]}"
     with no_error(f"the defaults of {cls.__name__} cannot be written as YAML:"):

@@ -26,6 +26,7 @@ from nxdt_core.errors.layouts import (
 )
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.models.loss import cross_entropy_sum
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout
 from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
@@ -138,7 +139,7 @@ def refusals() -> dict[str, str]:
     found = {}
     with process_group():
         mesh = ParallelMesh.build(MeshSizes(cp=2), "cpu")
-        for core in (nn.Identity(), Windowed(), Encoder()):
+        for core in (nn.Identity(), Windowed(), Encoder(), CausalAttentionWithDropout(0.1)):
             model = nn.ModuleDict({"core": core})
             with raises(AttentionCoreUnknown) as refused:
                 apply_context_parallel(model, ParallelPlan(attention_cores=("core",)), mesh, method="ring")
@@ -167,6 +168,7 @@ def test_cores_that_cannot_be_sharded_are_refused_in_words(ranks):
     assert "does not say what it computes" in found["Identity"]
     assert "overrides forward() and not semantics()" in found["Windowed"]
     assert "see later ones" in found["Encoder"]
+    assert "it has dropout" in found["CausalAttentionWithDropout"]
     assert "plan names no attention" in found["none"]
     assert "'layers.*.kernel'" in found["absent"]
     assert "context_parallel_size is 2" in found["none"]

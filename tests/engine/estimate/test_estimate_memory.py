@@ -9,7 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
-from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.engine.estimate.trace import LiveBytes
 from nxdt_core.models import loss
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build

@@ -8,10 +8,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
-from nxdt_core.engine.estimate.live import LiveBytes, WireBytes
 from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
 from nxdt_core.engine.estimate.rank import fake_mesh
-from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
+from nxdt_core.engine.estimate.trace import LiveBytes, MicroBatchTrace, StageInput, WireBytes, trace_micro_batch
 from nxdt_core.engine.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
 from nxdt_core.engine.pipeline.schedules import schedule_operations
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nxdt_core.train import build
+from tests.engine.matrix.expected import ExpectedShards, complaints
 from tests.engine.matrix.layouts import Layout, Numbers
 from tests.engine.matrix.parity import TOLERANCES, differences, missing
-from tests.engine.matrix.shares import Shares, complaints
 from tests.engine.matrix.training import Report, configuration
 
 _ITEM_BYTES: dict[Numbers, int] = {"float64": 8, "fp32": 4}
@@ -26,7 +26,7 @@ def computed_wrong(numbers: Numbers, reports: Sequence[Report], reference: Repor
 def held_in_excess(layout: Layout, numbers: Numbers, reports: Sequence[Report], reference: Report) -> list[str]:
     """What the ranks hold beyond their part in ``layout``."""
     config = configuration(layout.one_process, numbers)
-    shares = Shares(
+    shares = ExpectedShards(
         layout=layout,
         plan=build.model_builder(config).plan(),
         shapes={name: tuple(weight.shape) for name, weight in reference.weights.items()},

@@ -18,15 +18,15 @@ from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.at_rest import at_rest
 from tests.engine.matrix.batches import ROWS, SEQ, VOCAB, global_batch, share
-from tests.engine.matrix.held import (
-    Held,
+from tests.engine.matrix.layouts import Layout, Numbers
+from tests.engine.matrix.measured import (
+    Measured,
     gradient_bytes,
     live_bytes,
     optimizer_bytes,
     watched,
     weight_bytes,
 )
-from tests.engine.matrix.layouts import Layout, Numbers
 
 STEPS = 20
 MAX_NORM = 1.0
@@ -66,7 +66,7 @@ class Report:
     """After the last step."""
     tied_copies: dict[str, torch.Tensor]
     """Each copy of a tied parameter on this rank by the name that it has there, after the last step."""
-    held: Held
+    held: Measured
 
 
 def configuration(
@@ -137,7 +137,7 @@ def train(
         gradients=gradients,
         weights={name: whole(parameter) for name, parameter in model.named_parameters()},
         tied_copies=_tied_copies(model, build.model_builder(config).plan().tied),
-        held=Held(
+        held=Measured(
             weights=weight_bytes(model.named_parameters()),
             gradients=sizes,
             optimizer=optimizer_bytes(optimizer.inner),

@@ -12,7 +12,7 @@ import torch
 from nxdt_testing.ranks import process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.estimate.live import LiveBytes
+from nxdt_core.engine.estimate.trace import LiveBytes
 from nxdt_core.train.plan import plan
 from tests.engine.compile.partition import Kept, Partition
 from tests.engine.test_traffic import (

@@ -21,9 +21,12 @@ from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.train import TrainSession
+from nxdt_core.errors.training import AdapterBaseUnknown
+from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
+from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights.base import base_digest
+from nxdt_core.train.weights.found import find_weights
 from tests.sampling import slow_except
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
@@ -143,6 +146,28 @@ def test_an_adapter_that_peft_wrote_loads_here(run, opened, start, tmp_path, req
     for name, tensor in run.peft_tensors.items():  # without rows that fill a vocabulary up
         kept, found = (dict(tensor.write(each.trained[name].detach())) for each in (run, loaded))
         assert all(torch.equal(kept[part], found[part]) for part in kept), name
+
+
+def test_a_directory_of_peft_is_opened_over_its_base_without_a_section(run, base, opened, tmp_path, ids):
+    directory = tmp_path / "adapter"
+    if any("experts" in name for name in run.trained):  # peft writes the two matrices of an expert as one update
+        written(run, directory)
+    else:
+        opened.save_pretrained(directory, safe_serialization=True)
+    found = find_weights(str(directory), base=str(base))
+    engine = build.engine(found.run)
+    engine.start()
+    model = initialize_parallel_model(found.run, engine, materialise=False)
+    found.load(engine, model)
+    expected = opened(ids).logits
+    torch.testing.assert_close(model.forward(ids)[..., : expected.shape[-1]], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_without_its_base_says_how_to_name_it(start, tmp_path):
+    with raises(AdapterBaseUnknown, match="names 'someone/somewhere'"):
+        directory = written(start("llama", {}), tmp_path / "ours")
+        changed(directory, base_model_name_or_path="someone/somewhere")
+        find_weights(str(directory))
 
 
 def test_a_merged_adapter_is_what_peft_merges(run, base, opened, tmp_path, ids, request):

@@ -7,11 +7,11 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from nxdt_plugin_hf_data.errors import MixtureInSequence
 from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
 
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.errors.data import MixtureInSequence
 
 
 @pytest.fixture

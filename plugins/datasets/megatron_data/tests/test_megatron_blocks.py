@@ -9,7 +9,7 @@ import pytest
 import zstandard
 from nxdt_plugin_megatron_data.preprocess import progress
 from nxdt_plugin_megatron_data.preprocess.progress import Place, read_blocks
-from nxdt_plugin_megatron_data.preprocess.records import Recipe, RecordEncoder
+from nxdt_plugin_megatron_data.preprocess.records import RecordEncoder, TokenizationOptions
 from nxdt_testing.errors import raises
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
@@ -74,7 +74,7 @@ def test_separators_that_overlap_are_found_alike_from_every_border_on(tmp_path):
 def test_text_is_cut_at_its_separator_or_not_at_all(tmp_path, lines, separator):
     documents = [line.decode() for line in lines if line]
     (tmp_path / "a.txt").write_text((separator or "\n").join(documents))
-    encoder = RecordEncoder(ByteTokenizer(), Recipe(text_key="text", separator=separator, append_eod=True))
+    encoder = RecordEncoder(ByteTokenizer(), TokenizationOptions(text_key="text", separator=separator, append_eod=True))
     found = []
     for block in read_blocks([tmp_path / "a.txt"], Place(), separator.encode() if separator else None):
         encoded = encoder.encode(block.content, json_lines=False)
@@ -123,7 +123,7 @@ def test_damaged_and_cut_compression_is_told_with_the_file(tmp_path, lines, endi
     ],
 )
 def test_records_without_text_are_told_with_their_line(record, reason):
-    encoder = RecordEncoder(ByteTokenizer(), Recipe(text_key="text", separator=None, append_eod=False))
+    encoder = RecordEncoder(ByteTokenizer(), TokenizationOptions(text_key="text", separator=None, append_eod=False))
     good = b'{"text": "a\\u2028b"}'
     found = encoder.encode(b"\n".join([good, b"  ", record, good, b'{"text": ""}', b""]), json_lines=True)
     assert [fault.line for fault in found.faults] == [2]

@@ -15,9 +15,9 @@ from nxdt_plugin_megatron_data.errors import (
     OtherTokenizer,
     TokenOutsideVocabulary,
 )
+from nxdt_plugin_megatron_data.indexed_files import Provenance, provenance_path
 from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_megatron_data.prefixes import short_names
-from nxdt_plugin_megatron_data.provenance import Note, note_path
 from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
 
@@ -269,19 +269,19 @@ def test_a_negative_token_is_told(by_hand):
 
 
 def test_data_of_another_tokenizer_are_refused(corpus):
-    note = Note(tokenizer="x", fingerprint="byte-0", vocab_size=259, eod_id=257)
-    note_path(corpus).write_text(note.text())
+    note = Provenance(tokenizer="x", fingerprint="byte-0", vocab_size=259, eod_id=257)
+    provenance_path(corpus).write_text(note.text())
     with raises(OtherTokenizer, match=r"fingerprint is byte-0, that of data\.tokenizer byte-1"):
         train(corpus, BYTES)
-    note_path(corpus).write_text(replace(note, vocab_size=50257).text())
+    provenance_path(corpus).write_text(replace(note, vocab_size=50257).text())
     with raises(OtherTokenizer, match=r"vocabulary is 50257, that of data\.tokenizer 259"):
         train(corpus, BYTES)
     assert train(corpus)
-    note_path(corpus).write_text(replace(note, fingerprint="byte-1").text())
+    provenance_path(corpus).write_text(replace(note, fingerprint="byte-1").text())
     assert train(corpus, BYTES)
     unsound = note.text().replace("50257", '"many"').replace("259", '"many"')
     for text in ("{'not': 'ours'}", "[" * 100_000, unsound):
-        note_path(corpus).write_text(text)
+        provenance_path(corpus).write_text(text)
         assert train(corpus, BYTES)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.dataset import Cut, IndexedDataset
+from nxdt_plugin_megatron_data.dataset import IndexedDataset, SampleSettings
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 from nxdt_plugin_megatron_data.indices import Indices, build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import read_shares, split_bounds
@@ -74,7 +74,7 @@ def test_every_sample_of_every_split_is_that_of_megatron_core(built_by_megatron,
     for which, part in enumerate(split_bounds(read_shares(split), len(source))):
         drop = drop_last or which != 1
         indices = build_indices(source.lengths, part, seq_length=16, seed=11, extra=extra, drop_last=drop)
-        cut = Cut(seq_length=16, extra=extra, packing=None, eod_id=7, vocab_size=259)
+        cut = SampleSettings(seq_length=16, extra=extra, packing=None, eod_id=7, vocab_size=259)
         ours = IndexedDataset(source, indices, cut, content="")
         assert len(ours) == len(wanted[which]) > 0
         for number in range(len(ours)):

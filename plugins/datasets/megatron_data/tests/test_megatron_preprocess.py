@@ -25,8 +25,7 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from nxdt_plugin_megatron_data.errors import WorkerDied
-from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, idx_path
-from nxdt_plugin_megatron_data.provenance import read_note
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, idx_path, read_provenance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.cli import main
@@ -121,7 +120,7 @@ def test_files_of_all_kinds_become_one_pair_in_their_order(tmp_path, bpe):
     assert (said["documents"], said["tokens"], said["bad"]) == (14, sum(map(len, wanted)), 0)
     assert said["tokens_per_second"] > 0
     assert (read.dtype, read.documents) == (np.dtype("<u2"), 14)
-    note = read_note(tmp_path / "out/all")
+    note = read_provenance(tmp_path / "out/all")
     assert (note.vocab_size, note.eod_id) == (1000, 0)
     assert sorted(os.listdir(tmp_path / "out")) == ["all.bin", "all.idx", "all.nxdt.json"]
 
@@ -290,7 +289,7 @@ def test_what_is_written_whole_replaces_a_link_and_a_pipe(corpus, nxdt, tmp_path
 
 def test_a_note_that_is_a_pipe_is_no_note(corpus, tmp_path):
     os.mkfifo(tmp_path / "out.nxdt.json")
-    assert read_note(tmp_path / "out") is None
+    assert read_provenance(tmp_path / "out") is None
 
 
 def test_a_worker_that_dies_is_told_and_the_next_run_goes_on(corpus, nxdt, tmp_path):
@@ -441,7 +440,7 @@ def test_nothing_is_replaced_unless_it_is_asked_for(small, nxdt, tmp_path):
     done = nxdt(*small, "--overwrite", "--no-append-eod")
     assert done.returncode == 0, done.stderr
     assert IndexedTokens(tmp_path / "out")[0].max() < 256
-    assert read_note(tmp_path / "out").eod_id is None
+    assert read_provenance(tmp_path / "out").eod_id is None
 
 
 def test_an_unfinished_run_of_other_files_is_not_gone_on_with(small, nxdt, tmp_path):
@@ -493,3 +492,69 @@ def test_inspect_refuses_what_is_broken(by_hand, nxdt):
     assert "there is no note" in nxdt("inspect", prefix).stdout
     bin_path(prefix).write_bytes(b"")
     refused(nxdt("inspect", prefix), "NXDT-D103", "has 0 bytes")
+
+
+@pytest.fixture
+def long_corpus(tmp_path):
+    """A plain and a packed file of several blocks each."""
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 2)
+    write_jsonl(tmp_path / "b.jsonl.gz", DOCUMENTS)
+    return "--input", "a.jsonl", "b.jsonl.gz", "--tokenizer", "byte"
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_joined_parts_are_what_is_written_without_parts(count, long_corpus, nxdt, tmp_path):
+    assert nxdt("preprocess", *long_corpus, "--output-prefix", "whole").returncode == 0
+    names = [f"part-{number}" for number in range(1, count + 1)]
+    for number, name in enumerate(names, start=1):
+        done = nxdt("preprocess", *long_corpus, "--output-prefix", name, "--shard", f"{number}/{count}")
+        assert done.returncode == 0, done.stderr
+    assert sum(len(IndexedTokens(tmp_path / name)) > 0 for name in names) > 1
+    done = nxdt("merge", *names, "--output-prefix", "joined", "--json")
+    assert json.loads(done.stdout)["documents"] == len(DOCUMENTS) * 3
+    assert content(tmp_path / "joined") == content(tmp_path / "whole")
+    assert read_provenance(tmp_path / "joined") == read_provenance(tmp_path / "whole")
+    assert nxdt("inspect", "joined").returncode == 0
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_part_resumes_where_it_stopped(kept, long_corpus, nxdt, tmp_path, monkeypatch):
+    words = ("preprocess", *long_corpus, "--output-prefix", "part", "--shard", "2/2", "--save-every", "0")
+    assert nxdt(*words).returncode == 0
+    wanted = content(tmp_path / "part")
+    append, calls = preprocess_run.Output.append, []
+
+    def stopping(self, *written):
+        calls.append(written)
+        if len(calls) > kept:
+            raise KeyboardInterrupt
+        append(self, *written)
+
+    monkeypatch.setattr(preprocess_run.Output, "append", stopping)
+    nxdt(*words, "--overwrite")
+    assert len(calls) == kept + 1
+    monkeypatch.setattr(preprocess_run.Output, "append", append)
+    assert "Resumed after" in nxdt(*words).stdout
+    assert content(tmp_path / "part") == wanted
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/0"])
+def test_a_part_that_is_none_is_named(shard, long_corpus, nxdt):
+    done = nxdt("preprocess", *long_corpus, "--output-prefix", "p", "--shard", shard)
+    assert done.returncode == 2
+    assert "is not a part such as 1/4" in done.stderr
+
+
+def test_parts_of_other_tokenizers_are_not_joined(nxdt, tmp_path, bpe):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:3])
+    for name, tokenizer in (("one", "byte"), ("other", bpe)):
+        options = () if name == "one" else ("--tokenizer-option", "eos_token=<end>")
+        nxdt("preprocess", "--input", "a.jsonl", "--output-prefix", name, "--tokenizer", tokenizer, *options)
+    done = nxdt("merge", "one", "other", "--output-prefix", "joined")
+    assert done.returncode == 2
+    assert "[NXDT-D121]" in done.stderr
+    assert "its tokenizer is" in done.stderr
+    assert nxdt("merge", "one", "--output-prefix", "one").returncode == 2
+    assert nxdt("merge", "one", "--output-prefix", "joined").returncode == 0
+    done = nxdt("merge", "one", "--output-prefix", "joined")
+    assert "[NXDT-D110]" in done.stderr

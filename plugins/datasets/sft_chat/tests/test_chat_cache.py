@@ -28,10 +28,10 @@ class Counting:
 def made(tokenizer, chats_file, tmp_path):
     """``made(cached, **keys)``: the training samples, and how many texts were tokenised for them."""
 
-    def made(cached, *, seq_length=512, **keys):
+    def made(cached, *, seq_length=512, run="deep", **keys):
         counting = Counting(tokenizer)
         context = DataContext(
-            seq_length=seq_length, seed=1, tokenizer=counting, cache_dir=tmp_path / "deep/data" if cached else None
+            seq_length=seq_length, seed=1, tokenizer=counting, cache_dir=tmp_path / run / "data" if cached else None
         )
         given = {"train_files": (chats_file,), "truncation": "drop", **keys}
         dataset = ChatData(ChatConfig(**given), context).split("train")
@@ -66,3 +66,19 @@ def test_where_nothing_can_be_written_each_process_has_its_own(made, tmp_path, c
     dataset, texts = made(True)
     assert (len(dataset), texts) == (len(made(False)[0]), 112)
     assert "cannot keep tokens there" in caplog.text
+
+
+def test_runs_with_the_same_cache_share_tokens_up_to_its_limit(made, tmp_path, monkeypatch):
+    shared = {"cache_dir": tmp_path / "shared"}
+    assert [made(True, run=run, **shared)[1] for run in ("one", "two")] == [112, 0]
+    assert made(True, run="three")[1] == 112
+    monkeypatch.setattr(ChatConfig, "cache_bytes", 1)
+    assert made(True, run="one", seq_length=400, **shared)[1] == 112
+    assert made(True, run="two", seq_length=400, **shared)[1] == 0  # what is asked for stays, also above the limit
+    assert made(True, run="two", **shared)[1] == 112
+
+
+def test_a_limit_without_a_directory_is_named():
+    config = ChatConfig(train_files=("a.jsonl",), cache_gib=1)
+    assert [key for key, _ in config.check()] == ["cache_gib"]
+    assert config.cache_bytes == 2**30

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_sft_chat.config import ChatConfig
+from nxdt_plugin_sft_chat.config import ChatConfig, ChatSource
 
 FILES, ONE = (Path("a.jsonl"),), Path("b.jsonl")
 
@@ -23,6 +23,9 @@ FILES, ONE = (Path("a.jsonl"),), Path("b.jsonl")
         ({"test_dir": ONE, "validation_fraction": 0.1}, "validation_fraction"),
         ({"train_files": FILES, "chat_template": "chatml", "chat_template_file": ONE}, "chat_template_file"),
         ({"train_files": FILES, "train_roles": ()}, "train_roles"),
+        ({"train_files": FILES, "sources": {"a": ChatSource(train_files=FILES)}}, "train_files"),
+        ({"sources": {"a": ChatSource()}}, "sources.a.train_files"),
+        ({"sources": {"a": ChatSource(train_files=FILES, weight=0)}}, "sources.a.weight"),
         ({"train_files": FILES, "template_date": "yesterday"}, "template_date"),
     ],
 )
@@ -34,6 +37,15 @@ def test_the_older_spelling_names_one_path():
     config = ChatConfig(train_dir=ONE, validation_files=FILES)
     assert list(config.check()) == []
     assert (config.files("train"), config.files("validation"), config.files("test")) == ((ONE,), FILES, ())
+
+
+def test_a_source_takes_the_keys_of_the_section_that_it_does_not_set():
+    own = ChatSource(train_files=FILES, chat_template="llama3", dev_choose_samples=3)
+    config = ChatConfig(sources={"own": own, "other": ChatSource(train_files=FILES)}, chat_template_file=ONE)
+    assert list(config.check()) == []
+    found = config.of_source("own")
+    assert (found.chat_template, found.chat_template_file, found.dev_choose_samples) == ("llama3", None, 3)
+    assert config.of_source("other").chat_template_file == ONE
 
 
 def test_entry_module_and_config_need_neither_torch_nor_numpy():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from nxdt_plugin_sft_chat.config import ChatConfig, ChatSource
 from nxdt_plugin_sft_chat.errors import (
     ChatTooLong,
     EmptySplit,
@@ -27,9 +29,9 @@ from nxdt_core.errors.chats import (
     TemplateNeedsToken,
     TemplateUnknown,
 )
-from nxdt_core.errors.data import DataNeedsTokenizer
+from nxdt_core.errors.data import DataFileNotFound, DataNeedsTokenizer, MixtureInSequence
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.protocols.dataset import DatasetSplits, MapDataset, ReportingDataset
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, ReportingDataset
 
 BYTES = ByteTokenizer()
 
@@ -350,3 +352,53 @@ def test_tokenizers_that_cannot_serve_are_refused(load, chats_file):
         load(chats_file, chat_template=bracketed)
     with raises(TemplateUnknown, match=r"no template 'chatlm'[\s\S]*Did you mean 'chatml'"):
         load(chats_file, chat_template="chatlm")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_of_messages_are_weights_of_their_tokens(packing, write, load, talk):
+    turns = [dict(turn) for turn in talk["messages"]]
+    plain = load(write({"messages": turns}), packing=packing)[0]
+    turns[2]["weight"] = 0.25
+    weighed = load(write({"messages": turns}), packing=packing)[0]
+    assert plain.loss_weights is None
+    assert np.array_equal(plain.labels, weighed.labels)
+    trained = np.flatnonzero(plain.labels != IGNORE_INDEX)
+    first = trained[: np.flatnonzero(np.diff(trained) > 1)[0] + 1]
+    wanted = np.where(plain.labels != IGNORE_INDEX, 1.0, 0.0)
+    wanted[first] = 0.25
+    assert weighed.loss_weights.tolist() == wanted.tolist()
+
+
+OTHER = "{% for m in messages %}{{ m.role }}: {{ m.content }}|\n{% endfor %}"
+
+
+def test_sources_are_mixed_by_weight_each_with_its_own_keys(write, tokenizer, talk):
+    chats = write(*[talk] * 6, name="chats.jsonl")
+    pairs = write(*[{"problem": "p", "solution": f"s{n}"} for n in range(9)], name="pairs.jsonl")
+    sources = {
+        "chats": ChatSource(train_files=(chats,), validation_files=(chats,), weight=1, chat_template=OTHER),
+        "pairs": ChatSource(
+            train_files=(pairs,),
+            validation_files=(pairs,),
+            weight=3,
+            columns={"prompt": "problem", "completion": "solution"},
+            dev_choose_samples=4,
+        ),
+    }
+    context = DataContext(seq_length=256, seed=1, tokenizer=tokenizer)
+    data = ChatData(ChatConfig(sources=sources), context)
+    train = data.split("train")
+    texts = [tokenizer.decode(train[index].input_ids.tolist()) for index in range(len(train))]
+    asked = [text for text in texts if "user: " in text]
+    assert (len(asked), len(texts)) == (6, 24)
+    others = [text for text in texts if "user: " not in text]
+    counts = [sum(f"s{n}" in text for text in others) for n in range(9)]
+    assert counts[4:] == [0] * 5
+    assert max(counts) - min(counts[:4]) <= 1
+    assert [*data.split("validation")] == ["chats", "pairs"]
+    assert data.split("test") is None
+    missing = {**sources, "pairs": ChatSource(train_files=(pairs.with_name("none.jsonl"),))}
+    with raises(DataFileNotFound, match=r"data\.sources\.pairs\.train_files"):
+        ChatData(ChatConfig(sources=missing), context).split("train")
+    with raises(MixtureInSequence, match="'chats', 'pairs'"):
+        ChatData(ChatConfig(sources=sources), replace(context, shuffle=False)).split("train")

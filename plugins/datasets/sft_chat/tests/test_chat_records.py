@@ -68,6 +68,39 @@ def test_a_weight_of_nothing_is_not_trained(more, train):
     assert (message.train, message.fields) == (train, {})
 
 
+def test_a_weight_between_nothing_and_all_is_kept():
+    message = read({"messages": [USER, {**ANSWER, "weight": 0.25}]}).messages[1]
+    assert (message.train, message.weight) == (None, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([USER, USER, ANSWER], [("user", "u\n\nu"), ("assistant", "a")]),
+        ([SYSTEM, SYSTEM, USER, ANSWER], [("system", "s\n\ns"), ("user", "u"), ("assistant", "a")]),
+        (
+            [USER, ANSWER, SYSTEM, USER, ANSWER, ANSWER],
+            [("user", "u"), ("assistant", "a"), ("user", "s\n\nu"), ("assistant", "a\n\na")],
+        ),
+        ([USER, SYSTEM, ANSWER], [("user", "u\n\ns"), ("assistant", "a")]),
+        ([USER, CALLS, RESULT, RESULT], [("user", "u"), ("assistant", ""), ("tool", "r"), ("tool", "r")]),
+    ],
+)
+def test_messages_out_of_turn_are_merged_where_that_is_configured(messages, found):
+    record = {"messages": messages}
+    conversation = read_record(record, Place(path="a.jsonl", number=7), merge=True)
+    assert [(message.role, message.content) for message in conversation.messages] == found
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[ANSWER, USER], [USER, ANSWER, RESULT], [USER, CALLS, USER], [USER, ANSWER, {**ANSWER, "train": False}]],
+)
+def test_messages_that_merging_does_not_order_are_refused(messages):
+    with raises(RolesOutOfOrder):
+        read_record({"messages": messages}, Place(path="a.jsonl", number=7), merge=True)
+
+
 @pytest.mark.parametrize("record", [{"input": "u", "output": "a"}, {"messages": [USER, ANSWER]}])
 def test_a_system_text_beside_the_messages_comes_first(record):
     assert said({**record, "system": "s"})[0] == ("system", "s")
@@ -207,7 +240,7 @@ def test_an_unknown_role_is_named_with_the_nearest(role, hint):
         ({}, "none"),
         ({"input": "u"}, "'input'"),
         ({"prompt": "p", "chosen": "c", "rejected": "r"}, "objective such as 'dpo'"),
-        ({"prompt": "p", "completion": "c"}, "Rename 'prompt' and 'completion' to 'input' and 'output'"),
+        ({"problem": "p", "solution": "s"}, "data.columns names columns"),
     ],
 )
 def test_a_record_of_no_form_is_named_with_its_keys(record, found):
@@ -228,6 +261,8 @@ def test_a_record_of_no_form_is_named_with_its_keys(record, found):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image"),
         ({"input": ["u"], "output": "a"}, "its content is a list"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "'train' is 'no'"),
+        ({"messages": [USER, {**ANSWER, "weight": 2}]}, "'weight' is 2; it must be from 0 to 1"),
+        ({"messages": [USER, {**ANSWER, "weight": True}]}, "'weight' is True"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": "f"}]}, "tool calls are not a list"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "no function with a name"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "of f: no JSON"),
@@ -303,7 +338,7 @@ def test_a_column_that_says_it_is_json_and_is_not_is_refused(tmp_path, text, rea
     pq = pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"messages": pa.array([text], pa.json_())}), tmp_path / "a.parquet")
     with raises(ArrowUnreadable, match=reason):
-        read_records([tmp_path / "a.parquet"], "data.train_files")
+        list(read_records([tmp_path / "a.parquet"], "data.train_files")[0])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "a.jsonl.gz"])
@@ -333,11 +368,11 @@ def test_a_directory_stands_for_its_files_of_one_format(tmp_path, write, talk):
     plain.to_parquet(tmp_path / "tables/a.parquet")
     datasets.DatasetDict(train=plain, test=plain).save_to_disk(tmp_path / "splits")
     shutil.copy(tmp_path / "splits/train/data-00000-of-00001.arrow", tmp_path / "splits/train/cache-1.arrow")
-    for name, count in (("lines", 2), ("tables", 1), ("splits/train", 1)):
+    for name, count in (("lines", 2), ("tables", 1), ("splits/train", 1), ("splits", 1)):
         found, _ = read_records([tmp_path / name], "data.train_files")
         assert [record for _, record in found] == [talk] * count
     with raises(DataFileNotFound, match=r"found nearby: '.*splits/test', '.*splits/train'"):
-        read_records([tmp_path / "splits"], "data.train_files")
+        read_records([tmp_path / "splits"], "data.validation_files", split="validation")
 
 
 def test_places_count_lines_and_records(write):
@@ -350,7 +385,7 @@ def test_places_count_lines_and_records(write):
     ("name", "content", "error", "found"),
     [
         ("a.jsonl", b'{"a": 1}\n{"b": \n', BadJsonLine, "a.jsonl:2"),
-        ("a.jsonl", b'[{"a": 1}]', BadJsonLine, "a.jsonl:1"),
+        ("a.jsonl", b'[{"a": 1}', BadJsonFile, "a.jsonl"),
         ("a.jsonl", b'{"input": "a\\ud83d", "output": "b"}', BadJsonLine, r"it holds half a character, \ud83d"),
         ("a.json", b'[{"a": 1}', BadJsonFile, "a.json"),
         ("a.json", b"[1]", BadJsonFile, "an entry is not an object"),
@@ -365,7 +400,9 @@ def test_places_count_lines_and_records(write):
         ),
         ("a.jsonl", bz2.compress(b"{}"), DataFileUnreadable, "it is compressed with bzip2"),
         ("a.json", gzip.compress(b"{}", mtime=0), DataFileUnreadable, "it is compressed with gzip"),
-        ("a.csv", b"input,output\na,b\n", DataFileUnreadable, "read from .jsonl, .json, .parquet and .arrow files"),
+        ("a.csv", b"input,output\na,b,c\n", DataFileUnreadable, "line 2 has 3 columns, and the first line names 2"),
+        ("a.tsv", b'input\toutput\n"a\tb\n', DataFileUnreadable, "line 2: unexpected end of data"),
+        ("a.csv", b"input,output\n", NoRecords, "a.csv holds no records"),
         ("a.jsonl", b"\n", NoRecords, "a.jsonl holds no records"),
         ("a.json", b"[]", NoRecords, "a.json holds no records"),
         ("a.arrow", b"nonsense", ArrowUnreadable, "a.arrow"),
@@ -379,7 +416,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error, fou
     wanted = tmp_path / name.replace("b.", "a.")
     (tmp_path / name).write_bytes(content)
     with raises(error) as caught:
-        read_records([wanted], "data.train_files")
+        list(read_records([wanted], "data.train_files")[0])
     assert found in str(caught.value)
 
 
@@ -387,7 +424,7 @@ def test_a_parquet_file_that_expands_without_end_is_refused(tmp_path, monkeypatc
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     pq = pytest.importorskip("pyarrow.parquet")
     assert (EXPANDS_TO_BYTES, EXPANDS_BY) == (2**30, 200)
-    monkeypatch.setattr("nxdt_core.data.files.records.EXPANDS_TO_BYTES", 2**20)
+    monkeypatch.setattr("nxdt_core.data.files.tables.EXPANDS_TO_BYTES", 2**20)
     for name, letters in (("a", 1 << 12), ("b", 1 << 7)):
         pq.write_table(pa.table({"input": ["a" * letters] * 5000}), tmp_path / f"{name}.parquet")
     with raises(ArrowUnreadable, match="expands to more than 200 times its size") as caught:

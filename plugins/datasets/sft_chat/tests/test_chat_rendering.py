@@ -80,6 +80,49 @@ def test_turns_are_found_whose_reasoning_is_dropped_once_others_follow(render):
     assert last == "<think>\ntwo and two\n</think>\n\n4<|im_end|>"
 
 
+def agent(*, inline, reasons=True):
+    """Two questions; each is answered after a call, with reasoning before each turn of the assistant."""
+
+    def turn(content, reasoning, **fields):
+        if inline and reasons:
+            return {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{content}", **fields}
+        reasoned = {"reasoning_content": reasoning} if reasons else {}
+        return {"role": "assistant", "content": content, **reasoned, **fields}
+
+    def question(number):
+        calls = [{"function": {"name": f"find{number}", "arguments": {"x": number}}}]
+        return [
+            {"role": "user", "content": f"Question {number}"},
+            turn("", f"plan {number}", tool_calls=calls),
+            {"role": "tool", "content": f"result {number}"},
+            turn(f"Answer {number}.", f"conclusion {number}"),
+        ]
+
+    return {"messages": [*question(1), *question(2)]}
+
+
+@pytest.mark.parametrize("record", [agent(inline=False), agent(inline=True)], ids=["field", "inline"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6"])
+def test_agents_with_reasoning_train_on_what_the_template_keeps(name, record, render):
+    text, turns = render(pair(name)[0], record)
+    assert "plan 1" not in text
+    assert "conclusion 1" not in text
+    called, answered, called_last, answered_last = turns
+    assert called.startswith("<tool_call>")
+    assert "find1" in called
+    assert answered == "Answer 1.<|im_end|>"
+    assert all(turn.endswith("<|im_end|>") for turn in turns)
+    assert "plan 2\n</think>\n\n<tool_call>" in called_last
+    assert answered_last.endswith("conclusion 2\n</think>\n\nAnswer 2.<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6"])
+def test_agents_without_reasoning_train_where_prompts_would_have_an_empty_thought(name, render):
+    _, turns = render(pair(name)[0], agent(inline=False, reasons=False))
+    assert turns[1] == "Answer 1.<|im_end|>"
+    assert turns[3].endswith("</think>\n\nAnswer 2.<|im_end|>")
+
+
 def test_turns_are_found_where_a_token_ends_the_whole_conversation(render, talk):
     text, spans = render(pair("phi3")[0], talk)
     assert text.endswith("</s>")

@@ -210,9 +210,9 @@ def task(path, name, row, text):
         ({"context": "a", "rest": "n"}, "output_type: loglikelihood", "NXDT-E007", "adds no token to its question"),
         (
             {"context": "a", "rest": "b"},
-            "output_type: generate_until\ngeneration_kwargs: {until: [], do_sample: true, top_p: 0.9}",
+            "output_type: generate_until\ngeneration_kwargs: {until: [], do_sample: true, typical_p: 0.9}",
             "NXDT-E008",
-            "top_p: 0.9",
+            "typical_p: 0.9",
         ),
     ],
 )

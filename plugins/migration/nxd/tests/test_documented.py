@@ -18,7 +18,7 @@ from nxdt_plugin_migrate.config.migrate import migrate
 from nxdt_plugin_migrate.config.table import schema_table, value_table
 from nxdt_plugin_migrate.programs import VARIABLES, environment_note
 
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.kernel import Kernel
 
 HERE = Path(__file__).parent
@@ -145,7 +145,7 @@ def test_the_variables_that_work_give_a_place():
         {**slurm, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"},
         {**mpi, **place, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
     ):
-        found = place_from_environment(environment)
+        found = read_rank_environment(environment)
         assert (found.rank, found.world_size, found.local_rank) == (1, 4, 1)
 
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
-from nxdt_plugin_preference.loader import Fitting, PreferenceData
+from nxdt_plugin_preference.loader import PreferenceData, TruncatedPairs
 from nxdt_plugin_preference.objectives import Dpo, Orpo
+from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair
 from nxdt_testing.errors import raises
 
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
+from nxdt_core.data.files.records import Place
 from nxdt_core.data.sources import blank_like, collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
@@ -209,7 +211,7 @@ class _Spelling:
 
 @pytest.mark.parametrize(("mode", "prompt"), [("keep_start", [1, 2, 3]), ("keep_end", [4, 5, 6])])
 def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
-    fitting = Fitting(seq_length=8, max_prompt_length=3, mode=mode)
+    fitting = TruncatedPairs(seq_length=8, max_prompt_length=3, mode=mode)
     long = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7] * 3, rejected=[8] * 9)
     assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5, cut=True)
     fits = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7], rejected=[8, 8])
@@ -338,3 +340,40 @@ def test_pairs_of_every_format_are_the_same(write, tmp_path):
         for index in range(2):
             assert np.array_equal(found[index].input_ids, wanted[index].input_ids)
             assert np.array_equal(found[index].labels, wanted[index].labels)
+
+
+def test_a_second_run_finds_the_tokens_of_the_first(write, tmp_path, monkeypatch):
+    file = write([{"prompt": "a", "chosen": "b", "rejected": "c", "id": 1}, {"prompt": "a", "chosen": "b"}])
+    keys = {"cache_dir": tmp_path / "cache", "bad_records": "drop", "max_bad_share": 0.5}
+
+    def opened(**more):
+        config = PreferenceConfig(train_files=(file,), **keys, **more)
+        context = DataContext(seq_length=16, seed=0, tokenizer=ByteTokenizer())
+        return PreferenceData(config, context).split("train")
+
+    first = opened()
+    monkeypatch.setattr("nxdt_plugin_preference.loader.Renderer", None)
+    second = opened()
+    assert second.fingerprint() == first.fingerprint()
+    assert np.array_equal(second[0].input_ids, first[0].input_ids)
+    one, other = first.report(), second.report()
+    assert (one.left_out, one.bad, one.unused) == (other.left_out, other.bad, other.unused)
+    assert f"{file}:2 has no 'rejected' answer" in one.bad[0]
+    with pytest.raises(TypeError):
+        opened(max_prompt_length=4)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue.", "The sky is green.", "The sky is"),
+        ("Q: Sky?\nA: blue", "Q: Sky?\nA: green, or blue", "Q: Sky?\nA:"),
+        ("abc", "abd", "ab"),
+    ],
+)
+def test_texts_without_a_prompt_are_parted_as_trl_parts_them(chosen, rejected, prompt):
+    record = {"chosen": chosen, "rejected": rejected}
+    pair = read_preference(record, Place(path="a.jsonl", number=1))
+    assert pair.prompt == prompt
+    trl = pytest.importorskip("trl.data_utils", reason="trl is not installed")
+    assert trl.extract_prompt(record) == {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}

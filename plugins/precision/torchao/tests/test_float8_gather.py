@@ -11,8 +11,8 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.estimate.live import WireBytes
 from nxdt_core.engine.estimate.rank import dimensions
+from nxdt_core.engine.estimate.trace import WireBytes
 from nxdt_core.errors.configuration import ConfigError
 from tests.engine.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, STRATEGY, SUMS, configured, planned, running
 from tests.sampling import shortened, slow, slow_except

@@ -24,7 +24,7 @@ from nxdt_core.train.weights.base import base_digest, without_base
 from nxdt_core.train.weights.saved_config import saved_adapter
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
-from nxdt_plugin_lora.peft_files import differences, is_peft, read_config, read_peft, unread
+from nxdt_plugin_lora.peft_files import differences, is_peft, read_config, read_peft, unsupported_options
 from nxdt_plugin_lora.peft_names import peft_tensors
 from nxdt_plugin_lora.targets import tables_of
 
@@ -109,7 +109,7 @@ def _load_peft(
 
 def _check_peft_options(own: LoraConfig, directory: Path) -> None:
     theirs = read_config(directory)
-    strange = list(unread(theirs))
+    strange = list(unsupported_options(theirs))
     if strange:
         raise AdapterDiffers(
             where=str(directory),

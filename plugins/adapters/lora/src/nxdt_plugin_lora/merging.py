@@ -15,10 +15,9 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import SavePlan, Signer, TrustedKeys, save
 from nxdt_core.checkpoint.collective import on_first_rank, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
-from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.write.plan import agree_on_assignment, encode_state
+from nxdt_core.checkpoint.write.plan import agree_on_assignment
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
@@ -27,7 +26,7 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.weights.importing import check_empty
+from nxdt_core.train.weights.importing import check_empty, write_counters
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import MergeUnties
 from nxdt_plugin_lora.peft_files import CONFIG, peft_config
@@ -107,21 +106,15 @@ def merge_lora(
     facts = saved.manifest.facts
     elements = sum(each.box.elements for each in held.values())
     kept = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
-    step = saved.manifest.step
+    uri = build.step_uri(target, saved.manifest.step)
     plan = SavePlan(
-        step=step,
+        step=saved.manifest.step,
         facts=replace(facts, config=kept, base="", without_base=False, fencing=0, keep="regular", elements=elements),
-        assignment=agree_on_assignment(ranks, prepare, where=build.step_uri(target, step)),
+        assignment=agree_on_assignment(ranks, prepare, where=uri),
         write=write,
     )
-    manifest = save(target, plan, ranks=ranks, signer=signer)
-    return Merged(
-        source=saved.uri,
-        target=build.step_uri(target, manifest.step),
-        step=manifest.step,
-        merged=len(saved.updated),
-        size_bytes=manifest.size_bytes,
-    )
+    size_bytes = save(target, plan, ranks=ranks, signer=signer).size_bytes
+    return Merged(source=saved.uri, target=uri, step=plan.step, merged=len(saved.updated), size_bytes=size_bytes)
 
 
 def merged_weight(
@@ -171,8 +164,7 @@ def _write(
             consumed_tokens=facts.consumed_tokens,
             updates=facts.updates,
         )
-        with writer.file(state_name(0)) as stream:
-            stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
+        write_counters(writer, train)
     return {("model", name): part for name, part in written.items()}
 
 

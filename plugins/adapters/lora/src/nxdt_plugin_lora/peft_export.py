@@ -40,7 +40,7 @@ def check_pairs(updated: Collection[str]) -> None:
             raise NoPeftForm(parameter=name, reason=reason)
 
 
-def taken_for_experts(sources: Iterable[Source]) -> set[str]:
+def modules_named_like_experts(sources: Iterable[Source]) -> set[str]:
     """Return the modules of transformers that are not experts and end in the name of an expert's matrix."""
     found = list(sources)
     matrices = {_last(each) for each in found if each.transform == "stack"}
@@ -99,7 +99,7 @@ def export_lora(
         raise HFNotWritable(directory=target)
     own, keys = named_config(config, trusted)
     saved = open_saved(*locate(source, own), needs_base=False, config=own, trusted=keys)
-    base = base_model or _began_with(saved)
+    base = base_model or _source_directory(saved)
     written, tensors = describe(build.model_builder(saved.config), saved.lora, saved.trained, base=base)
     if written["lora_dropout"] != saved.lora.lora_dropout:
         _log.warning(
@@ -139,7 +139,7 @@ def describe(
     updated = {each.leaf.base for each in updates if each.leaf is not None}
     of_experts = {name for name in updated if not name.endswith(".weight")}
     check_pairs(of_experts)
-    layers = taken_for_experts(found)
+    layers = modules_named_like_experts(found)
     matrices = {f"{module}.weight" for each in updates for module in each.modules if module in layers}
     if matrices and lora.use_dora:
         raise NoPeftForm(parameter=min(matrices), reason="peft takes a layer of that name for an expert, without DoRA")
@@ -162,6 +162,6 @@ def describe(
     return config, tensors
 
 
-def _began_with(saved: SavedLora) -> str | None:
+def _source_directory(saved: SavedLora) -> str | None:
     said = HFSource.of_facts(saved.manifest.facts.hf)
     return None if said is None or base_step(saved.manifest) else said.path  # an import has step 0; later ones trained

@@ -121,7 +121,7 @@ def differences(config: LoraConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
             yield f"{ours} is {found} there and {getattr(config, ours)} here"
 
 
-def unread(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def unsupported_options(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what a file's adapter has that no section here describes, and what to do about each."""
     start = theirs.get("init_lora_weights", True)
     if start not in _STARTS:

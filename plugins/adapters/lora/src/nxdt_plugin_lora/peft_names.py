@@ -27,7 +27,7 @@ _EMBEDDING_IN_PEFT = {**_IN_PEFT, "lora_A": "lora_embedding_A", "lora_B": "lora_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class UpdateParameter:
     """A parameter of an update."""
 
     base: str
@@ -43,7 +43,7 @@ class PeftTensor:
     source: Source
     modules: tuple[str, ...]
     """Of transformers, which it is an update of or belongs to."""
-    leaf: Leaf | None
+    leaf: UpdateParameter | None
     """None for a parameter of the base that trains whole."""
     transposed: bool = False
     """Whether they are stored transposed."""
@@ -63,15 +63,15 @@ class PeftTensor:
         return self.source.read(lambda name: fetch(name).t() if self.transposed else fetch(name))
 
 
-def base_of(name: str) -> Leaf | None:
+def base_of(name: str) -> UpdateParameter | None:
     """Return what the parameter ``name`` of an update belongs to; None for one of the base."""
     owner, _, kind = name.rpartition(".")
     if kind not in _IN_PEFT:
         return None
     layer, _, last = owner.rpartition(".")
     if last == "update":
-        return Leaf(base=f"{layer}.weight", kind=kind)
-    return Leaf(base=f"{layer.removesuffix('.updates')}.{last}", kind=kind)
+        return UpdateParameter(base=f"{layer}.weight", kind=kind)
+    return UpdateParameter(base=f"{layer.removesuffix('.updates')}.{last}", kind=kind)
 
 
 def module_of(name: str) -> tuple[str, bool]:
@@ -113,7 +113,7 @@ def peft_tensors(
     return found
 
 
-def _named_for(leaf: Leaf, source: Source, tied: Mapping[str, str]) -> Source:
+def _named_for(leaf: UpdateParameter, source: Source, tied: Mapping[str, str]) -> Source:
     """Name a head that shares the embedding's weight after its own module, which has no tensor in the base."""
     if leaf.base == tied.get(source.name):
         return replace(source, hf_names=(_HEAD,))
@@ -151,7 +151,7 @@ def _shared(source: Source, updated: set[str]) -> PeftTensor:
     )
 
 
-def _update(name: str, shape: tuple[int, ...], leaf: Leaf, source: Source, *, table: bool) -> PeftTensor:
+def _update(name: str, shape: tuple[int, ...], leaf: UpdateParameter, source: Source, *, table: bool) -> PeftTensor:
     if source.transform == "concat":
         reason = f"transformers keeps that matrix as {len(source.hf_names)} tensors"
         raise NoPeftForm(parameter=leaf.base, reason=reason)

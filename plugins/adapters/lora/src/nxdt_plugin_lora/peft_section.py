@@ -26,6 +26,8 @@ def section_for(directory: Path, builder: ModelBuilder) -> dict[str, Any]:
     targets, whole = dict[str, None](), dict[str, None]()
     for name in _names(directory / WEIGHTS):
         module, updated = module_of(name)
+        if not updated and name.endswith(".bias"):  # those of the file's ``bias``, or of a module that is whole
+            continue
         ours = of_theirs.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
         (targets if updated else whole)[ours] = None
     section = section_of(read_config(directory))

@@ -105,7 +105,7 @@ class Upload(io.RawIOBase):
         rest, part_bytes = view, self._connection.config.part_bytes
         while rest:
             if self._filled == part_bytes:
-                self._ship()
+                self._submit_part()
                 self._buffer, self._filled = self._connection.take_buffer(), 0
             chunk = rest[: part_bytes - self._filled]
             self._fill(chunk)
@@ -123,7 +123,7 @@ class Upload(io.RawIOBase):
                 self._put()
                 return
         if self._filled:
-            self._ship()
+            self._submit_part()
         with self._connection.explained(self._where, "Writing"):
             self._complete([part.result() for part in self._parts])
 
@@ -152,7 +152,7 @@ class Upload(io.RawIOBase):
                 target[self._filled : end] = chunk
         self._filled = end
 
-    def _ship(self) -> None:
+    def _submit_part(self) -> None:
         """Hand the buffer to a thread that sends it as the next part."""
         with self._connection.explained(self._where, "Writing"):
             if not self._upload:

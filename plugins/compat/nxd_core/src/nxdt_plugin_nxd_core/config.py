@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdt_core.config import load as load_config
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train.session import TrainSession, start_engine
@@ -158,7 +158,7 @@ def neuronx_distributed_config(
         ConfigError: sizes that the engine refuses.
     """
     made = NxDConfig(_checked(dict(locals())))
-    place = place_from_environment()
+    place = read_rank_environment()
     group = tensor_parallel_size * pipeline_parallel_size
     if min(tensor_parallel_size, pipeline_parallel_size) < 1 or place.world_size % group:
         raise WorldDoesNotDivide(world=place.world_size, tp=tensor_parallel_size, pp=pipeline_parallel_size)

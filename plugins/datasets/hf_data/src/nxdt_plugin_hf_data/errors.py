@@ -91,13 +91,6 @@ UnknownDataFormat = NxdtError.define(
     "Files end in {known}; of a directory, those are taken.",
 )
 
-MixtureInSequence = NxdtError.define(
-    "NXDT-D212",
-    "Several training sources whose samples are not to be drawn at random.",
-    "Sources {sources:list} are mixed by drawing samples at random, and data.shuffle is false.",
-    "Set data.shuffle to true, or data.streaming to true, which interleaves the sources in their order.",
-)
-
 CacheUnwritable = NxdtError.define(
     "NXDT-D213",
     "A directory for tokens that cannot be written to.",

@@ -11,15 +11,16 @@ import numpy as np
 
 from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.files.paths import WatchedFiles
+from nxdt_core.data.mixture import mixed
 from nxdt_core.data.tokens import TokenStream, tokenize
 from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.directories import Saved, open_saved
-from nxdt_plugin_hf_data.errors import CacheUnwritable, MixtureInSequence, NothingToLearn
+from nxdt_plugin_hf_data.errors import CacheUnwritable, NothingToLearn
 from nxdt_plugin_hf_data.formats import files_of
-from nxdt_plugin_hf_data.mixture import Blocks, Interleave, Mixture
-from nxdt_plugin_hf_data.rows import Cutting, TextFraming
+from nxdt_plugin_hf_data.mixture import Blocks, Interleave
+from nxdt_plugin_hf_data.rows import SampleSettings, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
 
 
@@ -64,7 +65,7 @@ class HfData:
     def __init__(self, config: HfDataConfig, context: DataContext) -> None:
         self._config = config
         self._context = context
-        self._cutting = Cutting.of(config, context)
+        self._cutting = SampleSettings.of(config, context)
         self._weights = {name: source.weight for name, source in config.named_sources().items()}
 
     def split(self, name: SplitName) -> Split:
@@ -90,11 +91,7 @@ class HfData:
         return Blocks(stream, size=size, seed=seed) if self._context.shuffle else stream
 
     def _drawn(self, datasets: Mapping[str, MapDataset]) -> MapDataset:
-        if len(datasets) == 1:
-            return next(iter(datasets.values()))
-        if not self._context.shuffle:
-            raise MixtureInSequence(sources=tuple(datasets))
-        return Mixture(list(datasets.values()), [self._weights[label] for label in datasets])
+        return mixed(datasets, self._weights, shuffle=self._context.shuffle)
 
     def _having(self, split: SplitName) -> dict[str, Named]:
         """The sources that have data for a split, by name."""

@@ -21,7 +21,7 @@ from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.errors import MisfitRows, PaddedDocuments, RowTooLong, TokenOutOfVocabulary
 
 
-class Guarded:
+class CheckedDataset:
     """The samples of ``dataset``, each looked at when it is read; those at both ends and some between at once.
 
     Args:
@@ -208,7 +208,7 @@ class TextFraming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class SampleSettings:
     """What makes samples of a dataset's tokens."""
 
     seq_length: int
@@ -218,7 +218,7 @@ class Cutting:
     packing: Packing
 
     @classmethod
-    def of(cls, config: HfDataConfig, context: DataContext) -> Cutting:
+    def of(cls, config: HfDataConfig, context: DataContext) -> SampleSettings:
         """Return what the configuration asks for.
 
         Raises:
@@ -253,7 +253,7 @@ class Cutting:
             TokenOutOfVocabulary: one of the samples that are looked at has a token that the model has not.
         """
         dataset = RowDataset(columns, seq_length=self.seq_length, packing=self.packing, path=path, source=source)
-        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
+        return CheckedDataset(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
 
     def packed(
         self, columns: TokenColumns, *, path: str, source: str, split: SplitName, files: WatchedFiles
@@ -278,7 +278,7 @@ class Cutting:
             source=source,
             labels=None if labels is None else labels.values,
         )
-        return Guarded(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
+        return CheckedDataset(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
 
 
 def _special(key: str, token_id: int | None, meaning: str) -> int:

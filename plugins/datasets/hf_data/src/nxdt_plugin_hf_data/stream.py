@@ -36,7 +36,7 @@ from nxdt_plugin_hf_data.errors import (
     RowTooLong,
 )
 from nxdt_plugin_hf_data.formats import read_rows
-from nxdt_plugin_hf_data.rows import Cutting, TextFraming, check_columns, row_sample
+from nxdt_plugin_hf_data.rows import SampleSettings, TextFraming, check_columns, row_sample
 
 Ids = NDArray[np.integer]
 
@@ -54,7 +54,7 @@ class FileSource:
     text_key: str
     framing: Callable[[], TextFraming]
     """Called where the files hold text."""
-    cutting: Cutting
+    cutting: SampleSettings
     split: SplitName
 
 

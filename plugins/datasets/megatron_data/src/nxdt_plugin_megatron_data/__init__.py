@@ -29,6 +29,11 @@ def nxdt_cli() -> list[CliCommand]:
             summary="Tokenise JSONL or text into Megatron's .bin/.idx files.",
         ),
         CliCommand(
+            name="data merge",
+            target="nxdt_plugin_megatron_data.merge:merge",
+            summary="Join pairs of .bin/.idx files into one.",
+        ),
+        CliCommand(
             name="data inspect",
             target="nxdt_plugin_megatron_data.inspect:inspect",
             summary="Check a pair of .bin/.idx files and show its contents.",

@@ -19,7 +19,7 @@ from nxdt_plugin_megatron_data.indices import Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class SampleSettings:
     """How samples are made of tokens of any file."""
 
     seq_length: int
@@ -45,7 +45,7 @@ class IndexedDataset:
         content: digest of the file and of what the indices were built by.
     """
 
-    def __init__(self, source: IndexedTokens, indices: Indices, cut: Cut, *, content: str) -> None:
+    def __init__(self, source: IndexedTokens, indices: Indices, cut: SampleSettings, *, content: str) -> None:
         self._source = source
         self._indices = indices
         self._cut = cut
@@ -147,7 +147,7 @@ class BlendedDataset:
     def __init__(self, datasets: Sequence[MapDataset], shares: Sequence[float]) -> None:
         self._datasets = datasets
         self._sizes = [len(dataset) for dataset in datasets]
-        self._counts = _places(shares)
+        self._counts = _slots_of_shares(shares)
         times = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
         order = np.argsort(times, kind="stable")
         self._owners = np.repeat(np.arange(len(datasets), dtype=np.int32), self._counts)[order]
@@ -212,7 +212,7 @@ def in_shares(datasets: Sequence[MapDataset], shares: Sequence[float]) -> list[H
     return [Head(dataset, max(1, round(most * share))) for dataset, share in zip(datasets, shares, strict=True)]
 
 
-def _places(shares: Sequence[float]) -> NDArray[np.int64]:
+def _slots_of_shares(shares: Sequence[float]) -> NDArray[np.int64]:
     """Whole numbers of places in proportion to the shares, by largest remainder."""
     exact = np.array(shares) * _SLOTS
     counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)

@@ -135,3 +135,10 @@ NoEndToken = NxdtError.define(
     "The tokenizer '{tokenizer}' has no end-of-text token to put behind documents.",
     "Name one with --tokenizer-option eos_token=TOKEN, or say --no-append-eod.",
 )
+
+PartsDiffer = NxdtError.define(
+    "NXDT-D121",
+    "Parts to join that were made with other settings.",
+    "{path}: its {aspect} is {found}, that of the first part {first}.",
+    "Join only files that the same 'nxdt data preprocess' made, but for --shard.",
+)

@@ -54,12 +54,11 @@ def inspect(prefix: Path, json_output: bool) -> None:
 def _facts(source: IndexedTokens) -> dict[str, Any]:
     import numpy as np
 
-    from nxdt_plugin_megatron_data.indexed_files import bin_path
-    from nxdt_plugin_megatron_data.provenance import read_note
+    from nxdt_plugin_megatron_data.indexed_files import bin_path, read_provenance
 
     names = ("min", "p25", "median", "p75", "p95", "max")
     lengths = np.percentile(source.lengths, _QUANTILES, method="nearest").tolist() if len(source) else [0] * len(names)
-    note = read_note(source.prefix)
+    note = read_provenance(source.prefix)
     tokens = source.total_tokens()
     ids = [(int(part.min()), int(part.max())) for part in source.all_tokens()]
     bin_bytes = bin_path(source.prefix).stat().st_size

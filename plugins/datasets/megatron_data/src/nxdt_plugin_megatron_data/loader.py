@@ -11,12 +11,11 @@ from nxdt_core.data.packing import Packing
 from nxdt_core.protocols.dataset import DataContext, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, Cut, IndexedDataset, in_shares
+from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, IndexedDataset, SampleSettings, in_shares
 from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
-from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, provenance_path, read_provenance
 from nxdt_plugin_megatron_data.indices import build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
-from nxdt_plugin_megatron_data.provenance import note_path, read_note
 
 
 class MegatronData:
@@ -76,14 +75,14 @@ class MegatronData:
         return [self._made[prefix, name] for prefix in blend.prefixes]
 
     def _open(self, prefix: Path) -> IndexedTokens:
-        note, tokenizer = read_note(prefix), self._tokenizer
+        note, tokenizer = read_provenance(prefix), self._tokenizer
         if note is not None and tokenizer is not None:
             for aspect, found, expected in (
                 ("vocabulary", note.vocab_size, tokenizer.vocab_size),
                 ("fingerprint", note.fingerprint, tokenizer.fingerprint()),
             ):
                 if found != expected:
-                    beside = str(note_path(prefix))
+                    beside = str(provenance_path(prefix))
                     raise OtherTokenizer(path=str(prefix), note=beside, aspect=aspect, found=found, expected=expected)
         return IndexedTokens(prefix)
 
@@ -121,7 +120,7 @@ class MegatronData:
         return IndexedDataset(source, indices, cut, content=content)
 
     @cached_property
-    def _cut(self) -> Cut:
+    def _cut(self) -> SampleSettings:
         config, context = self._config, self._context
         packing = Packing(
             reset_attention_mask=config.reset_attention_mask,
@@ -132,7 +131,7 @@ class MegatronData:
         vocab_size = context.vocab_size
         if vocab_size is None and context.tokenizer is not None:
             vocab_size = context.tokenizer.vocab_size
-        return Cut(
+        return SampleSettings(
             seq_length=context.seq_length,
             extra=not config.no_seqlen_plus_one_input_tokens,
             packing=packing if apart else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.chat.conversation import ROLES, Conversation
+from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn
-from nxdt_core.data.files.records import Place, UnusedFields
+from nxdt_core.data.files.records import BadRecords, Place, Record, UnusedFields
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
@@ -35,6 +36,8 @@ class Encoded:
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]
     """Whether the token is learnt where it comes next."""
+    weights: NDArray[np.float32]
+    """Weight of the token in the loss; 1 where no message says otherwise."""
     roles: NDArray[np.int8]
     """Index in :data:`ROLES` of who says it, or :data:`TEMPLATE`."""
     turns: NDArray[np.int16]
@@ -47,9 +50,8 @@ class Encoded:
 
     def cut(self, part: slice) -> Encoded:
         """Return the same with fewer tokens."""
-        return replace(
-            self, ids=self.ids[part], trained=self.trained[part], roles=self.roles[part], turns=self.turns[part]
-        )
+        arrays = ("ids", "trained", "weights", "roles", "turns")
+        return replace(self, **{name: getattr(self, name)[part] for name in arrays})
 
 
 def trained_messages(conversation: Conversation, config: ChatConfig) -> list[int]:
@@ -70,46 +72,58 @@ class Encoder:
         self._config = config
         self._reserved = ReservedTokens(tokenizer, allowed=config.special_tokens_in_text)
 
-    def encode(self, conversations: Iterable[Conversation]) -> Iterator[Encoded]:
-        """Yield the conversations in their order.
+    def encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
+        """Yield the conversations of records in their order, without those that ``bad`` takes.
 
         Raises:
+            NxdtError: of a record that is refused, such as:
             SpecialTokenInText: a text would become a special token.
             TemplateNeedsToken: what ends a turn would become several tokens.
             TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
         """
         end_of_turn(self._renderer.runner, self._tokenizer)
-        remaining = iter(conversations)
-        while batch := list(islice(remaining, _BATCH)):
-            rendered = [self._rendered(conversation) for conversation in batch]
-            located = self._tokenizer.locate([each.text for each in rendered])
-            yield from map(_encoded, batch, rendered, located)
+        usable = bad.usable(records, self._rendered)
+        while batch := list(islice(usable, _BATCH)):
+            located = self._tokenizer.locate([rendered.text for _, rendered in batch])
+            yield from (_encoded(*each, ids) for each, ids in zip(batch, located, strict=True))
 
-    def _rendered(self, conversation: Conversation) -> Rendered:
+    def _rendered(self, record: Record) -> tuple[Conversation, Rendered]:
+        place, content = record
+        conversation = read_record(content, place, merge=self._config.turn_order == "merge")
         said = ((message.content, message.fields) for message in conversation.messages)
-        self._reserved.check(said, str(conversation.place), tools=conversation.tools)
-        return self._renderer.render(conversation, trained_messages(conversation, self._config))
+        self._reserved.check(said, str(place), tools=conversation.tools)
+        return conversation, self._renderer.render(conversation, trained_messages(conversation, self._config))
 
 
 def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds) -> Encoded:
     count = len(located.ids)
     trained = np.zeros(count, np.bool_)
+    weights = np.ones(count, np.float32)
     roles = np.full(count, TEMPLATE, np.int8)
     turns = np.zeros(count, np.int16)
     turn = 0
-    for number, span in enumerate(_spoken(conversation, rendered)):
+    for number, span in enumerate(_message_spans(conversation, rendered)):
         part = _tokens(span, located)
         role = conversation.messages[number].role
+        weights[part] = conversation.messages[number].weight
         turn += role == "assistant"
         roles[part] = ROLES.index(role)
         turns[part] = turn if role == "assistant" else 0
     for span in rendered.learnt:
         trained[_tokens(span, located)] = True
     unused = (*conversation.unused, *rendered.ignored)
-    return Encoded(place=conversation.place, ids=located.ids, trained=trained, roles=roles, turns=turns, unused=unused)
+    return Encoded(
+        place=conversation.place,
+        ids=located.ids,
+        trained=trained,
+        weights=weights,
+        roles=roles,
+        turns=turns,
+        unused=unused,
+    )
 
 
-def _spoken(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:
+def _message_spans(conversation: Conversation, rendered: Rendered) -> Sequence[Span]:
     """The position of each message's text: exact for trained messages, otherwise found by searching in order."""
     spans, place = [], 0
     for number, message in enumerate(conversation.messages):
@@ -133,7 +147,8 @@ _NAMES = (*ROLES, "template")
 _TOO_LONG = "longer than a sequence"
 _UNTRAINED = "nothing in them is trained"
 _CUT_AWAY = "truncation removes all their trained tokens"
-_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY)
+_BAD = "they cannot be used"
+_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY, _BAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +160,8 @@ class Chats:
     """[tokens]"""
     trained: NDArray[np.bool_]
     """[tokens] whether the token is learnt where it comes next."""
+    weights: NDArray[np.float32]
+    """[tokens] weight of the token in the loss; [0] where all are 1."""
     starts: NDArray[np.int64]
     """[conversations + 1] place of the first token of each, and the number of all tokens."""
     roles: NDArray[np.int64]
@@ -155,6 +172,8 @@ class Chats:
     """[1] conversations that were cut."""
     left_out: NDArray[np.int64]
     """[reasons] conversations that are not among these."""
+    bad: NDArray[np.str_]
+    """[records] place and reason of the first records that cannot be used."""
     unused_fields: NDArray[np.str_]
     """[fields] fields of records that nothing uses."""
     unused_counts: NDArray[np.int64]
@@ -180,12 +199,13 @@ class Chats:
             by_turn=[TokenCount(tokens=count, trained=trained) for count, trained in self.turns.T[1:].tolist()],
             truncated=int(self.truncated[0]),
             left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
+            bad=self.bad.tolist(),
             unused=dict(zip(self.unused_fields.tolist(), self.unused_counts.tolist(), strict=True)),
         )
 
 
 @dataclass(slots=True)
-class _Tally:
+class _Counts:
     """Counts, by what the report has them by."""
 
     roles: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, len(_NAMES)), np.int64))
@@ -207,9 +227,17 @@ def _counted(turns: NDArray[np.int16]) -> dict[int, int]:
 
 
 def gather(
-    encoded: Iterable[Encoded], *, seq_length: int, truncation: Truncation, vocab_size: int, unused: UnusedFields
+    encoded: Iterable[Encoded],
+    bad: BadRecords,
+    *,
+    seq_length: int,
+    truncation: Truncation,
+    vocab_size: int,
+    unused: UnusedFields,
 ) -> Chats:
     """Cut, drop or refuse what is too long, leave out what would train nothing, and put the rest end to end.
+
+    ``bad`` counts the records that ``encoded`` leaves out.
 
     A conversation of n tokens takes n - 1 places of a sequence: nothing follows its last token.
 
@@ -217,30 +245,46 @@ def gather(
         ChatTooLong: one does not fit, and that is refused; lists all that do not.
         FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
     """
-    tally = _Tally()
-    parts: list[NDArray[np.unsignedinteger]] = []
-    masks: list[NDArray[np.bool_]] = []
+    tally = _Counts()
+    tokens, masks = bytearray(), bytearray()  # which grow in place, where arrays would be held twice
+    lengths: list[int] = []
+    weights: dict[int, NDArray[np.float32]] = {}
     dtype = compact_dtype(vocab_size)
     for chat, cut in _fitting(_counting(encoded, unused), seq_length + 1, truncation, tally):
         if not chat.trained[1:].any():
             tally.left_out[_CUT_AWAY if cut else _UNTRAINED] += 1
             continue
         tally.truncated += cut
-        parts.append(chat.ids.astype(dtype))
-        masks.append(chat.trained)
+        tokens += chat.ids.astype(dtype).tobytes()
+        masks += chat.trained.tobytes()
+        if (chat.weights != 1).any():
+            weights[len(lengths)] = chat.weights
+        lengths.append(len(chat))
         tally.add(chat)
+    tally.left_out[_BAD] = bad.count
+    starts = np.cumsum([0, *lengths])
     turns = range(max(tally.turns, default=0) + 1)
     return Chats(
-        tokens=np.concatenate(parts) if parts else np.empty(0, dtype),
-        trained=np.concatenate(masks) if masks else np.empty(0, np.bool_),
-        starts=np.cumsum([0, *map(len, parts)]),
+        tokens=np.frombuffer(tokens, dtype),
+        trained=np.frombuffer(masks, np.bool_),
+        weights=_weights(weights, starts),
+        starts=starts,
         roles=tally.roles,
         turns=np.array([[counts[turn] for turn in turns] for counts in (tally.turns, tally.turns_trained)]),
         truncated=np.array([tally.truncated]),
         left_out=np.array([tally.left_out[reason] for reason in _REASONS]),
+        bad=np.array(bad.reasons, np.str_),
         unused_fields=np.array(list(unused.counts), np.str_),
         unused_counts=np.array(list(unused.counts.values()), np.int64),
     )
+
+
+def _weights(given: Mapping[int, NDArray[np.float32]], starts: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the weights of all tokens, of which some conversations have other ones than 1; nothing where none has."""
+    weights = np.ones(starts[-1] if given else 0, np.float32)
+    for number, own in given.items():
+        weights[starts[number] : starts[number + 1]] = own
+    return weights
 
 
 def _counting(encoded: Iterable[Encoded], unused: UnusedFields) -> Iterator[Encoded]:
@@ -250,7 +294,7 @@ def _counting(encoded: Iterable[Encoded], unused: UnusedFields) -> Iterator[Enco
 
 
 def _fitting(
-    encoded: Iterable[Encoded], most: int, truncation: Truncation, tally: _Tally
+    encoded: Iterable[Encoded], most: int, truncation: Truncation, tally: _Counts
 ) -> Iterator[tuple[Encoded, bool]]:
     """The conversations that are kept, and whether they had to be cut."""
     first: Encoded | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.cache import cached_arrays, digest
-from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import template_names
-from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused, read_records
+from nxdt_core.data.mixture import mixed
 from nxdt_core.data.packing import shuffled_bins
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataContext, DataReport, SplitName
+from nxdt_core.protocols.dataset import DataContext, DataReport, MapDataset, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_sft_chat.chats import Chats, Encoder, gather
 from nxdt_plugin_sft_chat.config import ChatConfig
@@ -41,16 +41,25 @@ class ChatDataset:
         seq_length: tokens of a sample.
         pad_id: token for padding positions; they form a separate document and never have a loss.
         source: digest of everything that determines ``chats``.
+        of_records: records of the files where ``chats`` are of the first ones.
     """
 
     def __init__(
-        self, chats: Chats, samples: Sequence[NDArray[np.int64]] | None, *, seq_length: int, pad_id: int, source: str
+        self,
+        chats: Chats,
+        samples: Sequence[NDArray[np.int64]] | None,
+        *,
+        seq_length: int,
+        pad_id: int,
+        source: str,
+        of_records: int | None = None,
     ) -> None:
         self._chats = chats
         self._samples = list(np.arange(len(chats), dtype=np.int64)[:, None]) if samples is None else samples
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source
+        self._of_records = of_records
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -63,6 +72,7 @@ class ChatDataset:
         labels = np.full(length, IGNORE_INDEX, np.int64)
         positions = np.zeros(length, np.int64)
         documents = np.full(length, _PADDING, np.int64)
+        weights = np.zeros(length, np.float32) if len(self._chats.weights) else None
         at = 0
         for number, chat in enumerate(self._samples[index]):
             begin, end = self._chats.starts[chat], self._chats.starts[chat + 1]
@@ -70,10 +80,16 @@ class ChatDataset:
             until = at + len(tokens) - 1
             ids[at:until] = tokens[:-1]
             labels[at:until] = np.where(self._chats.trained[begin + 1 : end], tokens[1:], IGNORE_INDEX)
+            if weights is not None:
+                weights[at:until] = np.where(
+                    self._chats.trained[begin + 1 : end], self._chats.weights[begin + 1 : end], 0
+                )
             positions[at:until] = np.arange(until - at)
             documents[at:until] = number
             at = until
-        return Sample(input_ids=ids, labels=labels, position_ids=positions, document_ids=documents)
+        return Sample(
+            input_ids=ids, labels=labels, loss_weights=weights, position_ids=positions, document_ids=documents
+        )
 
     def fingerprint(self) -> str:
         """Return a report of the conversations, and of how they are put into samples."""
@@ -83,7 +99,8 @@ class ChatDataset:
     def report(self) -> DataReport:
         """Return a report of the conversations, and of the places that they fill."""
         filled = int(self._chats.lengths.sum()) - len(self._chats)
-        return replace(self._chats.report, efficiency=filled / (len(self) * self._seq_length))
+        efficiency = filled / (len(self) * self._seq_length)
+        return replace(self._chats.report, efficiency=efficiency, of_records=self._of_records)
 
 
 _log = logging.getLogger(__name__)
@@ -93,13 +110,18 @@ _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistan
 class ChatData:
     """Samples of conversations.
 
+    Args:
+        config: the keys.
+        context: of the run.
+        section: that has the keys of the files, for errors.
+
     Raises:
         DataNeedsTokenizer: the run has no tokenizer.
         NotAChatTokenizer: the tokenizer does not report the positions of tokens in a text.
         TemplateMissing, TemplateUnknown, TemplateNeedsToken: the chat template cannot be used.
     """
 
-    def __init__(self, config: ChatConfig, context: DataContext) -> None:
+    def __init__(self, config: ChatConfig, context: DataContext, *, section: str = "data") -> None:
         if context.tokenizer is None:
             raise DataNeedsTokenizer(dataloader="sft-chat")
         if not isinstance(context.tokenizer, ChatTokenizer):
@@ -107,26 +129,48 @@ class ChatData:
         chat_tokenizer: ChatTokenizer = context.tokenizer
         self._config = config
         self._context = context
+        self._section = section
+        self._sources = {
+            name: ChatData(config.of_source(name), context, section=f"data.sources.{name}") for name in config.sources
+        }
         self._tokenizer = cast(Tokenizer, context.tokenizer)
+        if self._sources:  # each has its own template
+            return
         runner = runner_of(config, chat_tokenizer)
         if runner is None:
             raise TemplateMissing(known=template_names())
         self._encoder = Encoder(Renderer(runner), chat_tokenizer, config)
         self._settings = runner.settings
-        self._divided: tuple[dict[SplitName, list[Record]], str] | None = None
+        self._divided: tuple[dict[SplitName, Records], str] | None = None
 
-    def split(self, name: SplitName) -> ChatDataset | None:
-        """Return the samples of a split; None where no files and no fraction are named for it.
+    def split(self, name: SplitName) -> MapDataset | Mapping[str, MapDataset] | None:
+        """Return the samples of a split; None where no files and no fraction are named for it. Several sources are
+        mixed for training, and each is a set by its name for validation.
 
         Raises:
             NxdtError: of the files, their records and what the template makes of them; each names the place.
             NothingTrained, EverythingTrained: the loss would be on no token, or on all.
+            MixtureInSequence: several sources are to be taken in their order.
         """
+        if not self._sources:
+            return self._of_files(name)
+        found = {label: each for label, data in self._sources.items() if (each := data._of_files(name)) is not None}
+        weights = {label: source.weight for label, source in self._config.sources.items()}
+        if name == "train" and found:
+            return mixed(found, weights, shuffle=self._context.shuffle)
+        return found if len(found) > 1 else next(iter(found.values()), None)
+
+    def _of_files(self, name: SplitName) -> ChatDataset | None:
         config, context = self._config, self._context
         records, source = self._records(name)
-        if not records:
+        if records is None:
             return None
+        decided: tuple[object, ...]
         decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
+        if (config.bad_records, config.turn_order) != ("refuse", "refuse"):
+            decided = (*decided, config.bad_records, config.turn_order)
+        found, first = len(records), context.first_records
+        records, source = (records, source) if first is None else (records[:first], digest(source, first))
         source = digest(source, self._tokenizer.fingerprint(), self._settings, decided)
         chats = self._chats(records, source)
         _check_trained(chats, name)
@@ -137,16 +181,19 @@ class ChatData:
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
             source=source,
+            of_records=found if len(records) < found else None,
         )
 
-    def _chats(self, records: Sequence[Record], source: str) -> Chats:
+    def _chats(self, records: Records, source: str) -> Chats:
         """The records that fit, from the run's directory where they are there for the same ``source``."""
-        length, directory = self._context.seq_length, self._context.cache_dir
+        length, directory = self._context.seq_length, self._config.cache_dir or self._context.cache_dir
         mode = self._config.unused_fields
 
         def chats() -> Chats:
+            bad = BadRecords(self._config)
             return gather(
-                self._encoder.encode(read_record(record, place) for place, record in records),
+                self._encoder.encode(records, bad),
+                bad,
                 seq_length=length,
                 truncation=self._config.truncation,
                 vocab_size=self._tokenizer.vocab_size,
@@ -155,27 +202,29 @@ class ChatData:
 
         if directory is None:
             return chats()
-        return cached_arrays(directory, f"chats-{digest(source, length, mode)}", Chats, chats, _unkept)
+        name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
+        return cached_arrays(directory, name, Chats, chats, _unkept, most_bytes=self._config.cache_bytes)
 
-    def _records(self, name: SplitName) -> tuple[Sequence[Record], str]:
-        """The records of a split, and a digest of what decides them."""
+    def _records(self, name: SplitName) -> tuple[Records | None, str]:
+        """The records of a split, or None where it has no files, and a digest of what decides them."""
         if self._config.validation_fraction and name != "test":
             divided, source = self._division()
             return divided[name], digest(source, name)
-        paths = self._config.files(name)
-        return self._read(name) if paths else ([], "")
+        return self._read(name) if self._config.files(name) else (None, "")
 
-    def _read(self, name: SplitName) -> tuple[list[Record], str]:
-        records, source = read_records(self._config.files(name), f"data.{name}_files", example=_EXAMPLE)
-        return records[: self._config.dev_choose_samples], digest(source, self._config.dev_choose_samples)
+    def _read(self, name: SplitName) -> tuple[Records, str]:
+        config = self._config
+        paths, key = config.files(name), f"{self._section}.{name}_files"
+        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
+        return records[: config.dev_choose_samples], digest(source, config.dev_choose_samples)
 
-    def _division(self) -> tuple[dict[SplitName, list[Record]], str]:
+    def _division(self) -> tuple[dict[SplitName, Records], str]:
         """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
         if self._divided is None:
             fraction, seed = self._config.validation_fraction, self._config.split_seed
             records, source = self._read("train")
-            validating, training = draw(records, round(len(records) * fraction), seed=seed)
-            parts: dict[SplitName, list[Record]] = {"validation": validating, "train": training}
+            validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
+            parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
             for split, part in parts.items():
                 if not part:
                     raise EmptySplit(fraction=fraction, records=len(records), split=split)
@@ -200,6 +249,8 @@ def _log_counts(chats: Chats, split: SplitName) -> None:
     report = chats.report
     for reason, count in report.left_out.items():
         _log.warning("%s data: %d records are left out: %s", split, count, reason)
+    for reason in report.bad:
+        _log.warning("%s data: left out: %s", split, reason)
     if report.truncated:
         _log.warning("%s data: %d records are cut to the sequence length", split, report.truncated)
     if report.unused:

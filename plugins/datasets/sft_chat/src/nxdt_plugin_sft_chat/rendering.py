@@ -18,6 +18,9 @@ from nxdt_plugin_sft_chat.errors import TurnsInseparable
 
 _OPENED = re.compile(r"[<\[][^>\]\s]*$")
 
+_THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+"""What templates write or leave out of turns before the user's last one."""
+
 _LOOK = 16
 """Characters of a turn that are compared before all of it is."""
 
@@ -74,13 +77,28 @@ class Renderer:
             text, found = self._marked(conversation, trained)
         else:
             text, _ = self._run(conversation, len(conversation.messages))
-            found = {number: [self._between_prefixes(conversation, number, text)] for number in trained}
+            try:
+                found = {number: [self._between_prefixes(conversation, number, text)] for number in trained}
+            except TurnsInseparable:  # prefixes may have reasoning that the whole conversation no longer has
+                kept = self._without_dropped_reasoning(conversation, text)
+                found = {number: [self._between_prefixes(kept, number, text)] for number in trained}
         turns = {number: (spans[0][0], spans[-1][1]) for number, spans in found.items()}
         for number, (start, end) in turns.items():
             self._check_span(conversation, number, text[start:end])
         ignored = ignored_fields(conversation, text, lambda other: self._run(other, len(other.messages))[0])
         learnt = tuple(span for spans in found.values() for span in spans)
         return Rendered(text=text, trained=turns, learnt=learnt, ignored=ignored)
+
+    def _without_dropped_reasoning(self, conversation: Conversation, text: str) -> Conversation:
+        """Return the conversation without the reasoning of messages that ``text``, its rendering, does not have."""
+        messages = list(conversation.messages)
+        for number, message in enumerate(messages):
+            for other in message.without_reasoning():
+                tried = replace(conversation, messages=[*messages[:number], other, *messages[number + 1 :]])
+                if self._run(tried, len(messages))[0] == text:
+                    messages[number] = other
+                    break
+        return replace(conversation, messages=messages)
 
     def _marked(self, conversation: Conversation, trained: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         messages = conversation.messages
@@ -123,9 +141,22 @@ class Renderer:
             return len(before)
         shared = _shared(before, text)
         bare, _ = self._run(conversation, number)
-        if not text.startswith(bare) or shared < len(bare):
-            raise self._inseparable(conversation, number, "earlier messages are rendered differently when it follows")
-        return shared
+        if text.startswith(bare) and shared >= len(bare):
+            return shared
+        start = self._differing(conversation, number, text)
+        if spoken and start is not None and _without_thoughts(text[:start]).startswith(_without_thoughts(bare)):
+            return start
+        raise self._inseparable(conversation, number, "earlier messages are rendered differently when it follows")
+
+    def _differing(self, conversation: Conversation, number: int, text: str) -> int | None:
+        """Return where another answer without reasoning makes the conversation differ; None where ``text`` may have
+        the reasoning of this one."""
+        message = conversation.messages[number]
+        if next(message.without_reasoning(), None):
+            return None
+        other = Message(role=message.role, content="B" if message.content.strip().startswith("A") else "A")
+        messages = [*conversation.messages[:number], other, *conversation.messages[number + 1 :]]
+        return _shared(text, self._run(replace(conversation, messages=messages), len(messages))[0])
 
     def _words(self, conversation: Conversation, number: int, text: str, start: int, end: int) -> int:
         """The start of a turn's words: the text before them stays the same if other words follow."""
@@ -209,6 +240,10 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
     said = message.words or next((call["function"]["name"] for call in reversed(message.calls)), "")
     whole = same >= through.rfind(said) + len(said) and message.is_contained_in(text[start:same])
     return same if said and whole and not message.ends(text[start:same].rstrip()) else None
+
+
+def _without_thoughts(text: str) -> str:
+    return _THOUGHTS.sub("", text)
 
 
 def _shared(first: str, second: str) -> int:

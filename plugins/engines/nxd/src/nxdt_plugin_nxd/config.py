@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from nxdt_core.config.section import Section
 
-__all__ = ["NxdConfig"]
-
 
 class NxdConfig(Section):
     """Settings of the Neuron compiler and runtime; a variable that is set in the environment takes precedence."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from nxdt_plugin_nxd.training.model import NxdModel
     from nxdt_plugin_nxd.training.optimizer import NxdOptimizer
 
-__all__ = ["NxdEngine"]
 
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 

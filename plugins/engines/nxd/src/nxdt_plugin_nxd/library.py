@@ -11,8 +11,6 @@ from typing import NoReturn
 
 from nxdt_plugin_nxd.errors import LibraryBroken, LibraryMissing, LibraryPlaceholder, VersionsDoNotFit
 
-__all__ = ["CPU_MODE", "computes_on_host", "load_library", "platform"]
-
 CPU_MODE = "NXD_CPU_MODE"
 """The library's own variable: above 0 its layers and its pipeline run on the host, over gloo."""
 

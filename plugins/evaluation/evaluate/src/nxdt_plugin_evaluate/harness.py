@@ -6,7 +6,7 @@ What it answers is what the library's own ``hf`` model answers of the exported c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,16 @@ from tqdm import tqdm
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.base import listing
-from nxdt_core.train.generate import LoadedModel, Sampling
+from nxdt_core.train.generate import LoadedModel
+from nxdt_core.train.sampling import Sampling
 from nxdt_plugin_evaluate.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown, TaskUnusable
 
 _MAX_NEW_TOKENS = 256
 """Where a task does not say; the ``hf`` model's."""
-_UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
-_WITHOUT_EFFECT = {"num_beams": 1, "top_p": 1.0, "repetition_penalty": 1.0}
+_UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_WITHOUT_EFFECT = {"num_beams": 1}
 """Settings at which they do nothing."""
-_OF_DRAWS = {"top_p", "min_p", "typical_p"}
+_OF_DRAWS = {"typical_p"}
 """Those that do nothing where the likeliest token is taken."""
 
 
@@ -96,27 +97,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
 
     def _written(self, context: str, asked: dict[str, Any], *, seed: int) -> str:
         settings: dict[str, Any] = {**normalize_gen_kwargs(asked, _MAX_NEW_TOKENS)}
-        sampling = _sampling(settings, seed)
+        stops = [stop for stop in settings["until"] if stop]
+        sampling = _sampling(settings, stops, seed)
         room = self._loaded.window - sampling.max_new_tokens
         ids = (self.tok_encode(context) or [self.eot_token_id])[-room if room > 0 else 0 :]
-        stops = [stop for stop in settings["until"] if stop]
-        text = self._until(self._loaded.continuation(ids, sampling), stops)
+        ((text,),) = self._loaded.writer.texts([ids], sampling)
         cut: str = postprocess_generated_text(text, stops, None)
         return cut
 
-    def _until(self, tokens: Iterable[int], stops: Sequence[str]) -> str:
-        """Text of ``tokens`` as far as one of ``stops``, which is in it."""
-        written: list[int] = []
-        text = ""
-        for token in tokens:
-            written.append(token)
-            text = self._loaded.tokenizer.decode(written)
-            if any(stop in text for stop in stops):
-                break
-        return text
 
-
-def _sampling(settings: dict[str, Any], seed: int) -> Sampling:
+def _sampling(settings: dict[str, Any], stops: Sequence[str], seed: int) -> Sampling:
     """What a task asks for; ``seed`` differs between its requests, of which some are the same text several times.
 
     Raises:
@@ -130,7 +120,11 @@ def _sampling(settings: dict[str, Any], seed: int) -> Sampling:
     return Sampling(
         max_new_tokens=settings["max_gen_toks"],
         temperature=settings.get("temperature", 1.0) if drawn else 0.0,
-        top_k=settings.get("top_k"),
+        top_k=settings.get("top_k") or None,
+        top_p=settings.get("top_p"),
+        min_p=settings.get("min_p"),
+        repetition_penalty=settings.get("repetition_penalty") or 1.0,
+        stop=tuple(stops),
         seed=seed,
     )
 

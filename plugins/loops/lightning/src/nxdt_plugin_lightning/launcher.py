@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_plugin_lightning.errors import NotOurModule, TrainerArgumentsIgnored
 from nxdt_plugin_lightning.module import NxdtModule
 
@@ -95,7 +95,7 @@ class StartedProcesses(LightningEnvironment):
     @property
     def creates_processes_externally(self) -> bool:
         """Return whether another program has started this process as one of several."""
-        return place_from_environment().world_size > 1 or super().creates_processes_externally
+        return read_rank_environment().world_size > 1 or super().creates_processes_externally
 
 
 @final

@@ -16,7 +16,7 @@ from nxdt_plugin_lightning.config import LoggerConfig
 
 @final
 class LightningLogger(Callback):
-    """Gives figures to a logger of Lightning.
+    """Gives metrics to a logger of Lightning.
 
     Raises:
         LoggerCannotStart: Lightning has no such logger, or it cannot start with these options.
@@ -37,7 +37,7 @@ class LightningLogger(Callback):
             raise LoggerCannotStart(logger=config.logger, reason=str(error).rstrip("."), advice=advice) from error
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Log the figures."""
+        """Log the metrics."""
         self._logger.log_metrics(dict(metrics), run.step)
         self._logger.save()
 

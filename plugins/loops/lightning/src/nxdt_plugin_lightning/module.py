@@ -31,7 +31,7 @@ class NxdtModule(pl.LightningModule):
 
     Args:
         config: the run.
-        logs_metrics: log figures as Lightning modules do, so that loggers get them and ``EarlyStopping`` and
+        logs_metrics: log metrics as Lightning modules do, so that loggers get them and ``EarlyStopping`` and
             ``ModelCheckpoint`` can monitor them: ``loss``, ``grad_norm`` and ``lr`` of each training step, and
             ``val_loss``, its perplexity and metrics of each validation (``test_…`` of ``trainer.test``).
     """
@@ -46,7 +46,7 @@ class NxdtModule(pl.LightningModule):
         self.session = TrainSession(config)
         """What the steps work on; its engine is the strategy's."""
         self._logs_metrics = logs_metrics
-        self._figures: ValidationMetrics | None = None
+        self._validation: ValidationMetrics | None = None
         self._validated = ExitStack()
         self.saved: Manifest | None = None
         """The newest checkpoint of this process."""
@@ -157,11 +157,11 @@ class NxdtModule(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Validate the average where ``exp_manager.ema.evaluate_ema_weights_instead`` says so."""
         self._validated.enter_context(self.session.validated_weights())
-        self._figures = ValidationMetrics(traits_of(self.objective).unit) if self._logs_metrics else None
+        self._validation = ValidationMetrics(traits_of(self.objective).unit) if self._logs_metrics else None
 
     def on_validation_epoch_end(self) -> None:
         """Log what was found, and go back to the weights, before any callback's ``on_validation_end`` saves them."""
-        self._log_figures("val")
+        self._log_validation("val")
         self._validated.close()
 
     def validation_step(  # type: ignore[override]
@@ -174,8 +174,8 @@ class NxdtModule(pl.LightningModule):
         """
         _check_batch(batch)
         found = self.session.evaluate_batch(batch)
-        if self._figures is not None:
-            self._figures.add(dataloader_idx, found)
+        if self._validation is not None:
+            self._validation.add(dataloader_idx, found)
         return found
 
     def on_test_epoch_start(self) -> None:
@@ -190,7 +190,7 @@ class NxdtModule(pl.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Log the metrics of the test, then do what :meth:`on_validation_epoch_end` does."""
-        self._log_figures("test")
+        self._log_validation("test")
         self.on_validation_epoch_end()
 
     def predict_step(self, batch: StepInput, batch_idx: int, dataloader_idx: int = 0) -> dict[str, torch.Tensor]:
@@ -202,8 +202,8 @@ class NxdtModule(pl.LightningModule):
         found = self.session.evaluate_batch(batch)
         return {"loss": found.loss, "weight": found.weight, **found.metrics}
 
-    def _log_figures(self, stage: str) -> None:
-        figures, self._figures = self._figures, None
+    def _log_validation(self, stage: str) -> None:
+        figures, self._validation = self._validation, None
         if figures is None:
             return
         data: Any = getattr(self.trainer, "datamodule", None)

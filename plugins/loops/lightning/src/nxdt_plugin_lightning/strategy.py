@@ -23,7 +23,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.environment import place_from_environment
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build
@@ -110,7 +110,7 @@ class NxdtStrategy(Strategy):
         self.cluster_environment = StartedProcesses()
         complete_variables()
         if engine is None and not self._may_launch:
-            check_world_size(config, place_from_environment())
+            check_world_size(config, read_rank_environment())
 
     @cached_property
     def engine(self) -> ParallelEngine:
@@ -119,14 +119,14 @@ class NxdtStrategy(Strategy):
         Raises:
             WorldSizeMismatch: their number is not that of the configuration.
         """
-        check_world_size(self.config, place_from_environment())
+        check_world_size(self.config, read_rank_environment())
         return build.engine(self.config)
 
     @property
     def _may_launch(self) -> bool:
         """Whether this process is the only one so far of a run of several."""
         trainer = self.config.run.trainer
-        return trainer.devices > 1 and place_from_environment().world_size == 1
+        return trainer.devices > 1 and read_rank_environment().world_size == 1
 
     def _configure_launcher(self) -> None:
         """Let Lightning start the other processes, where none has; called by the ``Trainer``."""
@@ -153,7 +153,7 @@ class NxdtStrategy(Strategy):
     @property
     def global_rank(self) -> int:
         """Return the number of this process among all."""
-        return self.engine.rank_info.rank if self._started else place_from_environment().rank
+        return self.engine.rank_info.rank if self._started else read_rank_environment().rank
 
     @property
     def local_rank(self) -> int:

@@ -8,8 +8,6 @@ from typing import Literal
 from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
 
-__all__ = ["Activation", "BlockType", "GPTArchitecture", "Normalization"]
-
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "geglu", "reglu", "swiglu"]
 BlockType = Literal["pre_ln", "post_ln", "normformer", "gpt_j"]

@@ -13,8 +13,6 @@ from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.hf import exchange
 from nxdt_plugin_gpt.modeling import GPT
 
-__all__ = ["GPTBuilder", "norms_of", "plan_of"]
-
 _RESIDUAL_WRITERS = ("layers.*.attention.o_proj.weight", "layers.*.mlp.down_proj.weight")
 
 

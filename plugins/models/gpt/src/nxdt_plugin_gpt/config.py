@@ -8,8 +8,6 @@ from typing import Any
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.hf.exchange import config_from_hf, names_in_hf
 
-__all__ = ["GPTConfig"]
-
 
 class GPTConfig(GPTArchitecture):
     """Architecture of a GPT; the names of the keys are those of NxD Training's Megatron models."""

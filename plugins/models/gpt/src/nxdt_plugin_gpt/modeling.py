@@ -23,8 +23,6 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.architecture import Activation
 from nxdt_plugin_gpt.config import GPTConfig
 
-__all__ = ["GPT", "FeedForward", "GPTAttention", "GPTEmbedding", "GPTLayer", "LayerNorm1P", "norm_of"]
-
 
 class GPT(nn.Module):
     """Radford et al. 2019 (GPT-2), Black et al. 2022 (GPT-NeoX, arXiv:2204.06745) and Megatron's models between them.

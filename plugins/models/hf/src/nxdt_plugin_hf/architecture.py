@@ -25,7 +25,6 @@ from nxdt_plugin_hf.errors import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["Architecture", "read_architecture"]
 
 _TRANSFORMERS = "transformers>=5.17,<6"
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")

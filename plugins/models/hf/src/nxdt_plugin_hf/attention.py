@@ -19,8 +19,6 @@ from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalA
 from nxdt_core.models.random.dropout import CausalAttentionWithDropout
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["CORE", "IMPLEMENTATION", "AttentionCall", "attention_core", "note_calls", "register"]
-
 IMPLEMENTATION = "nxdt"
 """Name of the attention function in transformers."""
 CORE = "attention_core"

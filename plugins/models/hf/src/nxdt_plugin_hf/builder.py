@@ -30,7 +30,6 @@ from nxdt_plugin_hf.tracing import pattern_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HFBuilder", "key_map"]
 
 _facts: dict[tuple[type[Any], str], ModelFacts] = {}
 """By class and configuration."""

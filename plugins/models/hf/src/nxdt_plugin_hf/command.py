@@ -8,8 +8,6 @@ import click
 
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json
 
-__all__ = ["sharding"]
-
 
 @click.command(
     cls=Verb,

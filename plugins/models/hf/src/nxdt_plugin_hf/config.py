@@ -8,8 +8,6 @@ from typing import Any
 from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.config.section import Section
 
-__all__ = ["HFModelConfig"]
-
 
 class HFModelConfig(Section):
     """Which model of transformers; ``model_config`` names its ``config.json``, or its directory."""

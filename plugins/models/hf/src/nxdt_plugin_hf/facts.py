@@ -31,8 +31,6 @@ from nxdt_plugin_hf.tracing import is_norm, pattern_of, trace_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ModelFacts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:

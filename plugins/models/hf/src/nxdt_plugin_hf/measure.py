@@ -12,8 +12,6 @@ from nxdt_core.protocols.estimate import MeasuresShards
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_plugin_hf.builder import HFBuilder
 
-__all__ = ["Sharding", "measure_sharding"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:

@@ -36,22 +36,6 @@ from nxdt_plugin_hf.errors import UnsupportedArchitecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "DISPATCHER",
-    "REFUSED",
-    "STACK",
-    "STACK_SIDES",
-    "TENSOR_STYLE",
-    "RoutedExperts",
-    "RouterBalance",
-    "end_with_sum",
-    "mixtures",
-    "not_additive",
-    "replace_experts",
-    "routed_experts",
-    "router_balance",
-    "uses_random_numbers",
-]
 
 _TOKENS = 4
 

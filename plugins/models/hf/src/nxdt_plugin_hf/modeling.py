@@ -24,8 +24,6 @@ from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, rou
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CausalLM", "NumberedLayers", "build_model", "pass_hidden_by_position"]
-
 
 class CausalLM(nn.Module):
     """Precedes a class of transformers in the order of base classes, and calls it.

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from nxdt_plugin_hf.modeling import CausalLM
 
-__all__ = ["TensorPlan", "pipeline_plan", "tensor_plan"]
 
 _STYLES: Mapping[str, TensorStyle] = {
     "colwise": "column",

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from nxdt_plugin_hf.architecture import Architecture
 
-__all__ = ["Trace", "is_norm", "pattern_of", "trace_model"]
 
 _TOKENS = 4
 _OWN_ATTENTION = "it computes attention without transformers' interface for it"

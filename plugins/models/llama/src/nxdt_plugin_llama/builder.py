@@ -9,8 +9,6 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_plugin_llama.config import LlamaConfig, MistralConfig
 from nxdt_plugin_llama.modeling import Llama
 
-__all__ = ["LlamaBuilder", "MistralBuilder"]
-
 
 class LlamaBuilder(RotaryDecoderBuilder[LlamaConfig]):
     """A decoder with dense feed-forward blocks."""

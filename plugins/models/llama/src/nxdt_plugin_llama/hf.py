@@ -14,8 +14,6 @@ from nxdt_core.models.huggingface import (
 )
 from nxdt_core.models.rope_scaling import RopeType
 
-__all__ = ["LLAMA", "MISTRAL"]
-
 _KEYS = weight_keys({**DECODER_MODULES, **SWIGLU_MODULES})
 _ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
 

@@ -7,8 +7,6 @@ from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer
 from nxdt_core.models.mlp import SwiGLU
 from nxdt_plugin_llama.config import LlamaConfig
 
-__all__ = ["Llama"]
-
 
 class Llama(RotaryDecoder):
     """Touvron et al. 2023 (arXiv:2302.13971) with the changes of Llama 2 and 3 (arXiv:2407.21783); with a window, the

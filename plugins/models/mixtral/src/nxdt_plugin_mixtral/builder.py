@@ -11,8 +11,6 @@ from nxdt_plugin_mixtral.config import MixtralConfig
 from nxdt_plugin_mixtral.errors import NoHFForm
 from nxdt_plugin_mixtral.modeling import Mixtral
 
-__all__ = ["MixtralBuilder"]
-
 _MOE = f"{LAYER}.moe"
 _EXPERTS = f"{_MOE}.experts"
 

@@ -6,8 +6,6 @@ from nxdt_core.config.huggingface import HFValues
 from nxdt_core.models.huggingface import DECODER_MODULES, ONLY, OPTIONAL, REQUIRED, HFFamily, weight_keys
 from nxdt_core.protocols.model import KeyMap
 
-__all__ = ["MIXTRAL"]
-
 _ROUTER = {"layers.*.moe.router": "model.layers.*.block_sparse_moe.gate"}
 
 _EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

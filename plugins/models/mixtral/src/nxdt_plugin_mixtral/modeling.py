@@ -11,8 +11,6 @@ from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.moe.sinkhorn import SinkhornRouter
 from nxdt_plugin_mixtral.config import MixtralConfig
 
-__all__ = ["Mixtral"]
-
 
 class Mixtral(RotaryDecoder):
     """Jiang et al. 2024 (arXiv:2401.04088). The feed-forward block of a layer is ``moe``, or ``mlp`` in a layer without

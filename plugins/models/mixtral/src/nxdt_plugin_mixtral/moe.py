@@ -8,8 +8,6 @@ from typing import Literal
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
 
-__all__ = ["MoEConfig"]
-
 
 class MoEConfig(Section):
     """The mixture of experts of a layer; the names of the keys are NxD Training's."""

@@ -36,7 +36,7 @@ class OrpoConfig(Section):
 class PreferenceConfig(ChatKeys):
     """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
 
-    Files are JSONL, JSON with a list, Arrow or Parquet, or directories of one of these; JSON ones may be compressed
+    Files are JSONL, JSON with a list, CSV, TSV, Arrow or Parquet, or directories of one of these; all may be compressed
     (``.gz``, ``.zst``). A path may be a pattern. Texts are used unchanged; a chat template renders messages.
     """
 

@@ -1,31 +1,39 @@
-"""Pairs that are too long are cut, first the prompt, then the answers."""
+"""The dataloader ``preference``: reads, renders and cuts a split's records when the run starts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
-from nxdt_core.data.cache import digest
-from nxdt_core.data.files.records import Record, UnusedFields, describe_unused, read_records
+from nxdt_core.data.cache import cached_arrays, digest
+from nxdt_core.data.chat.rendering import runner_of
+from nxdt_core.data.files.records import (
+    BadRecords,
+    Place,
+    Record,
+    Records,
+    UnusedFields,
+    describe_unused,
+    read_records,
+)
 from nxdt_core.data.packing import shuffled_bins
 from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataset import DataContext, SplitName
-from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig, TruncationMode
-from nxdt_plugin_preference.dataset import PairDataset
+from nxdt_plugin_preference.dataset import ALIKE, PairArrays, PairDataset, gather
 from nxdt_plugin_preference.errors import EmptySplit, NoRoomForAnswers, PairsCutAlike
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair, Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
+class TruncatedPairs:
     """The rule of TRL's DPO trainer up to 0.10, which NxD Training uses.
 
     Raises:
@@ -52,7 +60,6 @@ class Fitting:
 
 _log = logging.getLogger(__name__)
 _EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
-_ALIKE = "cut to the sequence length, both answers are the same"
 
 
 class PreferenceData:
@@ -67,10 +74,10 @@ class PreferenceData:
         if context.tokenizer is None:
             raise DataNeedsTokenizer(dataloader="preference")
         self._config = config
-        self._seed = context.seed
+        self._context = context
         self._tokenizer: Tokenizer = context.tokenizer
         limit = config.max_prompt_length
-        self._fitting = Fitting(
+        self._fitting = TruncatedPairs(
             seq_length=context.seq_length,
             max_prompt_length=context.seq_length // 2 if limit is None else limit,
             mode=config.truncation_mode,
@@ -94,49 +101,82 @@ class PreferenceData:
         return self._dataset(*self._read(name), name) if self._config.files(name) else None
 
     @cached_property
-    def _division(self) -> tuple[dict[SplitName, list[Record]], str]:
+    def _division(self) -> tuple[dict[SplitName, Records], str]:
         """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
         fraction, seed = self._config.validation_fraction, self._config.split_seed
         records, source = self._read("train")
-        validating, training = draw(records, round(len(records) * fraction), seed=seed)
-        parts: dict[SplitName, list[Record]] = {"validation": validating, "train": training}
+        validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
+        parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
         for split, part in parts.items():
             if not part:
                 raise EmptySplit(fraction=fraction, records=len(records), split=split)
         return parts, digest(source, len(records), fraction, seed)
 
-    def _read(self, name: SplitName) -> tuple[list[Record], str]:
-        records, source = read_records(self._config.files(name), f"data.{name}_files", example=_EXAMPLE)
-        return records[: self._config.dev_choose_samples], source
+    def _read(self, name: SplitName) -> tuple[Records, str]:
+        config = self._config
+        paths, key = config.files(name), f"data.{name}_files"
+        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
+        return records[: config.dev_choose_samples], source
 
-    def _dataset(self, records: Sequence[Record], source: str, name: SplitName) -> PairDataset:
+    def _dataset(self, records: Records, source: str, name: SplitName) -> PairDataset:
         """The pairs of a split's records, of which ``source`` is a digest."""
-        renderer = Renderer(self._tokenizer, self._config)
-        unused = UnusedFields(self._config.unused_fields)
-        fitted = []
-        for place, record in records:
-            rendered = renderer.render(read_preference(record, place))
-            unused.add(place, rendered.unused)
-            fitted.append(self._fitting.fit(rendered))
-        pairs = [pair for pair in fitted if pair.chosen != pair.rejected]
-        seq_length, left_out = self._fitting.seq_length, len(fitted) - len(pairs)
-        if not pairs:
-            raise PairsCutAlike(seq_length=seq_length, pairs=len(fitted), split=name)
-        if left_out:
-            _log.warning("%s data: %d records are left out: %s", name, left_out, _ALIKE)
-        if cut := sum(pair.cut for pair in pairs):
-            _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, cut, len(pairs))
-        if unused.counts:
-            _log.warning("%s data: unused: %s", name, describe_unused(unused.counts))
-        packs = None
-        if self._config.packing:
-            packs = shuffled_bins(np.array([pair.lengths for pair in pairs], np.int64), seq_length, seed=self._seed)
+        found, records = len(records), records[: self._context.first_records]
+        pairs = self._pairs(records, source)
+        seq_length, report = self._fitting.seq_length, pairs.report
+        for reason in report.bad:
+            _log.warning("%s data: left out: %s", name, reason)
+        if not len(pairs):
+            raise PairsCutAlike(seq_length=seq_length, pairs=report.left_out.get(ALIKE, 0), split=name)
+        if left_out := report.left_out.get(ALIKE):
+            _log.warning("%s data: %d records are left out: %s", name, left_out, ALIKE)
+        if report.truncated:
+            _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, report.truncated, len(pairs))
+        if report.unused:
+            _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
         return PairDataset(
             pairs,
-            packs,
+            shuffled_bins(pairs.lengths, seq_length, seed=self._context.seed) if self._config.packing else None,
             seq_length=seq_length,
             pad_id=padding_id(self._tokenizer),
-            source=digest("preference", source, renderer.fingerprint(), self._fitting, len(pairs)),
-            left_out={_ALIKE: left_out} if left_out else {},
-            unused=unused.counts,
+            source=digest("preference", source, str(pairs.settings[0]), self._fitting, len(pairs)),
+            of_records=found if len(records) < found else None,
         )
+
+    def _pairs(self, records: Records, source: str) -> PairArrays:
+        """The pairs of records, from a cache where they are there for the same ``source`` and settings."""
+        config, directory = self._config, self._config.cache_dir or self._context.cache_dir
+
+        def pairs() -> PairArrays:
+            renderer = Renderer(self._tokenizer, config)
+            unused, bad = UnusedFields(config.unused_fields), BadRecords(config)
+
+            def fitted(record: Record) -> tuple[Place, Pair]:
+                place, content = record
+                preference = read_preference(content, place, merge=config.turn_order == "merge")
+                return place, self._fitting.fit(renderer.render(preference))
+
+            def counted() -> Iterator[Pair]:
+                for place, pair in bad.usable(records, fitted):
+                    unused.add(place, pair.unused)
+                    yield pair
+
+            return gather(counted(), bad, unused, renderer.fingerprint, vocab_size=self._tokenizer.vocab_size)
+
+        if directory is None:
+            return pairs()
+        decided = (len(records), config.special_tokens_in_text, config.space_after_turns, config.unused_fields)
+        policy = (config.bad_records, config.max_bad_share, config.turn_order, self._template())
+        name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting)
+        return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, _unkept, most_bytes=config.cache_bytes)
+
+    def _template(self) -> object:
+        """All that decides what messages become; None where no message could be rendered."""
+        try:
+            runner = runner_of(self._config, self._tokenizer) if isinstance(self._tokenizer, ChatTokenizer) else None
+        except NxdtError:  # of which records of messages say more
+            return None
+        return runner and runner.settings
+
+
+def _unkept(error: OSError) -> None:
+    _log.warning("%s: cannot keep tokens there; each process makes its own", error)

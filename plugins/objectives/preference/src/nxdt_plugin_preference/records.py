@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.data.chat.conversation import Conversation, Message, check_order, in_order_of_calls
-from nxdt_core.data.chat.records import check_text_only, read_message, read_tools, unused_fields, with_system
+from nxdt_core.data.chat.conversation import Conversation, Message, check_order, in_order_of_calls, merged
+from nxdt_core.data.chat.records import (
+    check_text_only,
+    read_message,
+    read_question,
+    read_tools,
+    unused_fields,
+    with_system,
+)
 from nxdt_core.data.files.records import Place, unread
 from nxdt_core.errors.base import listing
 from nxdt_plugin_preference.errors import (
@@ -52,13 +59,15 @@ class _Part(Place):
         return f"{Place.__str__(self)}, {self.part}"
 
 
-def read_preference(record: Mapping[str, Any], place: Place) -> Preference:
+def read_preference(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Preference:
     """Return the pair of a record.
 
     ``prompt``, ``chosen`` and ``rejected`` are texts or lists of messages. An answer that is a text is a turn of the
     assistant where others are messages; a prompt that is a text is one of the user where answers begin with the
     assistant. Answers that begin with the prompt's messages, or without such a prompt with the same messages, are whole
-    conversations, and what they have in common is the prompt.
+    conversations, and what they have in common is the prompt. So is the common beginning of two texts without a prompt,
+    as in TRL. In place of ``prompt`` there may be a conversation or a question, as of
+    :func:`~nxdt_core.data.chat.records.read_question`. ``merge`` joins the prompt's messages that are out of turn.
 
     Raises:
         AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference: each
@@ -67,21 +76,40 @@ def read_preference(record: Mapping[str, Any], place: Place) -> Preference:
     """
     check_text_only(record, place)
     answers = {key: _answer(record, key, place) for key in ("chosen", "rejected")}
-    prompt = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
+    read: tuple[str, ...] = _KEYS
+    prompt: Text | None = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
+    if prompt is None:
+        asked, question = read_question(record, place)
+        read, prompt = (*_KEYS, *asked), tuple(question) or _common(answers)
+    if merge and not isinstance(prompt, str) and prompt:
+        prompt = tuple(merged(prompt))
     if isinstance(prompt, tuple) or any(isinstance(answer, tuple) for answer in answers.values()):
         turns = {key: _turns(answer, "assistant") for key, answer in answers.items()}
-        return _conversation(record, prompt, turns, place)
+        return _conversation(record, read, prompt, turns, place)
     if not prompt:
         raise PromptMissing(place=str(place), found="the key is not there" if prompt is None else "it is empty")
     if answers["chosen"] == answers["rejected"]:
         raise AnswersEqual(place=str(place))
+    begin = 0 if record.get("prompt") is not None else len(prompt)
     return Preference(
         place=place,
         prompt=prompt,
-        chosen=answers["chosen"],
-        rejected=answers["rejected"],
+        chosen=answers["chosen"][begin:],
+        rejected=answers["rejected"][begin:],
         unused=tuple(unread(record, _KEYS)),
     )
+
+
+def _common(answers: Mapping[str, Text]) -> str | None:
+    """Return the text with which both answers begin, without a space at its end; None where there is none.
+
+    The rule of TRL's ``extract_prompt``."""
+    chosen, rejected = answers.values()
+    if not isinstance(chosen, str) or not isinstance(rejected, str) or chosen == rejected:
+        return None
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shared = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    return chosen[:shared].removesuffix(" ") or None
 
 
 def _answer(record: Mapping[str, Any], key: str, place: Place) -> Text:
@@ -96,6 +124,7 @@ def _answer(record: Mapping[str, Any], key: str, place: Place) -> Text:
 def _text(value: Any, key: str, place: Place) -> Text:
     if isinstance(value, str):
         return value
+    value = [value] if isinstance(value, dict) else value  # LLaMA-Factory has an answer's one message
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadPreference(place=str(place), key=key, reason=f"it is a {type(value).__name__}")
     part = _part(place, repr(key))
@@ -112,7 +141,11 @@ def _part(place: Place, part: str) -> Place:
 
 
 def _conversation(
-    record: Mapping[str, Any], prompt: Text | None, answers: Mapping[str, Turns], place: Place
+    record: Mapping[str, Any],
+    read: Sequence[str],
+    prompt: Text | None,
+    answers: Mapping[str, Turns],
+    place: Place,
 ) -> Preference:
     """The pair of a record of messages, whose speakers take turns and whose answers are the assistant's."""
     if prompt is not None and not isinstance(prompt, str):
@@ -138,7 +171,7 @@ def _conversation(
         chosen=answers["chosen"],
         rejected=answers["rejected"],
         tools=read_tools(record, place),
-        unused=(*unused_fields(record, _KEYS, turns), *_marked(turns)),
+        unused=(*unused_fields(record, read, turns), *_marked(turns)),
     )
 
 

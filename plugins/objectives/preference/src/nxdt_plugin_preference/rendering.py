@@ -33,11 +33,6 @@ class Pair:
     """Fields of the record that the tokens do not depend on."""
 
     @property
-    def answers(self) -> tuple[list[int], list[int]]:
-        """The chosen one, then the rejected one."""
-        return self.chosen, self.rejected
-
-    @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the prompt with each answer."""
         return len(self.prompt) + len(self.chosen), len(self.prompt) + len(self.rejected)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         "nxdt data preprocess --input books/one.txt --output-prefix data/books --tokenizer byte --separator '\\n\\n'",
         "nxdt data preprocess --input c.jsonl --output-prefix c --tokenizer gpt2 "
         "--tokenizer-option eos_token='<|endoftext|>' --workers 8",
+        "nxdt data preprocess --input corpus.jsonl --output-prefix data/part-1 --tokenizer byte --shard 1/4",
         "nxdt data preprocess --input c.jsonl --output-prefix c --tokenizer megatron "
         "--tokenizer-option vocab_file=vocab.json --tokenizer-option merge_file=merges.txt",
     ),
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds of work that a kill may cost.",
 )
+@click.option("--shard", metavar="I/N", help="Write part I of N, counted from 1, for `nxdt data merge` to join.")
 @click.option("--overwrite", is_flag=True, help="Start again, and replace any files at the prefix.")
 @as_json
 def preprocess(
@@ -85,6 +87,7 @@ def preprocess(
     append_eod: bool,
     max_bad_share: float,
     save_every: float,
+    shard: str | None,
     overwrite: bool,
     json_output: bool,
 ) -> None:
@@ -95,16 +98,16 @@ def preprocess(
     where it stopped when the same command is given again.
     """
     from nxdt_core.data.files.paths import expand
-    from nxdt_plugin_megatron_data.preprocess.records import Recipe
+    from nxdt_plugin_megatron_data.preprocess.records import TokenizationOptions
     from nxdt_plugin_megatron_data.preprocess.run import Job
     from nxdt_plugin_megatron_data.preprocess.run import preprocess as run
     from nxdt_plugin_megatron_data.preprocess.tokenizers import find_tokenizer
 
     job = Job(
         files=tuple(expand((*inputs, *more), "--input")),
-        prefix=_prefix(prefix),
+        prefix=checked_prefix(prefix),
         tokenizer=find_tokenizer(tokenizer, tokenizer_option),
-        recipe=Recipe(
+        recipe=TokenizationOptions(
             text_key=text_key,
             separator=_unescaped(separator) if separator else None,
             append_eod=append_eod,
@@ -113,6 +116,7 @@ def preprocess(
         max_bad_share=max_bad_share,
         save_every_s=save_every,
         overwrite=overwrite,
+        shard=_shard(shard) if shard else (1, 1),
     )
     with _bar(job.files) as watch:
         outcome = run(job, watch)
@@ -122,7 +126,19 @@ def preprocess(
         _print_outcome(job, outcome)
 
 
-def _prefix(text: str) -> Path:
+def _shard(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise click.BadParameter(f"{text!r} is not a part such as 1/4, the first of four", param_hint="--shard")
+    return int(number), int(count)
+
+
+def checked_prefix(text: str) -> Path:
+    """Return the path of the files to write.
+
+    Raises:
+        BadPrefix: it is a directory, or ends in a suffix that is put behind it.
+    """
     from nxdt_plugin_megatron_data.errors import BadPrefix
 
     path = Path(text)

@@ -18,8 +18,7 @@ from nxdt_core.data.files.paths import JSON_TEXTS
 from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.regular_files import read_text, regular_opener, replace_text, replacing
 from nxdt_plugin_megatron_data.errors import OtherJob
-from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, write_index
-from nxdt_plugin_megatron_data.provenance import Note, note_path
+from nxdt_plugin_megatron_data.indexed_files import Provenance, bin_path, idx_path, provenance_path, write_index
 
 _BLOCK_BYTES = 1 << 20
 """Long enough that sending it to another process costs little, short enough that all of them finish together."""
@@ -166,7 +165,7 @@ class Output:
         self._job = job
         self._tokens, self._lengths, self._state = self.unfinished(prefix)
         if self._state.exists() and self._tokens.exists():
-            self._go_on()
+            self._resume()
         self._files = [
             open(path, "r+b" if path.exists() else "w+b", opener=regular_opener)  # noqa: SIM115
             for path in (self._tokens, self._lengths)
@@ -208,7 +207,7 @@ class Output:
             written.flush()
             os.fsync(written.fileno())
 
-    def finish(self, note: Note) -> None:
+    def finish(self, note: Provenance) -> None:
         """Give the files their names. The tokens come last: until then, the run there is unfinished.
 
         Raises:
@@ -219,7 +218,7 @@ class Output:
         with open(self._lengths, "rb", opener=regular_opener) as file:
             lengths = np.fromfile(file, "<i4")
         write_index(idx_path(self.prefix), self._dtype, lengths, np.arange(len(lengths) + 1, dtype=np.int64))
-        replace_text(note_path(self.prefix), note.text())
+        replace_text(provenance_path(self.prefix), note.text())
         self._tokens.rename(bin_path(self.prefix))
         self._lengths.unlink()
         self._state.unlink()
@@ -229,7 +228,7 @@ class Output:
         for file in self._files:
             file.close()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         state = json.loads(read_text(self._state))
         if state["job"] != self._job:
             raise OtherJob(path=str(self.prefix))

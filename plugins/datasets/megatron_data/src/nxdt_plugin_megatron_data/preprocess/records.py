@@ -34,7 +34,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class TokenizationOptions:
     """How records become tokens."""
 
     text_key: str
@@ -57,7 +57,7 @@ class Encoded:
 class RecordEncoder:
     """Encodes blocks with one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
+    def __init__(self, tokenizer: Tokenizer, recipe: TokenizationOptions) -> None:
         self._tokenizer = tokenizer
         self._recipe = recipe
         self._dtype = dtype_for(tokenizer.vocab_size)
@@ -163,7 +163,7 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def start_worker(tokenizer: NamedTokenizer, recipe: Recipe) -> None:
+def start_worker(tokenizer: NamedTokenizer, recipe: TokenizationOptions) -> None:
     """Make this process's encoder. Its tokenizer runs on one thread: the processes are as many as the cores."""
     global _encoder  # noqa: PLW0603 -- a pool gives its processes no other place
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's affair

@@ -1,4 +1,9 @@
-"""Reads, has tokenised, and writes; the caller sees its progress."""
+"""``nxdt data preprocess``: texts become ``.bin/.idx``, and the caller sees its progress.
+
+One process reads blocks of whole records, others tokenise them, and the first appends what comes back, in the order of
+the input. What is written up to a block is made safe every few seconds, so that a killed run resumes after it. The
+files are bitwise the same as without.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +37,10 @@ from nxdt_plugin_megatron_data.errors import (
     TooManyBadRecords,
     WorkerDied,
 )
-from nxdt_plugin_megatron_data.indexed_files import bin_path, dtype_for, idx_path
-from nxdt_plugin_megatron_data.preprocess.progress import Block, Counts, Output, is_json, read_blocks
-from nxdt_plugin_megatron_data.preprocess.records import Encoded, Recipe, encode_here, start_worker
+from nxdt_plugin_megatron_data.indexed_files import Provenance, bin_path, dtype_for, idx_path, provenance_path
+from nxdt_plugin_megatron_data.preprocess.progress import Block, Counts, Output, Place, is_json, read_blocks
+from nxdt_plugin_megatron_data.preprocess.records import Encoded, TokenizationOptions, encode_here, start_worker
 from nxdt_plugin_megatron_data.preprocess.tokenizers import NamedTokenizer
-from nxdt_plugin_megatron_data.provenance import Note, note_path
 
 _AHEAD_PER_WORKER = 3
 """Blocks that are read before their turn: each process finds its next one ready."""
@@ -54,11 +58,13 @@ class Job:
     files: tuple[Path, ...]
     prefix: Path
     tokenizer: NamedTokenizer
-    recipe: Recipe
+    recipe: TokenizationOptions
     workers: int
     max_bad_share: float
     save_every_s: float
     overwrite: bool = False
+    shard: tuple[int, int] = (1, 1)
+    """Number of the part to write, from 1, and of all parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,24 +95,26 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
     tokenizer = job.tokenizer.build()
     if job.recipe.append_eod and tokenizer.eos_id is None:
         raise NoEndToken(tokenizer=job.tokenizer.label)
-    note = Note(
+    note = Provenance(
         tokenizer=job.tokenizer.label,
         fingerprint=tokenizer.fingerprint(),
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eos_id if job.recipe.append_eod else None,
         inputs=tuple(map(str, job.files)),
     )
-    decides = digest(*map(_content, job.files), note.fingerprint, job.recipe)
-    with _write_errors_explained(job.prefix, lambda: 0):
+    decides = digest(
+        *map(_content, job.files), note.fingerprint, job.recipe, *([job.shard] if job.shard[1] > 1 else [])
+    )
+    with write_errors_explained(job.prefix, lambda: 0):
         job.prefix.parent.mkdir(parents=True, exist_ok=True)
-    with _write_errors_explained(job.prefix, lambda: 0), _alone(job.prefix):
+    with write_errors_explained(job.prefix, lambda: 0), _alone(job.prefix):
         _clear(job)
         output = Output(job.prefix, dtype_for(note.vocab_size), decides)
         before = output.counts.tokens
-        with _write_errors_explained(job.prefix, lambda: output.counts.tokens), closing(output):
+        with write_errors_explained(job.prefix, lambda: output.counts.tokens), closing(output):
             _write_all(job, output, watch)
             _check_bad_share(output, job.max_bad_share, at_least=1)
-            if not output.counts.documents:
+            if not output.counts.documents and job.shard[1] == 1:  # a part of a small input may have none
                 raise NoDocuments(files=len(job.files), records=output.counts.records)
             output.finish(note)
     return Outcome(counts=output.counts, tokens_before=before, seconds=time.monotonic() - began)
@@ -123,7 +131,7 @@ def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -
     separator = job.recipe.separator
     for path in job.files:
         check_utf8_start(path, read_bytes(path, _HEAD_BYTES))
-    blocks = read_blocks(job.files, output.place, separator.encode() if separator else None)
+    blocks = _of_shard(job, output.place, separator.encode() if separator else None)
     saved = time.monotonic()
     for block, encoded in _encoded(blocks, job):
         path, counts = job.files[block.begin.file], output.counts
@@ -137,6 +145,23 @@ def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -
             output.save()
             saved = time.monotonic()
         _check_bad_share(output, job.max_bad_share, at_least=_CHECKED_FROM)
+
+
+def _of_shard(job: Job, start: Place, separator: bytes | None) -> Iterator[Block]:
+    """Yield the blocks of the job's part from ``start`` on: those whose ends on the disk are in its range of bytes.
+
+    Which blocks there are depends on where reading begins, so that each part reads from the beginning."""
+    number, count = job.shard
+    if count == 1:
+        yield from read_blocks(job.files, start, separator)
+        return
+    size = sum(path.stat().st_size for path in job.files)
+    for block in read_blocks(job.files, Place(), separator):
+        owner = min(count, 1 + max(0, block.disk_bytes - 1) * count // max(1, size))
+        if owner > number:
+            return
+        if owner == number and (block.begin.file, block.begin.offset) >= (start.file, start.offset):
+            yield block
 
 
 def _encoded(blocks: Iterator[Block], job: Job) -> Iterator[tuple[Block, Encoded]]:
@@ -186,7 +211,7 @@ def _check_bad_share(output: Output, share: float, *, at_least: int) -> None:
 def _clear(job: Job) -> None:
     """Refuse existing files, or remove them."""
     unfinished, outputs = Output.unfinished(job.prefix), (bin_path(job.prefix), idx_path(job.prefix))
-    written = (*unfinished, *outputs, note_path(job.prefix))
+    written = (*unfinished, *outputs, provenance_path(job.prefix))
     for path in written:
         if path.exists() and any(path.samefile(each) for each in job.files):
             raise InputInTheWay(path=str(path))
@@ -201,7 +226,7 @@ def _clear(job: Job) -> None:
 
 
 @contextmanager
-def _write_errors_explained(prefix: Path, tokens: Callable[[], int]) -> Iterator[None]:
+def write_errors_explained(prefix: Path, tokens: Callable[[], int]) -> Iterator[None]:
     """Return an error that explains why the operating system refuses a write."""
     try:
         yield

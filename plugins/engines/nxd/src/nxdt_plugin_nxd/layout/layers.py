@@ -31,8 +31,6 @@ from nxdt_plugin_nxd.errors import VocabularyIsSharded
 from nxdt_plugin_nxd.layout.translation import Replacement, Translation
 from nxdt_plugin_nxd.library import computes_on_host
 
-__all__ = ["ShardedLogits", "apply_translation", "sharded_cross_entropies", "whole_logits"]
-
 _META = torch.device("meta")
 _SEQUENCE_DIM = 1
 """Of [batch, seq, hidden]."""

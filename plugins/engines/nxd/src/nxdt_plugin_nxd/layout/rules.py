@@ -8,8 +8,6 @@ from nxdt_core.config.checks import BATCH, EP, MICRO_BATCH, PP, TP, VPP, mesh_si
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination
 from nxdt_core.protocols.engine import Settings
 
-__all__ = ["RULES", "find_impossible_layouts"]
-
 _HEADS, _KV_HEADS = "model.num_attention_heads", "model.num_kv_heads"
 _VOCABULARY, _VOCAB_MULTIPLE = "model.vocab_size", "model.make_vocab_size_divisible_by"
 _FEED_FORWARD, _LENGTH = "model.ffn_hidden_size", "data.seq_length"

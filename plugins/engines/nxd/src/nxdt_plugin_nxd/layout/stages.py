@@ -34,8 +34,6 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.layout.layers import apply_translation
 from nxdt_plugin_nxd.layout.translation import MeshCoordinates, Shard, translate
 
-__all__ = ["LocalParameter", "Stage", "lay_out", "materialise", "parameters_of", "place_dropouts", "round_to"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:

@@ -23,8 +23,6 @@ from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_plugin_nxd.errors import PlanNotExpressible
 
-__all__ = ["Kind", "MeshCoordinates", "Replacement", "Shard", "Translation", "translate"]
-
 Kind = Literal["column", "row", "vocabulary_embedding", "vocabulary_head", "sequence_embedding"]
 """What a module becomes. A ``sequence_embedding`` is a whole table that looks up this rank's part of the sequence."""
 

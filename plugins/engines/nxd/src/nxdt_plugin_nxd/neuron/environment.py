@@ -20,8 +20,6 @@ from nxdt_plugin_nxd.errors import CacheNotReachable, CompileToolMissing, HostCo
 from nxdt_plugin_nxd.library import CPU_MODE, computes_on_host
 from nxdt_plugin_nxd.neuron.hardware import LNC
 
-__all__ = ["CACHE", "ahead_of", "apply_environment", "check_cache", "variables_of"]
-
 CACHE = "NEURON_COMPILE_CACHE_URL"
 _FLAGS = "NEURON_CC_FLAGS"
 _ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_plugin_nxd.errors import LayoutNotOnHardware
 
-__all__ = ["LNC", "Machine", "check_layout", "machine_of_product", "position_of"]
-
 LNC = "NEURON_LOGICAL_NC_CONFIG"
 """Variable with the number of physical cores in a logical one."""
 _OLDER_LNC = "NEURON_RT_VIRTUAL_CORE_SIZE"

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from nxdt_core.distributed.device_operations import MEMORY_GIB, PEAK_FLOPS, UnknownDeviceOperations, product_name
 from nxdt_core.distributed.devices import DeviceProfile, profile_of, register_profile
 
-__all__ = ["PROFILE", "LazyDeviceOperations", "end_of_step", "join_processes", "lazy_device"]
-
 
 class LazyDeviceOperations(UnknownDeviceOperations):
     """Operations of torch-xla's device: it has no index to choose and no generator that a run depends on."""

@@ -18,8 +18,6 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.layers import sharded_cross_entropies
 
-__all__ = ["ComputeContext", "GlobalBatch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeContext:

@@ -41,8 +41,6 @@ from nxdt_plugin_nxd.training.parameters import (
 )
 from nxdt_plugin_nxd.training.pipeline import Pipeline
 
-__all__ = ["NxdModel"]
-
 
 class NxdModel:
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""

@@ -15,8 +15,6 @@ from nxdt_core.protocols.piece import Piece
 from nxdt_plugin_nxd.neuron.lazy_device import end_of_step
 from nxdt_plugin_nxd.training.model import NxdModel, elements
 
-__all__ = ["NxdOptimizer"]
-
 _OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 """Torch's optimizers whose updates are not made element by element."""
 _BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)

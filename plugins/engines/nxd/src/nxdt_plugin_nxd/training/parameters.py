@@ -20,8 +20,6 @@ from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_plugin_nxd.layout.stages import LocalParameter
 
-__all__ = ["GradientAccumulator", "StateSharding", "TrainedTensor", "clear_gradient", "gradient_of", "trained_tensors"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSharding:

@@ -33,8 +33,6 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.training.global_batch import ComputeContext
 
-__all__ = ["InterleavedModel", "Pipeline"]
-
 Consume = Callable[[Any, Batch, StepContext], torch.Tensor]
 """From the logits of a micro-batch to its loss, on the last stage."""
 Contexts = Callable[[Batch], StepContext]

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 
 from nxdt_core.protocols.plan import AttentionHeads
-from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, concatenated
+from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, concatenated
 from nxdt_plugin_migrate.errors import NeuronxReplicasDiffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slots:
+class KeyValueSlots:
     """Places of key and value heads over all ranks."""
 
     query_heads: int
@@ -55,16 +55,16 @@ class Slots:
         )
 
 
-def order_of(heads: torch.Tensor, *, query_heads: int, kv_heads: int, copies: int) -> Slots | None:
+def order_of(heads: torch.Tensor, *, query_heads: int, kv_heads: int, copies: int) -> KeyValueSlots | None:
     """Return the slots whose order makes the copies of ``heads`` [slot, …] equal; None if neither order does."""
     for adjacent in (False, True):
-        slots = Slots(query_heads=query_heads, kv_heads=kv_heads, copies=copies, adjacent=adjacent)
+        slots = KeyValueSlots(query_heads=query_heads, kv_heads=kv_heads, copies=copies, adjacent=adjacent)
         if slots.same(heads):
             return slots
     return None
 
 
-Stages = Sequence[Sequence[Mapping[str, Leaf]]]
+Stages = Sequence[Sequence[Mapping[str, LazyTensor]]]
 """By pipeline stage and tensor-parallel rank: that rank's tensors by name."""
 
 _ROWS = ("embed_tokens.weight", "lm_head.weight")
@@ -90,16 +90,16 @@ class Merger:
     def __init__(self, heads: AttentionHeads, directory: str) -> None:
         self._heads = heads
         self._directory = directory
-        self._keys: list[tuple[Leaf, int, int]] = []
+        self._keys: list[tuple[LazyTensor, int, int]] = []
         self._adjacent: bool | None = None
 
-    def merge(self, stages: Stages) -> dict[str, Leaf]:
+    def merge(self, stages: Stages) -> dict[str, LazyTensor]:
         """Whole tensors by Hugging Face name.
 
         Raises:
             NeuronxMisfit: shards do not make up a tensor, or one has a name that is not known.
         """
-        merged: dict[str, Leaf] = {}
+        merged: dict[str, LazyTensor] = {}
         for ranks in stages:
             for name in parameters_of(dict.fromkeys(name for rank in ranks for name in rank)):
                 parts = [rank[name] for rank in ranks if name in rank]
@@ -110,7 +110,9 @@ class Merger:
                     merged[leaf.name] = leaf if twice is None else self._equal([twice, leaf])
         return merged
 
-    def _named(self, name: str, parts: list[Leaf], ranks: Sequence[Mapping[str, Leaf]]) -> Iterable[Leaf]:
+    def _named(
+        self, name: str, parts: list[LazyTensor], ranks: Sequence[Mapping[str, LazyTensor]]
+    ) -> Iterable[LazyTensor]:
         attention = _ATTENTION.fullmatch(name)
         if attention is not None:
             prefix, fused, single = attention.groups()
@@ -130,8 +132,8 @@ class Merger:
         raise parts[0].misfit("how tensors of this name are cut is not known")
 
     def _attention(
-        self, prefix: str, fused: str | None, single: str | None, parts: list[Leaf], width: int
-    ) -> Iterable[Leaf]:
+        self, prefix: str, fused: str | None, single: str | None, parts: list[LazyTensor], width: int
+    ) -> Iterable[LazyTensor]:
         """``width`` is that of all query heads."""
         queries, kv_heads = self._heads.query_heads, self._heads.kv_heads
         size, rest = divmod(width, queries)
@@ -158,13 +160,13 @@ class Merger:
         keys = [self._keys_of(thirds[letter], size, copies) for letter in "kv"]
         return [self._queries(thirds["q"], size), *keys]
 
-    def _copies(self, part: Leaf, rows: int, once: int) -> int:
+    def _copies(self, part: LazyTensor, rows: int, once: int) -> int:
         copies, rest = divmod(rows, once)
         if rest or copies < 1:
             raise part.misfit(f"{rows} rows of keys or values are not a multiple of the {once} that the model has")
         return copies
 
-    def _keys_of(self, leaf: Leaf, size: int, copies: int) -> Leaf:
+    def _keys_of(self, leaf: LazyTensor, size: int, copies: int) -> LazyTensor:
         if copies == 1:
             return leaf
         if leaf.name.endswith("k_proj.weight"):
@@ -179,12 +181,12 @@ class Merger:
 
         return leaf.changed(once, (leaf.shape[0] // copies, *leaf.shape[1:]))
 
-    def _queries(self, leaf: Leaf, size: int) -> Leaf:
+    def _queries(self, leaf: LazyTensor, size: int) -> LazyTensor:
         if leaf.shape[0] != self._heads.query_heads * size:
             raise leaf.misfit(f"{leaf.shape[0]} rows are not {self._heads.query_heads} heads of {size}")
         return leaf.changed(lambda tensor: self._in_order(tensor, size))
 
-    def _outputs(self, leaf: Leaf, size: int) -> Leaf:
+    def _outputs(self, leaf: LazyTensor, size: int) -> LazyTensor:
         return leaf.changed(lambda tensor: self._in_order(tensor.t(), size).t().contiguous())
 
     def _in_order(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -193,7 +195,7 @@ class Merger:
             return tensor
         return tensor.reshape(-1, size, tensor.shape[1])[self._slots(copies).queries()].reshape(tensor.shape)
 
-    def _slots(self, copies: int) -> Slots:
+    def _slots(self, copies: int) -> KeyValueSlots:
         """The order of the first layer whose heads distinguish the two orders; all layers have the same."""
         shape = {"query_heads": self._heads.query_heads, "kv_heads": self._heads.kv_heads, "copies": copies}
         if self._adjacent is None:
@@ -203,25 +205,25 @@ class Merger:
                 if found is None:
                     raise NeuronxReplicasDiffer(tensor=leaf.name, path=self._directory)
                 self._adjacent = found.adjacent
-                if not Slots(**shape, adjacent=not found.adjacent).same(heads):
+                if not KeyValueSlots(**shape, adjacent=not found.adjacent).same(heads):
                     break
-        return Slots(**shape, adjacent=bool(self._adjacent))
+        return KeyValueSlots(**shape, adjacent=bool(self._adjacent))
 
-    def _equal(self, parts: Sequence[Leaf]) -> Leaf:
+    def _equal(self, parts: Sequence[LazyTensor]) -> LazyTensor:
         """One of the parts, once it has been compared with the others."""
         first = parts[0]
         if any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
             raise first.misfit("its copies have different shapes")
         return replace(first, read=partial(self._compared, parts), stored=all(part.stored for part in parts))
 
-    def _compared(self, parts: Sequence[Leaf]) -> torch.Tensor:
+    def _compared(self, parts: Sequence[LazyTensor]) -> torch.Tensor:
         first = parts[0].read()
         if not all(torch.equal(first, part.read()) for part in parts[1:]):
             raise NeuronxReplicasDiffer(tensor=parts[0].name, path=self._directory)
         return first
 
 
-def _halves(name: str, parts: Sequence[Leaf]) -> list[Leaf]:
+def _halves(name: str, parts: Sequence[LazyTensor]) -> list[LazyTensor]:
     """The gate and the up projection, of which each rank holds a share of the one above a share of the other."""
     rows = [part.shape[0] // 2 for part in parts]
     if any(part.shape[0] % 2 for part in parts):

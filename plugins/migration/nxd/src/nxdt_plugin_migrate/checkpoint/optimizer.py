@@ -17,7 +17,7 @@ import torch
 
 from nxdt_plugin_migrate.checkpoint.layout import NeuronxLayout
 from nxdt_plugin_migrate.checkpoint.merge import Stages, parameters_of
-from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, RankFile, concatenated
+from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, RankFile, concatenated
 
 MASTER = "master"
 """The family of fp32 master weights."""
@@ -44,7 +44,7 @@ class OptimizerState:
 
 @dataclass(slots=True)
 class _Rank:
-    families: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    families: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     step: float | None = None
 
 
@@ -68,7 +68,7 @@ def read_optimizer(layout: NeuronxLayout, weights: Stages) -> OptimizerState | N
     return OptimizerState(families, every[0].step)
 
 
-def _rank(layout: NeuronxLayout, tp: int, pp: int, weights: Mapping[str, Leaf]) -> _Rank:
+def _rank(layout: NeuronxLayout, tp: int, pp: int, weights: Mapping[str, LazyTensor]) -> _Rank:
     paths = [layout.optimizer_file(dp, tp, pp) for dp in range(layout.optimizer_dp)]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
@@ -120,7 +120,9 @@ def _table(value: object) -> Mapping[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _put(rank: _Rank, kind: str, name: str, parts: Sequence[tuple[RankFile, Any]], weight: Leaf, files: int) -> None:
+def _put(
+    rank: _Rank, kind: str, name: str, parts: Sequence[tuple[RankFile, Any]], weight: LazyTensor, files: int
+) -> None:
     leaves = [file.leaf(name, value) for file, value in parts]
     rows = sum(leaf.shape[0] if leaf.shape else 1 for leaf in leaves)
     wanted = weight.shape[0] if weight.shape else 1
@@ -140,7 +142,7 @@ def _number(file: RankFile, value: object) -> float:
     return float(file.leaf("step", value).read()) if file.is_tensor(value) else float(str(value))
 
 
-def _compare(master: Leaf, weight: Leaf) -> None:
+def _compare(master: LazyTensor, weight: LazyTensor) -> None:
     """See that the beginning of the first share of master weights is that of the parameter that it is taken for."""
     if weight.stored and weight.shape:
         share, whole = master.read().flatten()[:_COMPARED], weight.read().flatten()

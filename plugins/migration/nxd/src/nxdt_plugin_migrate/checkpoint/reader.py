@@ -1,4 +1,9 @@
-"""A checkpoint of NxD Training as one that can be imported."""
+"""A checkpoint of NxD Training or NxD Core as one that can be imported, read without NxD, torch-xla or a Neuron device.
+
+Names, layouts and pickles were checked against files that NxD Core 0.18 itself wrote (its ``save_checkpoint``, its
+converter for trn1, torch-xla 2.9's ZeRO-1 and xser, on a CPU, one process in the part of every rank). From its sources
+alone, and not from files, are: the order of heads on trn2, padded vocabularies, the contents of ``user_content.pt``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
 from nxdt_plugin_migrate.checkpoint.merge import Merger, Stages
 from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
-from nxdt_plugin_migrate.checkpoint.unpickle import Leaf, RankFile, read_pt
+from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, RankFile, read_pt
 from nxdt_plugin_migrate.errors import NeuronxStateUnread, NeuronxStepUnknown, NeuronxUnreadable
 
 _log = logging.getLogger(__name__)
@@ -128,7 +133,7 @@ class NeuronxCheckpoint:
             raise NeuronxStepUnknown(path=path)
         return state
 
-    def _check_names(self, wanted: Sequence[Source], model: Mapping[str, Leaf], ignored: tuple[str, ...]) -> None:
+    def _check_names(self, wanted: Sequence[Source], model: Mapping[str, LazyTensor], ignored: tuple[str, ...]) -> None:
         names = {name for source in wanted for name in source.hf_names}
         missing = sorted(names - model.keys())
         extra = sorted(name for name in model.keys() - names if not matches_any(ignored, name))
@@ -138,13 +143,13 @@ class NeuronxCheckpoint:
         if absent is not None:
             raise model[absent].misfit("its tensor is in no file")
 
-    def _offer(self, place: TensorKey, source: Source, leaves: Mapping[str, Leaf]) -> ShardInfo:
+    def _offer(self, place: TensorKey, source: Source, leaves: Mapping[str, LazyTensor]) -> ShardInfo:
         """Remember how to read the parameter at ``place``."""
         own = {each.name: self._fitted(leaves[each.name], each.shape, source) for each in source.tensors()}
         self._reads[place] = lambda: source.read(lambda name: own[name].read())
         return _held(own[source.hf_names[0]].dtype, source.shape)
 
-    def _fitted(self, leaf: Leaf, shape: tuple[int, ...], source: Source) -> Leaf:
+    def _fitted(self, leaf: LazyTensor, shape: tuple[int, ...], source: Source) -> LazyTensor:
         """The leaf in the shape that the model wants, without rows that pad the vocabulary."""
         surplus = leaf.shape[0] - shape[0] if leaf.shape and shape else 0
         if leaf.name.endswith(_VOCABULARY) and 0 < surplus < _PADDING * self._layout.tp:

@@ -28,7 +28,7 @@ from nxdt_plugin_migrate.errors import NeuronxFileDamaged, NeuronxMisfit, Pickle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class LazyTensor:
     """One tensor, or a part of one."""
 
     name: str
@@ -41,12 +41,14 @@ class Leaf:
     stored: bool = True
     """False where the checkpoint refers to a tensor that it does not hold."""
 
-    def rows(self, start: int, count: int, name: str) -> Leaf:
+    def rows(self, start: int, count: int, name: str) -> LazyTensor:
         """``count`` rows from ``start`` on, as a leaf of another name."""
         read = self.read
         return replace(self, name=name, shape=(count, *self.shape[1:]), read=lambda: read()[start : start + count])
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] | None = None) -> Leaf:
+    def changed(
+        self, change: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] | None = None
+    ) -> LazyTensor:
         """Return what ``change`` makes of it, which has ``shape`` where that differs."""
         read = self.read
         return replace(self, shape=self.shape if shape is None else shape, read=lambda: change(read()))
@@ -56,7 +58,7 @@ class Leaf:
         return NeuronxMisfit(tensor=self.name, path=self.where, reason=reason)
 
 
-def concatenated(parts: Sequence[Leaf], dimension: int, name: str | None = None) -> Leaf:
+def concatenated(parts: Sequence[LazyTensor], dimension: int, name: str | None = None) -> LazyTensor:
     """Return the parts, one after the other along ``dimension``.
 
     Raises:
@@ -64,7 +66,7 @@ def concatenated(parts: Sequence[Leaf], dimension: int, name: str | None = None)
     """
     first = parts[0]
 
-    def others(part: Leaf) -> tuple[object, ...]:
+    def others(part: LazyTensor) -> tuple[object, ...]:
         return part.dtype, len(part.shape), part.shape[:dimension], part.shape[dimension + 1 :]
 
     if len(first.shape) <= dimension or any(others(part) != others(first) for part in parts):
@@ -148,7 +150,7 @@ class RankFile:
         """Return whether :meth:`leaf` takes ``value``."""
         return isinstance(value, torch.Tensor | TensorReference)
 
-    def leaf(self, name: str, value: object) -> Leaf:
+    def leaf(self, name: str, value: object) -> LazyTensor:
         """Return the tensor that ``value``, found in :attr:`content`, is or refers to.
 
         Raises:
@@ -156,14 +158,14 @@ class RankFile:
         """
         if isinstance(value, torch.Tensor):
             _check(value, self.path)
-            return Leaf(
+            return LazyTensor(
                 name=name, where=str(self.path), dtype=value.dtype, shape=tuple(value.shape), read=lambda: value
             )
         if not isinstance(value, TensorReference):
             raise self._damaged(f"'{name}' is a {type(value).__name__} instead of a tensor")
         return self._referred(name, value.tid)
 
-    def _referred(self, name: str, number: object) -> Leaf:
+    def _referred(self, name: str, number: object) -> LazyTensor:
         if type(number) is not int or number < 0:
             raise self._damaged(f"'{name}' refers to the tensor {number!r}")
         path = self.path.with_name(f"{self.path.name}.tensors") / f"tensor_{number}.pt"
@@ -184,7 +186,7 @@ class RankFile:
                 raise NeuronxFileDamaged(path=str(path), reason=reason)
             return tensor
 
-        return Leaf(name=name, where=str(path), dtype=dtype, shape=shape, read=read, stored=stored)
+        return LazyTensor(name=name, where=str(path), dtype=dtype, shape=shape, read=read, stored=stored)
 
     @cached_property
     def _info(self) -> Mapping[Any, Any]:

@@ -51,7 +51,7 @@ def take_nxdt_keys(document: Document, kernel: Kernel) -> None:
     _precision(document)
     _lengths(document)
     _intervals(document)
-    _curve(document)
+    _schedule(document)
     _recompute(document, kernel)
     _experts(document)
     _pipeline(document)
@@ -174,7 +174,7 @@ def _intervals(document: Document) -> None:
         document.drop(_SAVE_INTERVAL, "unneeded", "0 counts no steps")
 
 
-def _curve(document: Document) -> None:
+def _schedule(document: Document) -> None:
     """More constant steps than the run has: NeMo's cosine then falls to its end in the step behind the warm-up."""
     constant, warmup = f"{_SCHEDULE}.constant_steps", document.value(f"{_SCHEDULE}.warmup_steps") or 0
     count, end = document.value(constant), document.value(_SCHEDULE_END) or document.value("trainer.max_steps")

@@ -17,8 +17,6 @@ from nxdt_plugin_gpt.hf.family import HFFamily
 from nxdt_plugin_gpt.hf.gpt2 import GPT2
 from nxdt_plugin_gpt.hf.neox import GPT_NEOX
 
-__all__ = ["FAMILIES", "IGNORED", "config_from_hf", "config_to_hf", "key_map", "names_in_hf"]
-
 FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (GPT2, GPT_NEOX)}
 """By architecture."""
 

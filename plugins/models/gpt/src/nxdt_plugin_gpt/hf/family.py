@@ -10,8 +10,6 @@ from nxdt_core.config.huggingface import HFValues
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 
-__all__ = ["ACTIVATIONS", "HFFamily", "activation_to_hf", "common_obstacles", "with_biases"]
-
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",

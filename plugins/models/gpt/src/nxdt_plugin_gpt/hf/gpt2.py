@@ -12,8 +12,6 @@ from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.hf.family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
 
-__all__ = ["GPT2"]
-
 _LAYER = "transformer.h.*"
 _NORMS = {
     "layers.*.attention_norm": f"{_LAYER}.ln_1",

@@ -12,8 +12,6 @@ from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.hf.family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
 
-__all__ = ["GPT_NEOX"]
-
 _LAYER = "gpt_neox.layers.*"
 _MODULES = {
     "layers.*.attention_norm": f"{_LAYER}.input_layernorm",

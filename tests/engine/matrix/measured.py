@@ -17,7 +17,7 @@ Shapes = set[tuple[int, ...]]
 
 
 @dataclass(kw_only=True)
-class Held:
+class Measured:
     """Findings on one rank; bytes of local shards by global parameter name."""
 
     weights: dict[str, int]

@@ -12,8 +12,8 @@ from math import prod
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.engine.matrix.batches import ROWS, SEQ
-from tests.engine.matrix.held import Held
 from tests.engine.matrix.layouts import Layout
+from tests.engine.matrix.measured import Measured
 
 SLACK = 40_000
 """Bytes that are held beside weights and state: rotary tables, the last step's scalars, padding."""
@@ -30,7 +30,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class ExpectedShards:
     """The parts of all ranks of a layout."""
 
     layout: Layout
@@ -95,7 +95,7 @@ class Shares:
         return self.layout.tp if sharded or matches_any(tuple(self.plan.experts.tensor), name) else 1
 
 
-def complaints(shares: Shares, rank: int, held: Held, *, item: int, state: int) -> Iterator[str]:
+def complaints(shares: ExpectedShards, rank: int, held: Measured, *, item: int, state: int) -> Iterator[str]:
     """What ``rank`` holds beyond its part.
 
     Args:
@@ -129,7 +129,7 @@ def complaints(shares: Shares, rank: int, held: Held, *, item: int, state: int) 
     yield from _activations(shares, held)
 
 
-def _weights(own: Mapping[str, Share], held: Held, item: int, *, sharded: bool) -> Iterator[str]:
+def _weights(own: Mapping[str, Share], held: Measured, item: int, *, sharded: bool) -> Iterator[str]:
     surplus = sorted(held.weights.keys() - own.keys())
     if surplus:
         yield f"holds {', '.join(surplus)}, which lie on other stages"
@@ -138,7 +138,7 @@ def _weights(own: Mapping[str, Share], held: Held, item: int, *, sharded: bool) 
             yield from _above(name, found, (own[name].shard if sharded else own[name].compute) * item)
 
 
-def _activations(shares: Shares, held: Held) -> Iterator[str]:
+def _activations(shares: ExpectedShards, held: Measured) -> Iterator[str]:
     layout, outputs = shares.layout, held.activations.outputs
     for name, shapes in outputs.items():
         if layout.cp > 1 and any(SEQ in shape for shape in shapes):

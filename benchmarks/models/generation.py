@@ -4,7 +4,7 @@ A Llama in the proportions of SmolLM2-135M with fewer layers, float32, equal wei
 A B, B A, … Each row gives the median of the paired ratios ours to theirs of tokens per CPU-second, and of both the
 medians; above 1 is faster. Every continuation is checked to be equal.
 
-    python benchmarks/generation.py [--tokens 64 512 2048] [--batch 1 8] [--rounds 3] [--threads 1] [--prompt 16]
+    python benchmarks/models/generation.py [--tokens 64 512 2048] [--batch 1 8] [--rounds 3] [--threads 1] [--prompt 16]
 """
 
 from __future__ import annotations
