@@ -15,6 +15,6 @@ train trainer.max_steps=300
 say "Its checkpoints"
 nxdt checkpoint list "$run/checkpoints"
 say "What it learned"
-nxdt generate "$run/checkpoints" "And the LORD said unto " --max-new-tokens 200 --temperature 0.7 --top-k 20
+nxdt generate "$run/checkpoints" "And the LORD said unto Moses, " --max-new-tokens 80 --temperature 0.4 --top-k 5 --seed 4
 say "The loss"
 nxdt plot "$run"

@@ -97,7 +97,7 @@ def _loaded(checkpoint: str, given: Mapping[str, Any], samples: int = 1) -> tupl
     examples=(
         f'nxdt generate {_RUN} "In the beginning"',
         f'nxdt generate {_RUN} "In the beginning" --temperature 0.8 --top-k 50 --seed 7',
-        'nxdt generate nxdt_experiments/llama-tiny-sft/checkpoints "How do I boil an egg?" --chat',
+        'nxdt generate nxdt_experiments/llama-tiny-sft/checkpoints "When are you open?" --chat',
         f"nxdt generate {_RUN} --prompts prompts.jsonl --batch-size 16 > completions.jsonl",
     ),
 )

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.secrets import hide_secrets
@@ -125,7 +127,7 @@ def interpolate(
                 place = "".join(f"[{part}]" for part in path)
                 value = OmegaConf.select(config, place, throw_on_resolution_failure=True)
                 found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            resolved = from_plain(found, node.origin)
+            resolved = from_plain(found, replace(node.origin, directory=_directory(tree, node)))
             if variables:
                 resolved = from_environment(resolved, str(node.value))
             if hide_secrets.learn_variables(variables):
@@ -177,6 +179,15 @@ def _multiply(left: Any, right: Any) -> Any:
     if not all(isinstance(value, (int, float)) for value in (left, right)):
         raise TypeError(f"multiply needs two numbers, not {left!r} and {right!r}")
     return left * right
+
+
+def _directory(tree: Node, node: Node) -> Path | None:
+    """Return where a relative path starts that may begin with the value of another key: where that key was set."""
+    while target := _REFERENCE.match(str(node.value)):
+        if (named := tree.find(target[1])) is None:
+            break
+        node = named
+    return node.origin.directory
 
 
 def interpolations(tree: Node) -> Iterator[tuple[KeyPath, Node]]:

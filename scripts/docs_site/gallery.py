@@ -38,8 +38,7 @@ GPU and no Trainium device has run nxdt yet.
 ## Trained by us on a CPU
 
 Loss over steps: the solid line is the training loss, the dashed line with dots the validation loss. Each recipe's
-section has the commit, machine and date of the run, and the values as CSV. The models and datasets are tiny. Where the
-validation loss rises, the model learns its 100 conversations by heart.
+section has the commit, machine and date of the run, and the values as CSV. The models and datasets are tiny.
 """
 
 _LARGE = (

@@ -15,7 +15,7 @@ def test_the_report_marks_what_is_trained(nxdt):
     assert done.returncode == 0, done.stderr
     assert "<|im_start|>assistant\n⟦" in done.stdout
     assert "<|im_end|>⟧" in done.stdout
-    assert "records  100\n" in done.stdout
+    assert "records  180\n" in done.stdout
     assert "assistant's turn 2" in done.stdout
     assert click.unstyle(done.stdout) == done.stdout
 
@@ -37,14 +37,14 @@ def test_on_a_terminal_what_is_trained_is_green_and_underlined_and_the_rest_has_
 def test_json_has_samples_and_counts(nxdt):
     done = nxdt("data", "preview", RECIPE, "data.packing=false", "--split", "validation", "-n", "2", "--json")
     found = json.loads(done.stdout)
-    assert (found["split"], found["seq_length"], found["samples"]) == ("validation", 512, 11)
+    assert (found["split"], found["seq_length"], found["samples"]) == ("validation", 512, 20)
     assert len(found["shown"]) == 2
     (document,) = found["shown"][0]["documents"]
     ids = [id_ for part in document["parts"] for id_ in part["ids"]]
     assert len(ids) == document["tokens"]
     assert document["trained"] == sum(len(part["ids"]) for part in document["parts"] if part["trained"])
     report = found["report"]
-    assert report["records"] == 11
+    assert report["records"] == 20
     assert report["samples"] is None
     assert report["by_role"]["assistant"]["share_trained"] == 1.0
     assert 0 < report["efficiency"] < 0.5
@@ -91,7 +91,7 @@ def test_what_training_would_refuse_is_refused(nxdt):
     done = nxdt("data", "preview", RECIPE, "data.seq_length=64")
     assert done.returncode == 2
     assert "[NXDT-D310]" in done.stderr
-    assert "chats.jsonl:" in done.stderr
+    assert "library.jsonl:" in done.stderr
 
 
 def test_fields_that_nothing_uses_are_counted(nxdt, tmp_path):

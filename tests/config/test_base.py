@@ -52,6 +52,14 @@ def test_relative_paths_start_at_the_file_that_names_them(load, good):
     assert here.selected("dataset").config.files == (Path("here.txt").absolute(),)
 
 
+def test_a_path_that_follows_another_key_starts_where_that_key_was_set(load, good):
+    files = "files: ['${checkpoint.resume_from}', '${checkpoint.resume_from}/more.txt']\n  seq_length"
+    write(sub__common=good.replace("seq_length", files) + "checkpoint: {resume_from: runs/a}\n")
+    for overrides, where in (((), "sub/runs/a"), (("checkpoint.resume_from=b",), "b")):
+        found = load("base: sub/common.yaml\n", *overrides).selected("dataset").config.files
+        assert found == (Path(where).absolute(), Path(where, "more.txt").absolute())
+
+
 def test_addresses_to_read_from_start_there_too(load, good):
     sign = "sign: {key: own.pem, trusted: [a.pem, ~/b.pem]}"
     write(sub__common=good + f"checkpoint: {{resume_from: runs/a, {sign}}}\nexp_manager: {{files_to_copy: [n.txt]}}\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from nxdt_core.cli import main
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
-QUESTIONS = ("What is the largest ocean?", "How do I clean a wooden table?")
+QUESTIONS = ("What is the wifi password?", "Who runs the library?")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def place(tmp_path_factory):
     here = (f"exp_manager.exp_dir={path}", "trainer.accelerator=cpu", "trainer.val_check_interval=null")
     over = (f"checkpoint.resume_from={kept['sft']}", "checkpoint.weight_init_only=true")
     for words in (
-        ("train", "recipe:llama-tiny-sft", "trainer.max_steps=40", *here),
+        ("train", "recipe:llama-tiny-sft", "trainer.max_steps=40", *here, "trainer.val_check_interval=20"),
         ("train", "recipe:llama-tiny-lora", "trainer.max_steps=10", "model.optim.lr=0.02", *over, *here),
         ("checkpoint", "merge-lora", kept["lora"], path / "merged"),
         ("checkpoint", "export", path / "merged", path / "merged-hf"),
@@ -29,6 +31,13 @@ def place(tmp_path_factory):
     ):
         assert main([str(word) for word in words]) == 0, words
     return path
+
+
+@pytest.mark.slow
+def test_the_validation_loss_of_the_tiny_recipe_falls(place):
+    rows = (place / "llama-tiny-sft" / "validation.jsonl").read_text().splitlines()
+    early, late = (json.loads(row)["loss"] for row in rows)
+    assert late < early - 0.3
 
 
 @pytest.mark.slow
