@@ -11,7 +11,7 @@ from nxdt_core.cli import main
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
-QUESTIONS = ("What is the wifi password?", "Who runs the library?")
+QUESTIONS = ("What is the wifi password?", "How do I clean a wooden table?")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def place(tmp_path_factory):
     over = (f"checkpoint.resume_from={kept['sft']}", "checkpoint.weight_init_only=true")
     for words in (
         ("train", "recipe:llama-tiny-sft", "trainer.max_steps=40", *here, "trainer.val_check_interval=20"),
-        ("train", "recipe:llama-tiny-lora", "trainer.max_steps=10", "model.optim.lr=0.02", *over, *here),
+        ("train", "recipe:llama-tiny-lora", "trainer.max_steps=10", "model.optim.lr=0.1", *over, *here),
         ("checkpoint", "merge-lora", kept["lora"], path / "merged"),
         ("checkpoint", "export", path / "merged", path / "merged-hf"),
         ("checkpoint", "export", kept["sft"], path / "base-hf"),
