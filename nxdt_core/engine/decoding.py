@@ -58,7 +58,7 @@ def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int)
 
 @final
 class CachedDecoding:
-    """A :class:`nxdt_core.protocols.parallel.model.Decoding`."""
+    """A :class:`nxdt_core.protocols.parallel_model.Decoding`."""
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ def write_gguf(
     tensors = list(_tensors(specs, config))
     writer = gguf.GGUFWriter(None, "llama")
     writer.add_name(name)
-    notes = [*_add_config(writer, config), *_add_tokenizer(writer, plan.texts, int(config["vocab_size"]))]
+    notes = [*_add_config(writer, config), *_add_tokenizer(writer, plan.texts, config)]
     kinds = {each.name: _kind(each, dtype) for each in tensors}
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -168,13 +168,12 @@ def _kind(tensor: _Tensor, dtype: GgufDtype) -> str:
 
 
 def _add_config(writer: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    head_dim = _head_dim(config)
     writer.add_context_length(int(config["max_position_embeddings"]))
-    writer.add_embedding_length(hidden)
+    writer.add_embedding_length(int(config["hidden_size"]))
     writer.add_block_count(int(config["num_hidden_layers"]))
     writer.add_feed_forward_length(int(config["intermediate_size"]))
-    writer.add_head_count(heads)
+    writer.add_head_count(int(config["num_attention_heads"]))
     writer.add_head_count_kv(int(config["num_key_value_heads"]))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -196,20 +195,24 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> Iterator[str]:
         yield f"llama.cpp does not know the window of {window:,} tokens: beyond it, the file computes something else"
 
 
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
 def _rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
     """Return by how much Llama 3's scaling lengthens the wave of each pair, [head_dim / 2]; None without it."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "llama3":
         return None
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    head_dim = _head_dim(config)
     theta = float(config["rope_theta"])
     scaled = frequencies(head_dim, theta, Llama3Scaling(**{name: scaling[name] for name in names}))
     found: NDArray[np.float32] = (frequencies(head_dim, theta) / scaled).numpy()
     return found
 
 
-def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], rows: int) -> Iterator[str]:
+def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str, Any]) -> Iterator[str]:
     """Write the tokenizer of ``tokenizer.json``, with an unused token for each further row of the embedding."""
     import gguf
 
@@ -225,11 +228,10 @@ def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], rows: int) -> Iterat
         n: each["content"] for n, each in added.items()
     }
     tokens, types = [], []
-    for number in range(rows):
+    for number in range(int(config["vocab_size"])):
         tokens.append(by_id.get(number, f"[PAD{number}]"))
         types.append(_type(by_id.get(number), added.get(number), gguf.TokenType))
-    pieces = bool(model.get("byte_fallback"))
-    if pieces:  # made of a SentencePiece model, whose scores are the order of its merges
+    if model.get("byte_fallback"):  # made of a SentencePiece model, whose scores are the order of its merges
         order = {each.replace(" ", ""): -float(rank) for rank, each in enumerate(merges)}
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([order.get(token, 0.0) for token in tokens])
@@ -243,7 +245,6 @@ def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], rows: int) -> Iterat
             yield "llama.cpp has no name for this pre-tokenizer, and may split texts in another way"
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    config = json.loads(texts[CONFIG])
     for key in ("bos", "eos", "pad"):
         found = config.get(f"{key}_token_id")
         found = found[0] if isinstance(found, list) else found
