@@ -79,13 +79,18 @@ class GarbageCollection:
         if self._in_first_step:
             self._in_first_step = False
             gc.collect()
-            self._froze = gc.get_freeze_count() == 0  # else others have frozen objects, which must stay so
             gc.freeze()
+            self._froze = True
         elif step % self.interval == 0:
             gc.collect()
 
     def close(self) -> None:
-        """Let the collector work as it did before the run; may be called twice."""
+        """Let the collector work as it did before the run; may be called twice.
+
+        It looks again at all objects, those that others froze too: one thaws all or none, and a model that stayed
+        frozen would keep its memory for the rest of the process. The count of frozen objects does not tell whose they
+        are: Python 3.12 begins with 375.
+        """
         if self._froze:
             gc.unfreeze()
             self._froze = False

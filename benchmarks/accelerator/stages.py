@@ -41,13 +41,15 @@ def _stage(name: str, group: str, work: str, minutes: float, *, default: bool = 
 _OWN = ("nxdt_testing.processes.preload", "torch._dynamo")
 _PEERS = ("torchtitan.models.llama3", "litgpt.model", "transformers.models.llama.modeling_llama")
 _FLOAT8 = {"type": "float8", "scaling": "tensorwise"}
+_ROWWISE = {"type": "float8", "scaling": "rowwise"}
+_MIXED = {"type": "mixed_precision"}
 _HALF_8B = {"shape": "8b", "layers": 16}
 """The float32 masters of all 32 layers do not fit."""
 
 STAGES: Sequence[Stage] = (
     _stage("machine", "machine", "machine:describe", 0.5),
     _stage("train-8b", "train", "train:pretrain", 1.25, shape="8b"),
-    _stage("float8-8b", "float8", "train:pretrain", 1.5, precisions=[_FLOAT8, {"type": "mixed_precision"}], **_HALF_8B),
+    _stage("float8-8b", "float8", "train:pretrain", 2, precisions=[_FLOAT8, _MIXED, _ROWWISE], **_HALF_8B),
     _stage("train-1b", "train", "train:pretrain", 0.5, shape="1b"),
     _stage("float8-1b", "float8", "train:pretrain", 0.75, precisions=[{**_FLOAT8, "rest": "autocast"}], shape="1b"),
     _stage("checks", "correctness", "correctness:checks", 1.5),

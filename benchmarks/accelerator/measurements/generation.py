@@ -1,18 +1,24 @@
-"""Tokens per second of what ``nxdt generate`` does with a checkpoint."""
+"""Tokens per second of what ``nxdt generate`` does with a checkpoint, and of transformers with the same shape."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from accelerator.bench import GIB, Bench
 from accelerator.runs import SHAPES, run_file
+
+if TYPE_CHECKING:
+    from nxdt_core.train.generate import LoadedModel
+    from nxdt_core.train.sampling import Sampling
 
 __all__ = ["tokens_per_second"]
 
 
 def tokens_per_second(bench: Bench) -> None:
-    """Save a 1B model after two steps, load it, continue a short and a long prompt."""
+    """Save a 1B model after two steps, load it, continue a short and a long prompt, and eight prompts."""
     shape = SHAPES["1b"].sized(bench)
     if not bench.small:
         shape = replace(shape, vocabulary=32000)
@@ -42,9 +48,9 @@ def tokens_per_second(bench: Bench) -> None:
 
 def _generate(bench: Bench, path: str, sequence: int) -> None:
     from nxdt_core.config import load
-    from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
     from nxdt_core.train import train
-    from nxdt_core.train.generate import Sampling, load_model
+    from nxdt_core.train.generate import load_model
+    from nxdt_core.train.sampling import Sampling
 
     config = load(path, [])
     train(config)
@@ -52,17 +58,54 @@ def _generate(bench: Bench, path: str, sequence: int) -> None:
     model = load_model(config.checkpoint_uri)
     bench.wait()
     bench.row("load", seconds=time.perf_counter() - begun)
-    wanted = 4 if bench.small else 64
-    for prompt in (16, sequence // 4):
+    wanted = 4 if bench.small else 128
+    for rows, prompt in ((1, 16), (1, sequence // 4), (8, 16)):
+        prompts = [[65 + number % 26 for number in range(prompt)]] * rows
+        sampling = Sampling(max_new_tokens=wanted)
+        _timed(bench, f"nxdt, {rows} x {prompt:,} tokens", _nxdt(model, prompts, sampling))
+        _timed(bench, f"transformers, {rows} x {prompt:,} tokens", _transformers(bench, prompts, wanted))
+
+
+def _nxdt(model: LoadedModel, prompts: list[list[int]], sampling: Sampling) -> Callable[[], int]:
+    """Return what continues the prompts by the model's own writer, through end tokens."""
+    writer = replace(model.writer, stop_ids=())
+    return lambda: sum(1 for _ in writer.tokens(prompts, sampling))
+
+
+def _transformers(bench: Bench, prompts: list[list[int]], wanted: int) -> Callable[[], int]:
+    """Return what continues the prompts by transformers' ``generate``; its model has initial weights."""
+    import torch
+
+    from accelerator.measurements.peers import PEERS
+
+    torch.manual_seed(0)
+    shape = replace(SHAPES["1b"].sized(bench), vocabulary=32000)
+    theirs, *_ = PEERS["transformers"](shape, 4096, torch.device("meta"))
+    theirs = theirs.to(torch.bfloat16).to_empty(device=bench.device).eval()
+    theirs.requires_grad_(False)
+    for weight in theirs.parameters():
+        weight.normal_(std=0.02)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config, device=bench.device)
+    ids = torch.tensor(prompts, device=bench.device)
+    asked = {"max_new_tokens": wanted, "min_new_tokens": wanted, "do_sample": False, "use_cache": True}
+
+    def write() -> int:
+        found = theirs.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **asked)
+        return int(found[:, ids.shape[1] :].numel())
+
+    return write
+
+
+def _timed(bench: Bench, what: str, write: Callable[[], int]) -> None:
+    from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
+
+    with bench.part(what):
+        write()
+        bench.wait()
         reset_max_memory(bench.device)
-        sampling = Sampling(max_new_tokens=wanted, temperature=1.0, top_k=None, seed=0)
-        times = [time.perf_counter()]
-        for _ in model.continuation([65 + number % 26 for number in range(prompt)], sampling):
-            times.append(time.perf_counter())
-        bench.row(
-            f"prompt of {prompt:,} tokens",
-            tokens=len(times) - 1,
-            first_token_ms=1e3 * (times[1] - times[0]),
-            tokens_per_s=(len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None,
-            peak_gib=max_memory_bytes(bench.device) / GIB,
-        )
+        begun = time.perf_counter()
+        tokens = write()
+        bench.wait()
+        seconds = time.perf_counter() - begun
+        peak = (max_memory_bytes(bench.device) or 0) / GIB
+        bench.row(what, tokens=tokens, tokens_per_s=tokens / seconds, peak_gib=peak)
