@@ -35,7 +35,7 @@ __all__ = [
     "train_figures",
 ]
 
-_EVERY, _INTERVALS, _WATCHED = 4, 4, 3
+_EVERY, _INTERVALS, _WATCHED = 4, 4, 5
 """Steps of an interval; intervals with the first, which is warm-up; steps after them that are observed."""
 WATCH = {"local": [str(Path(__file__).with_name("measurements") / "watch_plugin.py")]}
 """Section ``plugins`` of a run with the callback ``watch``."""
