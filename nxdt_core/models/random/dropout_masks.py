@@ -144,6 +144,9 @@ def _position_mask(
     generator = torch.Generator(drawing)
     for row in range(rows):
         generator.manual_seed(_seed(seed, step, module, first_row + row))
+        if [tokens, width] == list(whole):
+            kept[row].bernoulli_(kept_share, generator=generator)
+            continue
         drawn = torch.empty(tuple(whole), dtype=torch.bool, device=drawing).bernoulli_(kept_share, generator=generator)
         held = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
         own = (held[0] if len(held) == 1 else torch.cat(held)).narrow(0, first_token, tokens)
