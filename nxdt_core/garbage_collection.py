@@ -88,7 +88,7 @@ class GarbageCollection:
         """Let the collector work as it did before the run; may be called twice.
 
         It looks again at all objects, those that others froze too: one thaws all or none, and a model that stayed
-        frozen would keep its memory for the rest of the process. The count of frozen objects does not tell whose they
+        frozen would keep its memory for the rest of the process. The count of frozen objects does not show whose they
         are: Python 3.12 begins with 375.
         """
         if self._froze:

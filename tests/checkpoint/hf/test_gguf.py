@@ -23,6 +23,8 @@ LLAMA_3 = "model.rope_scaling={rope_type: llama3, factor: 4, low_freq_factor: 1,
     "original_max_position_embeddings: 16}"
 )
 MIXTRAL = ("model.name=mixtral", "model.moe.num_experts=4")
+MISTRAL = ("model.name=mistral",)
+WORDS = "In the beginning God created 7 heavens."
 TOLERANCE = {"float32": 1e-6, "float16": 5e-3, "q8_0": 0.1}
 
 
@@ -69,15 +71,53 @@ def test_transformers_computes_and_splits_the_same(saved, tmp_path, overrides, d
     limit = TOLERANCE[dtype] * float(theirs(ids).logits.abs().max())
     torch.testing.assert_close(read(ids).logits, theirs(ids).logits, rtol=0, atol=limit)
     assert exported.size_bytes == sum(each.n_bytes for each in reader(file).tensors if each.name != "rope_freqs.weight")
-    words = "In the beginning God created 7 heavens."
     mine, other = (
         transformers.AutoTokenizer.from_pretrained(place, **more)
         for place, more in ((tmp_path / "hf", {}), (tmp_path, {"gguf_file": file.name}))
     )
-    assert mine(words).input_ids == other(words).input_ids
+    assert mine(WORDS).input_ids == other(WORDS).input_ids
     assert field(file, "tokenizer.chat_template") == "{{ messages }}"
     assert field(file, "tokenizer.ggml.pre") == "gpt-2"
     assert len(reader(file).fields["tokenizer.ggml.tokens"].data) == 304
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [((), "float32"), ((LLAMA_3,), "float32"), ((), "q8_0"), (MIXTRAL, "float32"), (MISTRAL, "float32")],
+)
+def test_llama_cpp_computes_and_splits_the_same(saved, tmp_path, overrides, dtype):
+    uri, file = saved(*overrides), tmp_path / "model.gguf"
+    export_gguf(uri, str(file), dtype=dtype)
+    export_hf(uri, str(tmp_path / "hf"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(WORDS, return_tensors="pt").input_ids
+    expected = theirs(ids).logits[0].log_softmax(-1)
+    server = llama_cpp_of(file)
+    words = server.handle_completions({"prompt": WORDS, "max_tokens": 1})
+    assert words["usage"]["prompt_tokens"] == ids.shape[1]
+    compared = 0
+    for length in range(1, ids.shape[1] + 1):
+        asked = {"prompt": ids[0, :length].tolist(), "max_tokens": 1, "temperature": 0, "logprobs": 5}
+        (said,) = server.handle_completions(asked)["choices"]
+        if said["logprobs"] is None:  # what it wrote is a part of a character
+            continue
+        likeliest = said["logprobs"]["content"][0]["top_logprobs"]
+        found = torch.tensor([each["logprob"] for each in likeliest])
+        same = expected[length - 1][[each["id"] for each in likeliest]]
+        torch.testing.assert_close(found, same, rtol=0, atol={"float32": 5e-5, "q8_0": 0.2}[dtype])
+        compared += 1
+    assert compared > 5
+
+
+def llama_cpp_of(file):
+    """A server of llama.cpp in this process."""
+    llama_cpp = pytest.importorskip("xllamacpp", reason="xllamacpp, a build of llama.cpp, is not installed")
+    asked = llama_cpp.CommonParams()
+    asked.model.path, asked.n_ctx, asked.n_parallel, asked.warmup = str(file), 128, 1, False
+    asked.cache_type_k = asked.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
+    asked.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    asked.cpuparams.n_threads = 1
+    return llama_cpp.Server(asked)
 
 
 def reader(file):
