@@ -16,7 +16,7 @@ from tests.engine.matrix.training import Report, train
 from tests.sampling import sampled
 
 DENSE = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "cohere")
-SPARSE = ("qwen3-moe", "olmoe", "glm4-moe")
+SPARSE = ("qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe")
 BALANCED = ("qwen3-moe balanced", "olmoe balanced")
 """With the auxiliary loss of the routers."""
 FAMILIES = (*DENSE, *SPARSE)
@@ -28,7 +28,7 @@ CASES = {
     "tp4-sp": (("qwen3", "olmo2", "qwen3-moe", "cohere"), Layout(tp=4, sp=True)),
     "tp2-balanced": (BALANCED, Layout(tp=2)),
     "tp2-sp-balanced": (BALANCED, Layout(tp=2, sp=True)),
-    "pp2": ((*DENSE, "qwen3-moe", "glm4-moe"), Layout(pp=2)),
+    "pp2": ((*DENSE, "qwen3-moe", "glm4-moe", "deepseek-v3"), Layout(pp=2)),
     "pp2-tp2": (("gemma3", "phi3"), Layout(pp=2, tp=2)),
     "pp2-interleaved": (("gemma2",), Layout(pp=2, vpp=2)),
     "cp2": (("qwen2", "qwen3", "gemma3", "olmo2", "cohere", *SPARSE), Layout(cp=2, cp_method="ring")),

@@ -127,7 +127,6 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     ("values", "dimension", "sentences"),
     [
         ({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2}, "tp", ["no tensor parallel plan"]),
-        ({"model_type": "deepseek_v3"}, "tp", ["leaves attention ('model.layers.*.self_attn') whole"]),
         (
             {"model_type": "granite", "embedding_multiplier": 12.0},
             "pp",
@@ -143,6 +142,21 @@ def test_a_plan_that_cannot_be_followed_is_refused_with_its_reason(values, dimen
     refused = made(**values).plan().refused
     for sentence in sentences:
         assert sentence in refused[dimension]
+
+
+def test_attention_that_a_plan_leaves_whole_is_cut_only_where_all_its_parts_are_known(monkeypatch):
+    from transformers import GraniteMoeForCausalLM
+
+    built = GraniteMoeForCausalLM.__init__
+
+    def with_gate(model, config):
+        built(model, config)
+        for layer in model.model.layers:
+            layer.self_attn.gate = torch.nn.Linear(32, 32)
+
+    monkeypatch.setattr(GraniteMoeForCausalLM, "__init__", with_gate)
+    builder = HFBuilder(HFModelConfig(hf_config={**SIZES, "model_type": "granitemoe", "max_position_embeddings": 77}))
+    assert builder.plan().refused["tp"] == "transformers has no tensor parallel plan for its layers"
 
 
 def test_a_directory_whose_form_is_not_known_is_told_when_it_is_asked_for():

@@ -6,7 +6,7 @@ The pipeline plan is tried out before it is used.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -34,8 +34,17 @@ _STYLES: Mapping[str, TensorStyle] = {
     "embedding_rowwise": "vocab_embedding",
 }
 """Theirs → ours."""
-_SUMMED = "replicated_with_grad_allreduce"
-"""Their style for a module that is in a tensor block and stays whole; ours follows from its path."""
+_SUMMED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Their styles for modules that are in a tensor block and stay whole; ours follows from their path."""
+_ATTENTION: Sequence[Mapping[str, TensorStyle]] = (
+    dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column"),
+    dict.fromkeys(("q_proj", "kv_b_proj"), "column"),
+    dict.fromkeys(("q_b_proj", "kv_b_proj"), "column"),
+)
+"""What makes heads in attention that a plan leaves whole: grouped heads, and latent attention without and with a
+compressed query (DeepSeek-V2, arXiv:2405.04434). ``o_proj`` takes them."""
+_LATENT = {"q_a_proj", "kv_a_proj_with_mqa"}
+"""What compresses tokens for latent attention, on each rank the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +77,10 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
         if any(matches(pattern, path) for path in (*modules, *parameters))
     }
     cut = {pattern for pattern, style in theirs.items() if style == TENSOR_STYLE}
-    known = (*_STYLES, _SUMMED, TENSOR_STYLE)
+    known = (*_STYLES, *_SUMMED, TENSOR_STYLE)
     unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
     styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
+    styles |= _attention_styles(styles, calls, modules)
     styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are sharded in the same way
     if model.head_path:
         styles |= {model.head_path: "vocab_head"}
@@ -88,6 +98,26 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
         heads=_heads(inner, norms, calls),
         refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, around, styles),
     )
+
+
+def _attention_styles(
+    styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
+) -> Mapping[str, TensorStyle]:
+    """Return the styles of attention that a plan leaves whole, though it shards other layers; none where it has other
+    linear layers than those of :data:`_ATTENTION`, or norms across heads."""
+    path, call = next(iter(calls.items()))
+    attention = pattern_of(path)
+    if not styles or any(pattern.startswith(f"{attention}.") for pattern in styles):
+        return {}
+    parts = dict(modules[path].named_children())
+    wide = {name: part.out_features for name, part in parts.items() if isinstance(part, nn.Linear)}
+    across = {tuple(p.shape) for name, part in parts.items() if name not in wide for p in part.parameters()}
+    for columns in _ATTENTION:
+        cut = {*columns, "o_proj"}
+        makes_heads = (wide.get(name, 1) for name in columns)
+        if cut <= wide.keys() <= cut | _LATENT and not any(n % call.kv_heads or (n,) in across for n in makes_heads):
+            return {f"{attention}.{name}": style for name, style in {**columns, "o_proj": "row"}.items()}
+    return {}
 
 
 def _inside(around: Collection[str], pattern: str, modules: Collection[str]) -> bool:
