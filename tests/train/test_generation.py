@@ -46,6 +46,11 @@ FAMILIES = {
     "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 24, **EXPERTS},
     "olmoe": EXPERTS,
     "granite": {"attention_multiplier": 0.2},
+    "deepseek_v3": {
+        **{"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"moe_intermediate_size": 24, "num_key_value_heads": 4},
+    },
     "starcoder2": WINDOW,
 }
 QUICK = ("mistral", "gpt2", "gemma2")
@@ -65,7 +70,7 @@ def saved(where, family):
     from tokenizers import Tokenizer, models
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():  # fresh norms and biases would hide mistakes
         for parameter in model.parameters():

@@ -27,6 +27,7 @@ QUESTIONS = {
     "What is the name of your café?": "Inkwell",
 }
 """Phrasings that are not among the conversations → what an answer has to say."""
+pytestmark = pytest.mark.timeout(1800)
 
 
 def blocks(language):
