@@ -22,9 +22,9 @@ NXD_RUN = NXD_CPU_MODE=1 PJRT_DEVICE=CPU PYTHONPATH="$(abspath $(NXD))/src:$(CUR
 
 # Without what `make accelerator` runs, and a plugin file that others use.
 BENCHMARKS := $(filter-out benchmarks/accelerator/% %/__init__.py %/step_clock.py,$(wildcard benchmarks/*/*.py))
-# Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`, or of check-wheels; the peers in accelerator-bundle.
+# Arguments of benchmarks/accelerator_day.py, such as `--minutes 9`, or of check-wheels; the peers in accelerator-bundle, and what quantises.
 ARGS ?=
-EXTRAS ?= torchtitan==0.2.2 litgpt docstring-parser typeshed-client
+EXTRAS ?= torchtitan==0.2.2 litgpt docstring-parser typeshed-client bitsandbytes
 BUNDLE := dist/accelerator
 
 .DEFAULT_GOAL := help

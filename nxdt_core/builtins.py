@@ -265,7 +265,7 @@ _TORCH_ENGINE = frozenset(
         *("ep", "token_shuffle"),
         *("adapters", "reference", "recompute", "compile", "param_groups"),
         *("dtype:float64", "dtype:bfloat16", "autocast", "master_weights"),
-        *("gradient_dtype", "optimizer_dtype", "stochastic_rounding", "linear_product"),
+        *("gradient_dtype", "optimizer_dtype", "stochastic_rounding", "linear_product", "quantised_base"),
     }
 )
 

@@ -37,6 +37,7 @@ _ENGINE = {
     "ep": "distributes experts over ranks",
     "token_shuffle": "mixes the tokens of data parallel ranks before experts",
     "adapters": "applies adapters to the model before it is laid out, and trains what they added",
+    "quantised_base": "keeps the frozen weights of linear layers in 4 or 8 bits",
     "reference": "computes the log-probabilities of labels, which preference objectives compare with",
     "recompute": "recomputes activations in backward",
     "compile": "compiles the model with torch.compile",

@@ -33,6 +33,8 @@ _PRESENT = """
 """
 ON_THE_MACHINE = frozenset(_PRESENT.split())
 """Not carried, nor followed."""
+_LEFT_OUT = ("libbitsandbytes_rocm", "libbitsandbytes_xpu", "libbitsandbytes_cuda11", "libbitsandbytes_cuda121")
+"""Beginnings of libraries for other devices and older drivers, which are most of a wheel."""
 _MARKERS = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "sys_platform": "linux"}
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + ["manylinux2014_x86_64", "linux_x86_64"]
 
@@ -48,7 +50,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as downloads:
         wheels = closure(wanted, lambda line: fetch(line, Path(downloads)), requirements)
         for wheel in wheels:
-            shutil.move(wheel, asked.folder)
+            copy_without(wheel, asked.folder / wheel.name, _LEFT_OUT)
     size = sum(path.stat().st_size for path in asked.folder.iterdir())
     print(f"{len(own)} wheels of nxdt, {len(wheels)} others, {size / 2**20:.1f} MiB in {asked.folder}")
     return int(size > LIMIT_BYTES)
@@ -74,6 +76,18 @@ def closure(
         found.append(fetched(line))
         queue += needs(found[-1])
     return found
+
+
+def copy_without(wheel: Path, target: Path, left_out: tuple[str, ...]) -> None:
+    """Copy a wheel without the files whose names begin with one of ``left_out``; pip installs what is left."""
+    with zipfile.ZipFile(wheel) as archive:
+        kept = [member for member in archive.infolist() if not Path(member.filename).name.startswith(left_out)]
+        if len(kept) == len(archive.infolist()):
+            shutil.copy(wheel, target)
+            return
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as copied:
+            for member in kept:
+                copied.writestr(member, archive.read(member))
 
 
 def requirements(wheel: Path) -> list[str]:

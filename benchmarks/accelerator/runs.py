@@ -47,7 +47,7 @@ class Shape:
 
     layers: int = 2
     hidden: int = 64
-    ffn: int = 176
+    ffn: int = 192
     heads: int = 4
     kv_heads: int = 2
     vocabulary: int = 1024

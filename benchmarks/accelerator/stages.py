@@ -48,6 +48,7 @@ _HALF_8B = {"shape": "8b", "layers": 16}
 STAGES: Sequence[Stage] = (
     _stage("machine", "machine", "machine:describe", 0.25),
     _stage("train-8b", "train", "train:pretrain", 1.25, shape="8b"),
+    _stage("qlora-8b", "finetune", "finetune:qlora", 0.5),
     _stage(
         "float8-8b", "float8", "train:pretrain", 1.25, precisions=[_FLOAT8, {"type": "mixed_precision"}], **_HALF_8B
     ),

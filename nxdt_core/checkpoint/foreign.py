@@ -123,11 +123,11 @@ def load_format_into(
 def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch.Tensor | Piece]) -> None:
     import torch
 
-    from nxdt_core.checkpoint.pieces import storable_piece
+    from nxdt_core.distributed.placement import piece_of
 
     due = found.read([("model", name) for name in names])
     for name in names:
-        piece = storable_piece(name, tensors[name])
+        piece = piece_of(tensors[name], name)
         with torch.no_grad():
             piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])
 

@@ -213,6 +213,14 @@ def _of_the_step(checked: Checked) -> Iterator[ImpossibleCombination]:
         reason = f"selective recomputes what {_RECOMPUTE} names, and that names nothing"
         advice = f"Name modules there, such as CoreAttention, or set {_GRANULARITY} to full."
         yield checked.impossible(_GRANULARITY, _RECOMPUTE, reason=reason, advice=advice)
+    base, adapter = "adapter.base_dtype", "adapter.name"
+    if given(base) is not None and given(adapter, "") is None:
+        reason = f"it quantises what an adapter freezes, and {adapter} names none"
+        yield checked.impossible(base, reason=reason, advice=f"Set {adapter}, such as lora, or leave {base} out.")
+    mesh = mesh_sizes(checked)
+    if given(base) is not None and mesh is not None and mesh.zero_stage == 3 and mesh.fsdp > 1:
+        reason = f"each rank has all codes of its layers, and {stage}: 3 would shard them"
+        yield checked.impossible(base, stage, reason=reason, advice=f"Set {stage} to 1 or 2.")
     floor, rate = f"{_SCHEDULE}.min_lr", "model.optim.lr"
     if (rates := checked.numbers(floor, rate)) is not None and rates[0] > rates[1]:
         reason = f"min_lr {rates[0]} is above the learning rate {rates[1]} ({rate}) that falls to it"

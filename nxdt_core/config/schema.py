@@ -65,6 +65,9 @@ class AdapterSection(Section):
 
     name: str | None = None
     """Component of kind ``adapter``; ``null`` for none."""
+    base_dtype: Literal["nf4", "int8"] | None = None
+    """What the frozen weights of linear layers are kept in: 4 bits (QLoRA) or 8; ``null``: the dtype that products
+    compute in. Embeddings, norms, experts and the head keep theirs. Checkpoints then leave out what is frozen."""
 
 
 class EngineSection(Section):

@@ -20,6 +20,7 @@ from nxdt_core.engine.model import TorchModel
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
 from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
+from nxdt_core.models.quantised import load_library
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.engine import CompileAhead, RankInfo
@@ -88,6 +89,8 @@ class TorchEngine:
         if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self._build_mesh()
+        if self._run.adapter.base_dtype is not None:
+            load_library()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         layout = lay_out(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")

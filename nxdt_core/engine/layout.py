@@ -28,7 +28,7 @@ from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank, ties_ends
-from nxdt_core.engine.precision import apply_product
+from nxdt_core.engine.precision import apply_product, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
 from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
@@ -37,6 +37,7 @@ from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetr
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels
+from nxdt_core.models.quantised import BaseDtype
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.mesh import MeshSizes, check_whole_backward, micro_batches_fit
@@ -81,6 +82,8 @@ class LayoutOptions:
     """What computes on rows of logits."""
     block_attention: BlockAttention | None = None
     """How to attend to packed documents by blocks; None: under a mask."""
+    base_dtype: BaseDtype | None = None
+    """What frozen weights of linear layers are quantised to."""
     shared_heads: frozenset[torch.dtype] | None = None
     """See :attr:`nxdt_core.distributed.devices.DeviceProfile.shared_heads`."""
 
@@ -109,6 +112,7 @@ class LayoutOptions:
             static_shapes=static_shapes,
             row_kernels=IN_CHUNKS if backend is None else compiled_rows(backend, static_shapes=static_shapes),
             block_attention=block_attention(profile),
+            base_dtype=run.adapter.base_dtype,
             shared_heads=None if profile.shared_heads is None else _dtypes(profile.shared_heads),
         )
 
@@ -179,6 +183,8 @@ def lay_out(
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
         set_dropout_salts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        if options.base_dtype is not None:
+            quantise_frozen(module, plan, options.base_dtype)
         gathers += _finish_stage(module, plan, mesh, options, precision)
     return Layout(
         modules=modules,

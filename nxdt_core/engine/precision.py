@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.distributed.placement import local_of, placed_like
+from nxdt_core.distributed.placement import local_of, piece_of, placed_like
 from nxdt_core.engine.optim.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
 from nxdt_core.engine.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelHead,
 )
+from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.patterns import matches
+from nxdt_core.models.quantised import BLOCK, BaseDtype, QuantisedWeight
 from nxdt_core.models.random.positions import noise, rounded
 from nxdt_core.models.updates import ProductLinear
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -53,6 +55,36 @@ def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct)
             layer.product = product
         else:
             module.set_submodule(path, ProductLinear(layer, product))
+
+
+def quantise_frozen(module: nn.Module, plan: ParallelPlan, dtype: BaseDtype) -> None:
+    """Let the frozen weights of the linear layers that :func:`product_layers` yields be codes, the head's excepted.
+
+    Each rank quantises its own part of a weight, when that is loaded or drawn.
+
+    Args:
+        module: one pipeline stage on the meta device, tensor parallelism applied.
+        plan: names the layers.
+        dtype: of the codes.
+
+    Raises:
+        BaseNotQuantised: the weights have no codes in this layout.
+    """
+    for path, layer, style in product_layers(module, plan):
+        weight = layer.weight
+        if style == "vocab_head" or weight.requires_grad:
+            continue
+        piece = piece_of(weight)
+        columns = piece.box.shape[1]
+        if getattr(layer, "padded", None):
+            reason = f"'{path}' has rows or columns of zeros on each rank (distributed_strategy.pad_heads)"
+            raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Use another tensor_model_parallel_size")
+        if dtype == "nf4" and columns % BLOCK:
+            reason = f"'{path}' has {columns} inputs on each rank, not a multiple of the block of {BLOCK}"
+            raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Use int8 or another tensor_model_parallel_size")
+        places = [row * columns + column for _, (row, column) in piece.box.samples(piece.shape)]
+        held = QuantisedWeight.empty(piece.tensor, dtype, places)
+        layer.weight = nn.Parameter(placed_like(held, weight), requires_grad=False)
 
 
 def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Any, TensorStyle]]:

@@ -54,6 +54,13 @@ class ShardNotComputed(NxdtError):
         }
 
 
+BaseNotQuantised = NxdtError.define(
+    "NXDT-P072",
+    "Frozen weights that ``adapter.base_dtype`` cannot have in this layout or of these sizes.",
+    "adapter.base_dtype is {dtype}, and {reason}.",
+    "{instead}, or leave adapter.base_dtype out.",
+)
+
 LayerNotWhole = NxdtError.define(
     "NXDT-P090",
     "A layer with code that cannot be traced; logged as a warning.",

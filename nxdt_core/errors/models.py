@@ -203,6 +203,13 @@ class ModelReadsValues(NxdtError):
     reason: str
 
 
+QuantisationLibraryMissing = NxdtError.define(
+    "NXDT-M089",
+    "A run with a quantised base without the package that quantises.",
+    "adapter.base_dtype needs the package 'bitsandbytes', which cannot be imported: {reason}.",
+    "Run: pip install 'nxdt-core[quantised]'",
+)
+
 HeadNotLinear = NxdtError.define(
     "NXDT-M090",
     "A head whose logits cannot be computed some tokens at a time.",

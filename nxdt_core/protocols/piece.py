@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,19 @@ class Box:
     def elements(self) -> int:
         """Return the number of elements in the box."""
         return math.prod(self.shape)
+
+    def samples(self, shape: tuple[int, ...], count: int = 8) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the number of a sample, and its position in the box, of ``count`` elements that are evenly spaced in
+        the whole tensor of ``shape``; those in the box alone."""
+        elements = math.prod(shape)
+        for number in range(count):
+            at, position = number * (elements - 1) // (count - 1), list[int]()
+            for size in reversed(shape):
+                at, index = divmod(at, size)
+                position.insert(0, index)
+            local = tuple(index - start for index, start in zip(position, self.offsets, strict=True))
+            if all(0 <= index < size for index, size in zip(local, self.shape, strict=True)):
+                yield number, local
 
     def intersection(self, other: Box) -> Box | None:
         """Return the intersection, or None where it is empty."""

@@ -91,7 +91,8 @@ def save_parts(
     weights, held = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
     if optimizer is not None and elements is None:
         check_shared_state(held, weights, engine.ranks)
-    alone = not all(adapter.saves_base for adapter in build.adapters(config))
+    coded = config.run.adapter.base_dtype is not None
+    alone = coded or not all(adapter.saves_base for adapter in build.adapters(config))
     if alone:
         weights = without_base(model, weights)
     if config.run.checkpoint.save_bf16:

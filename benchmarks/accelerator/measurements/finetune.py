@@ -1,4 +1,4 @@
-"""Fine-tuning and mixtures of experts by ``nxdt train``: packed chats, LoRA, Mixtral."""
+"""Fine-tuning and mixtures of experts by ``nxdt train``: packed chats, LoRA, QLoRA, Mixtral."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from accelerator.bench import Bench
 from accelerator.runs import SHAPES, Shape, length, measure, steps_of
 
-__all__ = ["lora", "mixtral", "packed_chats"]
+__all__ = ["lora", "mixtral", "packed_chats", "qlora"]
 
 _WORDS = ("the", "river", "boat", "was", "slow", "and", "cold", "but", "nobody", "asked", "why", "it", "came")
 _MIXTRAL = Shape(layers=8, hidden=2048, ffn=3584, heads=16, kv_heads=8, vocabulary=32000, micro_batch=2)
@@ -33,6 +33,11 @@ def lora(bench: Bench) -> None:
     shape = SHAPES["8b"]
     measure(bench, "LoRA 8b, packed chats", shape, data=_chats(bench, shape), adapter=_LORA)
     measure(bench, "LoRA 8b", shape, adapter=_LORA)
+
+
+def qlora(bench: Bench) -> None:
+    """LoRA on all linear layers of the 8B model over 4-bit weights, on random tokens."""
+    measure(bench, "QLoRA 8b", SHAPES["8b"], adapter={**_LORA, "base_dtype": "nf4"})
 
 
 def mixtral(bench: Bench) -> None:

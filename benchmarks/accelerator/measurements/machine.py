@@ -17,7 +17,17 @@ from accelerator.bundle import COMMIT
 
 __all__ = ["changed_files", "describe"]
 
-_LIBRARIES = ("torch", "triton", "transformers", "torchao", "pytorch-lightning", "peft", "litgpt", "torchtitan")
+_LIBRARIES = (
+    "torch",
+    "triton",
+    "transformers",
+    "torchao",
+    "bitsandbytes",
+    "pytorch-lightning",
+    "peft",
+    "litgpt",
+    "torchtitan",
+)
 
 
 def describe(bench: Bench) -> None:

@@ -15,6 +15,7 @@ from accelerator.measurements.watch_plugin import WatchConfig
 from nxdt_core.api import Callback, Run
 from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.models.quantised import QuantisedWeight
 
 __all__ = ["StepMemory", "Watch"]
 
@@ -101,7 +102,12 @@ class StepMemory:
 
 def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     """Return the bytes of the storages that are not among ``seen``, and add these."""
-    storages = {storage._cdata: storage for storage in (local_of(each).untyped_storage() for each in tensors)}
+    held = (
+        part
+        for each in map(local_of, tensors)
+        for part in (each.parts if isinstance(each, QuantisedWeight) else (each,))
+    )
+    storages = {storage._cdata: storage for storage in (part.untyped_storage() for part in held)}
     new = {key: storage.nbytes() for key, storage in storages.items() if key not in seen}
     seen.update(new)
     return sum(new.values())

@@ -6,7 +6,7 @@ Whole tensors onto the host, for one process that wants all of them; or into wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -21,9 +21,11 @@ from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.pieces import empty_like, storable_piece
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
+from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.parallel_model import Replicas
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
@@ -238,13 +240,27 @@ def _fill(
     where: str,
 ) -> None:
     """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte
-    twice."""
-    rest = {name: storable_piece(name, tensor) for name, tensor in tensors.items()}
+    twice. Weights that will be codes are read first, 256 MiB of them or a larger one at a time."""
+    coded = {name: piece for name, each in tensors.items() if _coded(piece := piece_of(each, name))}
+    rest = {name: storable_piece(name, tensor) for name, tensor in tensors.items() if name not in coded}
     with explained_os_errors(where):
+        specs = {name: TensorSpec(index[name].dtype, piece.box.shape) for name, piece in coded.items()}
+        for names in grouped(specs, _AT_ONCE_BYTES):
+            read = {
+                name: replace(coded[name], tensor=torch.empty(coded[name].box.shape, dtype=coded[name].tensor.dtype))
+                for name in names
+            }
+            fill(storage, manifest, read, index)
+            for name, piece in read.items():
+                coded[name].tensor.copy_(piece.tensor)
         while rest:
             by_owner = {index[name].same_as or name: name for name in reversed(rest)}
             entries = {name: index[owner] for owner, name in by_owner.items()}
             fill(storage, manifest, {name: rest.pop(name) for name in entries}, entries)
+
+
+def _coded(piece: Piece) -> bool:
+    return isinstance(piece.tensor, QuantisedWeight)
 
 
 def _state_of(storage: CheckpointStore, manifest: Manifest, rank: int) -> dict[str, Any]:

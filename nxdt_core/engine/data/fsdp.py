@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.data.collectives import (
     PendingReduceScatters,
     ReduceScatterByExchange,
@@ -39,6 +40,7 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.layers import VocabParallelEmbedding
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -168,9 +170,9 @@ def apply_data_parallel(
     policy = _policy(precision)
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
     forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()
-    own: set[nn.Parameter] = set()
+    own = {parameter for parameter in module.parameters() if isinstance(local_of(parameter), QuantisedWeight)}
     if leaves_experts_whole(mesh.sizes, precision):
-        own = {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
+        own |= {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
     outer, dense = outer_modules(module, plan), _mesh(mesh)
     profile = profile_of(torch.device(dense.device_type))

@@ -16,6 +16,7 @@ from torch import nn
 from nxdt_core.distributed.collectives import all_reduce_bucketed, copy_from_flat, group_by_dtype
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.models.quantised import QuantisedWeight
 
 _BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one call. Larger calls gain little, and the last one has nothing left to overlap."""
@@ -93,7 +94,10 @@ def global_norm(
         A device scalar, equal on all ranks bit for bit.
     """
     held = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
-    norms = [norm for same in group_by_dtype(held) for norm in torch._foreach_norm(same, 2, dtype)]
+    coded = [tensor for tensor in held if isinstance(tensor, QuantisedWeight)]  # one after the other has its values
+    plain = [tensor for tensor in held if not isinstance(tensor, QuantisedWeight)]
+    norms = [norm for same in group_by_dtype(plain) for norm in torch._foreach_norm(same, 2, dtype)]
+    norms += [torch.linalg.vector_norm(tensor.dequantised(), dtype=dtype) for tensor in coded]
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
     if world is not None:
         dist.all_reduce(squares, group=world)

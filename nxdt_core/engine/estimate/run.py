@@ -140,7 +140,8 @@ def _checkpoint_bytes(work: Workload, storage: StorageLayout, whole: nn.Module, 
     updated = [(name, tuple(each.shape)) for name, each in whole.named_parameters() if each.requires_grad]
     state = sum(work.state(shape, name not in others).saved for name, shape in updated)
     saved = round(trained * storage.saved_bytes(storage.stored_bytes, bfloat16=work.saves_bfloat16) + state)
-    if trained == parameters or not all(adapter.saves_base for adapter in work.adapters):
+    coded = work.options.base_dtype is not None
+    if trained == parameters or coded or not all(adapter.saves_base for adapter in work.adapters):
         return saved
     frozen = {name: each.numel() for name, each in whole.named_parameters() if not each.requires_grad}
     narrow = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())

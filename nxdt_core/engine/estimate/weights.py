@@ -22,6 +22,7 @@ from nxdt_core.engine.optim.rounded_updates import AdamUpdates, in_buckets
 from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.engine.parameters import tables
 from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterShard
 from nxdt_core.protocols.piece import Box
@@ -135,8 +136,9 @@ def count_parameters(
     held, others = 0.0, tables([stage], plan)
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
-        expert = "ep" in sharded_over(parameter)
-        shard = _shard(tuple(local.shape), (sizes.efsdp if expert else sizes.fsdp) if sharded else 1)
+        expert, coded = "ep" in sharded_over(parameter), isinstance(local, QuantisedWeight)
+        whole = coded or not sharded  # FSDP2 leaves codes alone
+        shard = _shard(tuple(local.shape), 1 if whole else sizes.efsdp if expert else sizes.fsdp)
         stored = math.prod(shard)
         counts["local"] += local.numel()
         counts["stored"] += stored
@@ -152,11 +154,10 @@ def count_parameters(
             counts.update(trained=local.numel(), trained_stored=stored, partial=local.numel() * (name in sums))
             held += state(shard, name not in others).held
         else:
-            counts.update(
-                frozen_bytes=stored * parameter.element_size(), frozen_narrow=local.numel() * (name in narrow)
-            )
+            size = local.held_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
+            counts.update(frozen_bytes=size, frozen_narrow=local.numel() * (name in narrow))
         group = _group_of(name, plan, outer)
-        groups[group] += local.numel() * (not (expert and keeps))
+        groups[group] += local.numel() * (not ((expert and keeps) or coded))
         counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
     first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
     buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})

@@ -163,8 +163,10 @@ class RowParallelLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in / tp] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
         weight = local_part(self.weight)
-        real = slice(self.real if self.zeros else None)
-        product = self.product(hidden[..., real], weight[:, real])
+        if self.zeros:
+            product = self.product(hidden[..., : self.real], weight[:, : self.real])
+        else:
+            product = self.product(hidden, weight)
         if self.update is not None:
             product = self.update(hidden, product, weight)
         total = self.total(product)

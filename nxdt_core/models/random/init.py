@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors.models import NoInitRule
 from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.models.random.positions import Rows, rows_of
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule
@@ -276,7 +277,7 @@ def fill(
         block.fill_(rule.mean)
     elif block.numel():
         device = block.device if profile_of(block.device).float64 else HOST
-        direct = block.is_contiguous() and device == block.device
+        direct = block.is_contiguous() and device == block.device and not isinstance(block, QuantisedWeight)
         drawn = block if direct else torch.empty(sizes, dtype=block.dtype, device=device)
         parts = rows_of(shape, starts, sizes)
         for flat, rows in zip(drawn.view(-1).chunk(len(parts)), parts, strict=True):

@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from nxdt_core import checkpoint
@@ -22,6 +21,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.models.random.init import complete_init_rules, draw, rule_for
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
@@ -88,14 +88,10 @@ def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[
     found: list[torch.Tensor] = []
     for name, weight in weights:
         piece = piece_of(weight, name)
-        elements = int(np.prod(piece.shape))
-        for number in range(_SAMPLES):
-            flat = number * (elements - 1) // (_SAMPLES - 1)
-            index = np.unravel_index(flat, piece.shape)
-            local = tuple(int(at) - start for at, start in zip(index, piece.box.offsets, strict=True))
-            if all(0 <= at < size for at, size in zip(local, piece.box.shape, strict=True)):
-                places.append((name, number))
-                found.append(piece.tensor[local].detach().bfloat16())
+        for index, (number, local) in enumerate(piece.box.samples(piece.shape, _SAMPLES)):
+            held = piece.tensor
+            places.append((name, number))
+            found.append(held.samples[index] if isinstance(held, QuantisedWeight) else held[local].detach().bfloat16())
     bits = torch.stack(found).view(torch.int16).tolist() if found else []
     return [(name, number, value) for (name, number), value in zip(places, bits, strict=True)]
 

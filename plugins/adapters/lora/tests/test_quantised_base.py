@@ -1,0 +1,96 @@
+"""Frozen weights in 4 and 8 bits: what peft computes over bitsandbytes, one graph a layer, and their bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nxdt_plugin_lora.peft_export import describe
+from nxdt_plugin_lora.peft_files import write_peft
+
+from nxdt_core.engine.compile import compile_layers
+from nxdt_core.models.quantised import QuantisedWeight
+from tests.graph_counts import GraphCounts
+
+peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing can be quantised")
+
+STEPS = 20
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def losses_of(logits, parameters, ids):
+    """Of twenty steps that learn one batch."""
+    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
+    for _ in range(STEPS):
+        loss = torch.nn.functional.cross_entropy(logits()[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def opened(run, base, directory, **quantised):
+    """The adapter of ``run`` in peft, over a base that transformers reads and quantises."""
+    shapes = {name: tuple(p.shape) for name, p in run.trained.items()}
+    config, tensors = describe(run.builder, run.lora, shapes, base=None)
+    trained = run.trained
+    write_peft(directory, config, tensors, lambda names: [trained[name].detach() for name in names], base="")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **quantised)
+    return peft.PeftModel.from_pretrained(model, directory, is_trainable=True).train()  # else some CPUs use bfloat16
+
+
+def coded(run):
+    return {name: p for name, p in run.module.named_parameters() if isinstance(p, QuantisedWeight)}
+
+
+def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path):
+    run = start("wide", {"base_dtype": "nf4"})
+    base = start("wide", {}).save_base(tmp_path / "base")
+    four_bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    theirs = opened(run, base, tmp_path / "adapter", quantization_config=four_bits)
+    layers = [layer for layer in theirs.modules() if isinstance(layer, library.nn.Linear4bit)]
+    assert len(layers) == len(coded(run)) == 14
+    mine = {tuple(weight.dequantised().flatten().tolist()) for weight in coded(run).values()}
+    for layer in layers:
+        whole = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        assert tuple(whole.flatten().tolist()) in mine
+    expected = losses_of(lambda: theirs(ids).logits, [p for p in theirs.parameters() if p.requires_grad], ids)
+    found = losses_of(lambda: run.module(ids), run.trained.values(), ids)
+    assert found[-1] < 0.5 * found[0]
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+def saved_by(run, ids):
+    """Shapes of the tensors of floating point that wait for backward after a forward pass."""
+    shapes = set()
+
+    def pack(tensor):
+        if tensor.is_floating_point():
+            shapes.add(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run.module(ids)
+    return shapes
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_a_layer_is_one_graph_that_keeps_codes_for_backward(start, ids, dtype):
+    eager, compiled = (start("wide", {"base_dtype": dtype}) for _ in range(2))
+    compile_layers(compiled.module, compiled.model.plan, backend="aot_eager_decomp_partition")
+    with GraphCounts() as counts:
+        found = losses_of(lambda: compiled.module(ids), compiled.trained.values(), ids)
+    assert (counts.graphs, counts.breaks) == (2, 0)  # nothing before the first layer trains
+    assert found == pytest.approx(losses_of(lambda: eager.module(ids), eager.trained.values(), ids), abs=1e-4)
+    for run in (eager, compiled):
+        saved = saved_by(run, ids)
+        assert saved
+        assert not saved & {(128, 64), (64, 128)}
