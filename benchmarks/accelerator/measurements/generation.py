@@ -80,12 +80,8 @@ def _transformers(bench: Bench, prompts: list[list[int]], wanted: int) -> Callab
 
     torch.manual_seed(0)
     shape = replace(SHAPES["1b"].sized(bench), vocabulary=32000)
-    theirs, *_ = PEERS["transformers"](shape, 4096, torch.device("meta"))
-    theirs = theirs.to(torch.bfloat16).to_empty(device=bench.device).eval()
-    theirs.requires_grad_(False)
-    for weight in theirs.parameters():
-        weight.normal_(std=0.02)
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config, device=bench.device)
+    theirs, *_ = PEERS["transformers"](shape, 4096, bench.device)
+    theirs = theirs.to(torch.bfloat16).eval().requires_grad_(False)
     ids = torch.tensor(prompts, device=bench.device)
     asked = {"max_new_tokens": wanted, "min_new_tokens": wanted, "do_sample": False, "use_cache": True}
 
