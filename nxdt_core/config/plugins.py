@@ -233,7 +233,7 @@ def plugin_findings(tree: Node, composition: Composition, kernel: Kernel, checke
     names = {slot: found.qualified_name for slot, found in composition.components.items() if found is not None}
     try:
         for result in kernel.hooks.nxdt_validate_config(
-            context=ValidateConfigContext(config=to_plain(tree), components=names)
+            context=ValidateConfigContext(config=to_plain(tree), components=names, kernel=kernel)
         ):
             for finding in result.value:
                 message = _sentence(f"{finding.message} (plugin {result.plugin!r})")

@@ -53,6 +53,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
         labels=_stack([sample.labels for sample in samples], np.int64),
         **optional,
         rows_per_sample=1 if len(shapes[0]) == 1 else shapes[0][0],
+        origins=tuple(origins) if any(origins := [sample.origin for sample in samples]) else (),
     )
 
 
@@ -62,6 +63,7 @@ def blank_like(sample: Sample) -> Sample:
         sample,
         labels=np.full_like(sample.labels, IGNORE_INDEX),
         loss_weights=None if sample.loss_weights is None else np.zeros_like(sample.loss_weights),
+        origin=None,
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Sample:
     reference_log_probs: np.ndarray | None = None
     """float32 [seq]: log-probability of each label under the model that the run began with; 0 where it is not needed.
     None where it is not requested."""
+    origin: Any = None
+    """What an objective that generates needs of the record behind the sample; it stays on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,10 @@ class Batch:
     """int64; None means that each row is one document."""
     reference_log_probs: torch.Tensor | None = None
     """float32: of each label under the model that the run began with; None where it is not requested."""
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """float32: what an objective that makes its batches wants of each position, by its own names."""
+    origins: tuple[Any, ...] = ()
+    """Of each sample, where the dataset says one: :attr:`Sample.origin`."""
     rows_per_sample: int = 1
     """Adjacent rows that are one sample."""
     first_row: int | None = None
@@ -67,9 +73,10 @@ class Batch:
         """Return a batch whose tensors are those that ``change`` makes of this one's."""
         held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         kept: dict[str, Any] = {
-            name: value if isinstance(value, int | None) else change(value) for name, value in held.items()
+            name: value if isinstance(value, int | tuple | Mapping | None) else change(value)
+            for name, value in held.items()
         }
-        return Batch(**kept)
+        return Batch(**{**kept, "values": {name: change(value) for name, value in self.values.items()}})
 
     def arguments(self) -> dict[str, Any]:
         """Return what a model's forward takes in addition to its first argument, by keyword."""

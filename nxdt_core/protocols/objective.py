@@ -10,7 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -21,7 +21,9 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "traits_of"]
+    from nxdt_core.train.session import TrainSession
+
+__all__ = ["GeneratingObjective", "Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class ObjectiveTraits:
     """What the loss is a mean over. Of tokens, its exponential is a perplexity."""
     rows_per_sample: int = 1
     """Rows of a sample that it takes."""
+    values: tuple[str, ...] = ()
+    """Names of the :attr:`~nxdt_core.protocols.batch.Batch.values` that it takes."""
     reference: Literal["before", "step"] | None = None
     """Whether it wants the log-probabilities of the labels under another model: ``before`` the first step, under the
     weights that the run begins with; or at each ``step``, under the frozen base of an adapter."""
@@ -71,6 +75,27 @@ class Objective(Protocol):
         ``nxdt_core.models.loss``
         alone. A loss with sums over whole sequences takes them from ``step.sequences``, since ranks may share each
         sequence. An objective that needs neither may lack the parameter ``step``."""
+        ...
+
+
+@runtime_checkable
+class GeneratingObjective(Protocol):
+    """An :class:`Objective` that makes what it is computed on with the model of the run."""
+
+    def generate(
+        self, session: TrainSession, micro_batches: Sequence[Batch], *, train: bool
+    ) -> tuple[Sequence[Batch], Any]:
+        """Return as many micro-batches for those of the data, of one shape, and what a resumed run needs to make those
+        of the next step. Collective.
+
+        Args:
+            session: of the run, before the step. ``session.state.data["generated"]`` is what the step before returned.
+            micro_batches: this rank's, of the data.
+            train: False in a validation.
+
+        Returns:
+            The micro-batches, and a JSON-able value, equal on all ranks; None for nothing.
+        """
         ...
 
 

@@ -37,7 +37,7 @@ from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import ObjectiveTraits, traits_of
+from nxdt_core.protocols.objective import GeneratingObjective, ObjectiveTraits, traits_of
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
@@ -304,7 +304,7 @@ class TrainSession:
                 still has work to do passes False, and calls ``collections.after_step`` itself.
         """
         self.collections.begin(profile_of(self.engine.device).gc_interval)
-        micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
+        micro_batches, generated = self._generated(batch, train=True)
         with build.plan_errors_named(self.config):
             result = train_step(
                 self.model,
@@ -318,6 +318,8 @@ class TrainSession:
             )
         if isinstance(batch, StepInput):
             self.state.data = batch.position
+        if generated is not None:
+            self.state.data = {**self.state.data, "generated": generated}
         if self.average is not None:
             self.average.after_step(self.model, self.state.step)
         if collect:
@@ -326,7 +328,7 @@ class TrainSession:
 
     def evaluate_batch(self, batch: StepInput | Sequence[Batch]) -> StepLoss:
         """Return the loss of one global batch, forward only. Collective."""
-        micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
+        micro_batches, _ = self._generated(batch, train=False)
         return self.model.run_eval(self._with_base(micro_batches), self.objective)
 
     def evaluate(self) -> dict[str, float]:
@@ -349,6 +351,14 @@ class TrainSession:
             yield
         finally:
             self.average.swap_out(self.model, weights)
+
+    def _generated(self, batch: StepInput | Sequence[Batch], *, train: bool) -> tuple[Sequence[Batch], Any]:
+        """Return the micro-batches of ``batch``, or those that the objective generates for them, and what of the latter
+        the next step needs."""
+        micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
+        if not isinstance(self.objective, GeneratingObjective):
+            return micro_batches, None
+        return self.objective.generate(self, micro_batches, train=train)
 
     def _with_base(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the micro-batches; where the objective needs them at each step, with log-probabilities of the base."""

@@ -70,6 +70,7 @@ class Workload:
             position_ids=tokens() if placed else None,
             document_ids=tokens() if self.packed else None,
             reference_log_probs=tokens().float() if traits.reference else None,
+            values={name: tokens().float() for name in traits.values},
             rows_per_sample=traits.rows_per_sample,
         )
 

@@ -117,13 +117,18 @@ class Console:
 def _validation_text(metrics: Mapping[str, Any], unit: str) -> str:
     loss = "none" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     perplexity = f", perplexity {metrics['perplexity']:.4g}" if metrics.get("perplexity") else ""
-    return f"loss {loss}{perplexity} over {metrics[unit]:,} {unit}"
+    return f"loss {loss}{_reward(metrics, ', ')}{perplexity} over {metrics[unit]:,} {unit}"
+
+
+def _reward(row: Mapping[str, Any], before: str) -> str:
+    """The mean reward, of which an objective that draws answers makes a loss near zero."""
+    return f"{before}reward {row['reward']:.4f}" if row.get("reward") is not None else ""
 
 
 def _values(row: Mapping[str, Any]) -> str:
     mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
     return (
-        f"loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+        f"loss {row['loss']:.4f}{_reward(row, '  ')}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
         f"{human(row['tokens_per_s'])} tokens/s{mfu}"
     )
 

@@ -1,0 +1,97 @@
+"""Entry module of ``nxdt-plugin-grpo``: declares the components, and the kind ``reward``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from nxdt_core.api import Component, ConfigFinding, Kind, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext, ValidateConfigContext
+
+
+@hookimpl
+def nxdt_objectives() -> list[Component]:
+    """Declare the loss, which generates what it is computed on."""
+    return [
+        Component(
+            name="grpo",
+            target="nxdt_plugin_grpo.objective:Grpo",
+            config="nxdt_plugin_grpo.config:GrpoConfig",
+            summary="group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_datasets() -> list[Component]:
+    """Declare the prompts."""
+    return [
+        Component(
+            name="prompts",
+            target="nxdt_plugin_grpo.prompts:Prompts",
+            config="nxdt_plugin_grpo.config:PromptsConfig",
+            summary="prompts whose answers a reward function scores",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_kinds() -> list[Kind]:
+    """Add the kind of functions that score answers."""
+    return [
+        Kind(
+            name="reward",
+            hook="nxdt_components",
+            record=Component,
+            protocol="nxdt_plugin_grpo.rewards:Reward",
+            section="objective.rewards",
+            summary="functions that score generated answers",
+        )
+    ]
+
+
+@hookimpl
+def nxdt_components() -> Mapping[str, Iterable[Component]]:
+    """Offer two rewards that suffice for tasks with a known answer."""
+    config = "nxdt_plugin_grpo.config"
+    return {
+        "reward": [
+            Component(
+                name="match",
+                target="nxdt_plugin_grpo.rewards:Match",
+                config=f"{config}:MatchConfig",
+                summary="1 where what a pattern finds in the answer is the record's solution, else 0",
+            ),
+            Component(
+                name="characters",
+                target="nxdt_plugin_grpo.rewards:Characters",
+                config=f"{config}:CharactersConfig",
+                summary="the share of an answer's characters that the record allows",
+            ),
+        ]
+    }
+
+
+@hookimpl
+def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
+    """Report rewards that cannot be had, and layouts whose forward passes data-parallel ranks make together."""
+    if context.config["objective"]["name"] not in ("grpo", "grpo:grpo"):
+        return
+    from nxdt_plugin_grpo.rewards import reward_problems
+
+    yield from reward_problems(context.config["objective"]["rewards"], context.kernel)
+    strategy = context.config["distributed_strategy"]
+    for key, most in {"zero_stage": 2, "expert_model_parallel_size": 1}.items():
+        if (strategy.get(key) or 0) > most:
+            message = f"data-parallel ranks generate answers of different lengths, so that {key} may be at most {most}"
+            yield ConfigFinding(key=f"distributed_strategy.{key}", message=message)
+
+
+@hookimpl
+def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
+    """Give all weights the learning rate of TRL's GRPO, and an adapter's ten times as much."""
+    if context.find("objective.name") != "grpo" or context.find("model.optim.name") not in (None, "adam", "adamw"):
+        return {}
+    return {"model": {"optim": {"lr": 1e-5 if context.find("adapter.name") else 1e-6}}}

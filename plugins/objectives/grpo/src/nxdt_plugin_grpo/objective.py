@@ -1,0 +1,273 @@
+"""The objective ``grpo``: answers of the model itself, scored, and a clipped policy gradient on them.
+
+Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300, equation 3), with the means of DAPO (Yu et al.
+2025, arXiv:2503.14476) and Dr. GRPO (Liu et al. 2025, arXiv:2503.20783). The advantage of an answer is its reward less
+the mean of its group, divided by a standard deviation.
+
+Rows of a batch are answers, those to one prompt together. ``labels`` are the tokens of answers alone, with the one that
+ends an answer; ``loss_weights`` are what each adds to the mean. ``values`` has ``advantages`` of each token, and
+``old_log_probs`` where answers are used again. What is said of a whole answer is the value of its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nxdt_core.data.chat.rendering import stop_ids
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.models.loss import cross_entropies
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.train import build
+from nxdt_core.train.continuation import Writer
+from nxdt_plugin_grpo.config import GrpoConfig
+from nxdt_plugin_grpo.errors import NoPrompts, PromptTooLong
+from nxdt_plugin_grpo.prompts import Prompt
+from nxdt_plugin_grpo.rewards import Weighted, rewards_of
+from nxdt_plugin_grpo.rollout import Group, answers_to, places
+
+if TYPE_CHECKING:
+    from nxdt_core.train.session import TrainSession
+
+_STD_EPSILON = 1e-4
+"""Added to standard deviations, as in TRL."""
+_OF_ANSWER = "answer/"
+"""Prefix of values of whole answers."""
+_FIGURES = (
+    *("count", "reward", "reward_std", "frac_reward_zero_std"),
+    *("completions/mean_length", "completions/clipped_ratio"),
+)
+_COUNT = f"{_OF_ANSWER}{_FIGURES[0]}"
+
+
+class Grpo:
+    """−min(r A, clip(r, 1 − ε, 1 + ε) A), and β times the divergence from the reference, over the tokens of answers.
+
+    ``r`` is the ratio of a token's probability to that when it was drawn, ``A`` the advantage of its answer. The
+    divergence is r (exp(d) − d − 1), where d is the log-probability under the reference less that under the model
+    (Schulman 2020, "Approximating KL divergence"; with r as in DeepSeek-V3.2, arXiv:2512.02556).
+
+    Metrics: ``reward``, ``reward_std`` (of all answers), ``frac_reward_zero_std`` (groups without a difference),
+    ``rewards/<name>``, ``completions/mean_length``, ``completions/clipped_ratio`` (answers that were cut off),
+    ``clip_ratio`` (tokens without a gradient) and ``kl``.
+    """
+
+    def __init__(self, config: GrpoConfig) -> None:
+        self._config = config
+        self._rewards: list[Weighted] | None = None
+        high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        self._bounds = 1 - config.epsilon, 1 + high
+        self._figures = (*_FIGURES, *(f"rewards/{name}" for name in config.reward_names))
+        """Names of the values of answers; of blank samples they are zero."""
+        self.traits = ObjectiveTraits(
+            rows_per_sample=config.num_generations,
+            values=("advantages", *(_OF_ANSWER + name for name in self._figures)),
+            unit="tokens of answers" if config.loss_type == "dapo" else "answers",
+            reference="step" if config.beta else None,
+        )
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return what the loss is a mean over, and the number of answers: [2].
+
+        Raises:
+            NoPrompts: the batch was not generated.
+        """
+        if _COUNT not in batch.values:
+            raise NoPrompts()
+        answers = batch.values[_COUNT].sum()
+        return torch.stack([batch.weight() if self._config.loss_type == "dapo" else answers, answers])
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+        """``logits`` [answers, seq, vocab]."""
+        config, trained = self._config, (batch.labels != IGNORE_INDEX).float()
+        log_probs = -cross_entropies(logits, batch.labels, step)
+        ratio = torch.exp(log_probs - batch.values.get("old_log_probs", log_probs.detach()))
+        advantages = batch.values["advantages"]
+        free, held = ratio * advantages, ratio.clamp(*self._bounds) * advantages
+        losses = -torch.minimum(free, held)
+        figures = {"clip_ratio": (held < free).float()}
+        if config.beta and batch.reference_log_probs is not None:
+            apart = batch.reference_log_probs - log_probs
+            divergence = ratio * (torch.exp(apart) - apart - 1)
+            losses = losses + config.beta * divergence
+            figures["kl"] = divergence.detach()
+        weights = trained if batch.loss_weights is None else batch.loss_weights * trained
+        loss, nothing = (losses * weights).sum(), torch.zeros((), device=losses.device, dtype=losses.dtype)
+        of_tokens = {name: torch.stack([(each * weights).sum(), nothing]) for name, each in figures.items()}
+        of_answers = {
+            name.removeprefix(_OF_ANSWER): torch.stack([nothing, each.sum().to(nothing)])
+            for name, each in batch.values.items()
+            if name.startswith(_OF_ANSWER) and name != _COUNT
+        }
+        return ObjectiveOutput(
+            loss_sum=torch.stack([loss, nothing]), weight=self.weight(batch), metrics={**of_answers, **of_tokens}
+        )
+
+    def generate(
+        self, session: TrainSession, micro_batches: Sequence[Batch], *, train: bool
+    ) -> tuple[Sequence[Batch], Any]:
+        """Return micro-batches of answers, ``num_generations`` rows for each prompt. Collective.
+
+        Raises:
+            NoPrompts: the data is not that of ``prompts``.
+            PromptTooLong: a prompt leaves no room for an answer.
+            RewardFailed: of a reward.
+        """
+        if self._rewards is None:
+            self._rewards = rewards_of(self._config.rewards, session.config.kernel)
+        steps, step = self._config.num_iterations, session.state.step
+        held = session.state.data.get("generated") if train and step % steps else None
+        if held is None:
+            groups = self._drawn(session, micro_batches, step if train else -1)
+        else:
+            groups = {int(place): Group(**group) for place, group in held.items()}
+        batches = self._batches(session, micro_batches, groups)
+        if not train or steps == 1:
+            return batches, None
+        if held is None:
+            self._remember(session, micro_batches, groups, batches)
+            batches = self._batches(session, micro_batches, groups)
+        return batches, {str(place): asdict(group) for place, group in groups.items()}
+
+    def _drawn(self, session: TrainSession, micro_batches: Sequence[Batch], step: int) -> dict[int, Group]:
+        """Return the groups of the global batch by their place in it; each data-parallel rank draws its own."""
+        config, window, tokenizer = self._config, session.config.run.data.seq_length, session.data.tokenizer
+        if tokenizer is None or not all(batch.origins for batch in micro_batches[:1]):
+            raise NoPrompts()
+        writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
+        stops = frozenset(stop_ids(build.chat_keys(session.config), tokenizer))
+        own = {}
+        origins = (origin for batch in micro_batches for origin in (batch.origins or [None] * batch.samples))
+        for place, prompt in zip(places(session, micro_batches), origins, strict=True):
+            if not isinstance(prompt, Prompt):  # a blank sample at the end of a validation
+                own[place] = Group()
+                continue
+            longest = config.max_completion_length
+            if len(prompt.ids) + longest > window:
+                raise PromptTooLong(place=prompt.place, tokens=len(prompt.ids), most=longest, window=window)
+            own[place] = answers_to(
+                prompt,
+                writer,
+                self._rewards or (),
+                stops,
+                count=config.num_generations,
+                longest=longest,
+                drawn=(session.config.run.seed, step, place),
+            )
+        return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
+
+    def _batches(
+        self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]
+    ) -> list[Batch]:
+        """Return this rank's micro-batches of answers."""
+        totals = {place: self._totals(group) for place, group in groups.items()}
+        every = torch.cat([totals[place] for place in sorted(groups)])
+        spread = float(every.std()) if len(every) > 1 else 0.0
+        own = places(session, micro_batches)
+        found = []
+        for batch in micro_batches:
+            here = [next(own) for _ in range(batch.samples)]
+            rows = Rows(len(here), self._config.num_generations, batch.input_ids.shape[1], self._figures)
+            for number, place in enumerate(here):
+                self._fill(rows, number, groups[place], totals[place], spread)
+            found.append(rows.batch())
+        return found
+
+    def _totals(self, group: Group) -> torch.Tensor:
+        """Return the reward of each answer."""
+        weights = [(each.weight, group.rewards[each.name]) for each in self._rewards or () if group.answers]
+        total = torch.zeros(len(group.answers), device=HOST)
+        for weight, scores in weights:
+            total += weight * torch.tensor(scores, device=HOST)
+        return total
+
+    def _fill(self, rows: Rows, number: int, group: Group, totals: torch.Tensor, spread: float) -> None:
+        """Write the answers of a group, the ``number``-th of a micro-batch."""
+        config = self._config
+        deviation = float(totals.std()) if group.answers else 0.0
+        scales = {"group": deviation + _STD_EPSILON, "batch": spread + _STD_EPSILON, "none": 1.0}
+        advantages = (totals - totals.mean()) / scales[config.scale_rewards]
+        for place, answer in enumerate(group.answers):
+            share = {"dapo": 1.0, "grpo": 1 / len(answer), "dr_grpo": 1 / config.max_completion_length}
+            figures: tuple[float, ...] = (
+                1,
+                float(totals[place]),
+                spread,
+                deviation == 0,
+                len(answer),
+                not group.ended[place],
+            )
+            scores = (values[place] for values in group.rewards.values())
+            of_answer = dict(zip(self._figures, (*figures, *scores), strict=True))
+            of_tokens: dict[str, float | list[float]] = {"advantages": float(advantages[place])}
+            if group.old_log_probs:
+                of_tokens["old_log_probs"] = group.old_log_probs[place]
+            rows.write(
+                number * config.num_generations + place,
+                group.prompt,
+                answer,
+                share[config.loss_type],
+                of_tokens,
+                of_answer,
+            )
+
+    def _remember(
+        self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group], batches: list[Batch]
+    ) -> None:
+        """Give each group the log-probabilities that its answers have before the first step on them. Collective."""
+        own, mine = {}, places(session, micro_batches)
+        for batch, found in zip(batches, session.model.log_probs(batches), strict=True):
+            answered = [
+                values[labels != IGNORE_INDEX].tolist()
+                for values, labels in zip(found.float().to(HOST), batch.labels, strict=True)
+            ]
+            for number in range(batch.samples):
+                first = number * self._config.num_generations
+                own[next(mine)] = answered[first : first + self._config.num_generations]
+        for part in session.engine.ranks.all_gather_object(own):
+            for place, values in part.items():
+                groups[place].old_log_probs = values[: len(groups[place].answers)]
+
+
+class Rows:
+    """A micro-batch of answers that is being written, on the host."""
+
+    def __init__(self, groups: int, size: int, length: int, figures: Sequence[str]) -> None:
+        self._size, self._shape = size, (groups * size, length)
+        self._ids = torch.zeros(self._shape, dtype=torch.int64, device=HOST)
+        self._labels = torch.full(self._shape, IGNORE_INDEX, dtype=torch.int64, device=HOST)
+        names = ("weights", "advantages", *(_OF_ANSWER + name for name in figures))
+        self._values = {name: torch.zeros(self._shape, device=HOST) for name in names}
+
+    def write(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        weight: float,
+        of_tokens: Mapping[str, float | Sequence[float]],
+        of_answer: Mapping[str, float],
+    ) -> None:
+        """Write an answer behind its prompt, the weight and values of its tokens, and those of the whole."""
+        first, whole = len(prompt) - 1, torch.tensor([*prompt, *answer], device=HOST)
+        at = slice(first, first + len(answer))
+        self._ids[row, : len(whole)] = whole
+        self._labels[row, at] = whole[first + 1 :]
+        for name, value in {"weights": weight, **of_tokens}.items():
+            held = self._values.setdefault(name, torch.zeros(self._shape, device=HOST))
+            held[row, at] = torch.as_tensor(value, device=HOST)
+        for name, value in of_answer.items():
+            self._values[_OF_ANSWER + name][row, first] = value
+
+    def batch(self) -> Batch:
+        """Return what was written."""
+        values = dict(self._values)
+        weights = values.pop("weights")
+        return Batch(
+            input_ids=self._ids, labels=self._labels, loss_weights=weights, values=values, rows_per_sample=self._size
+        )

@@ -1,0 +1,131 @@
+"""The dataset ``prompts``: records, each a sample of the prompt's tokens; rewards see the record itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from nxdt_core.data.cache import digest
+from nxdt_core.data.chat.rendering import prompt_ids, runner_of
+from nxdt_core.data.files.records import Place, Records, read_records
+from nxdt_core.data.sampler import draw
+from nxdt_core.data.tokens import padding_id, text_ids
+from nxdt_core.errors.data import DataNeedsTokenizer
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataset import DataContext, SplitName
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_plugin_grpo.config import PromptsConfig
+from nxdt_plugin_grpo.errors import PromptMissing, PromptTooLong
+
+_EXAMPLE = '{"prompt": "7 + 5 =", "solution": "12"}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What is behind a sample."""
+
+    place: str
+    """File and line."""
+    ids: tuple[int, ...]
+    record: Mapping[str, Any]
+
+
+class PromptDataset:
+    """A map-style dataset of samples [seq_length] without a loss, whose ``origin`` is a :class:`Prompt`."""
+
+    def __init__(
+        self, records: Records, tokenizer: Tokenizer, config: PromptsConfig, *, seq_length: int, source: str
+    ) -> None:
+        self._records, self._tokenizer, self._config = records, tokenizer, config
+        self._seq_length, self._source = seq_length, source
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        """
+        Raises:
+            PromptMissing: the record has none.
+            PromptTooLong: it leaves no room for a token of an answer.
+            NxdtError: of messages, as of :func:`~nxdt_core.data.chat.rendering.prompt_ids`.
+        """
+        place, record = self._records[index]
+        prompt = self._prompt(place, record)
+        ids = np.full(self._seq_length, padding_id(self._tokenizer), np.int64)
+        ids[: len(prompt.ids)] = prompt.ids
+        return Sample(input_ids=ids, labels=np.full_like(ids, IGNORE_INDEX), origin=prompt)
+
+    def fingerprint(self) -> str:
+        """Digest of the records, and of what decides their tokens."""
+        return self._source
+
+    def _prompt(self, place: Place, record: Mapping[str, Any]) -> Prompt:
+        given = record.get("prompt")
+        if isinstance(given, str):
+            ids = text_ids(given, self._tokenizer)
+        elif isinstance(given, list) and given and all(isinstance(turn, dict) for turn in given):
+            ids = prompt_ids(given, self._tokenizer, self._config, place=str(place))
+        else:
+            raise PromptMissing(place=str(place), keys=", ".join(map(repr, record)))
+        if not ids and self._tokenizer.bos_id is not None:
+            ids = [self._tokenizer.bos_id]
+        if not ids:
+            raise PromptMissing(place=str(place), keys=", ".join(map(repr, record)))
+        if len(ids) >= self._seq_length:
+            raise PromptTooLong(place=str(place), tokens=len(ids), most=1, window=self._seq_length)
+        return Prompt(place=str(place), ids=tuple(ids), record=record)
+
+
+class Prompts:
+    """Prompts of the files of a run.
+
+    Raises:
+        DataNeedsTokenizer: the run has no tokenizer.
+    """
+
+    def __init__(self, config: PromptsConfig, context: DataContext) -> None:
+        if context.tokenizer is None:
+            raise DataNeedsTokenizer(dataloader="prompts")
+        self._config, self._context = config, context
+        self._tokenizer: Tokenizer = context.tokenizer
+
+    def split(self, name: SplitName) -> PromptDataset | None:
+        """Return the prompts of a split; None where no files and no share are named for it.
+
+        Raises:
+            NxdtError: of the files, as of :func:`~nxdt_core.data.files.records.read_records`.
+        """
+        if self._config.validation_fraction and name != "test":
+            divided, source = self._division
+            return self._dataset(divided[name], digest(source, name))
+        return self._dataset(*self._read(name)) if self._config.files(name) else None
+
+    @cached_property
+    def _division(self) -> tuple[dict[SplitName, Records], str]:
+        fraction, seed = self._config.validation_fraction, self._config.split_seed
+        records, source = self._read("train")
+        validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
+        parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
+        return parts, digest(source, len(records), fraction, seed)
+
+    def _read(self, name: SplitName) -> tuple[Records, str]:
+        config = self._config
+        paths, key = config.files(name), f"data.{name}_files"
+        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
+        return records[: config.dev_choose_samples], source
+
+    def _dataset(self, records: Records, source: str) -> PromptDataset:
+        chat = self._tokenizer if isinstance(self._tokenizer, ChatTokenizer) else None
+        runner = runner_of(self._config, chat) if chat else None
+        settings = (len(records), self._tokenizer.fingerprint(), runner and runner.settings)
+        return PromptDataset(
+            records,
+            self._tokenizer,
+            self._config,
+            seq_length=self._context.seq_length,
+            source=digest("prompts", source, settings),
+        )

@@ -1,0 +1,74 @@
+"""Answers to one prompt, as the model draws them, with their rewards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.train.continuation import Writer
+from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.session import TrainSession
+from nxdt_plugin_grpo.prompts import Prompt
+from nxdt_plugin_grpo.rewards import Weighted
+
+
+@dataclass(kw_only=True)
+class Group:
+    """The answers to a prompt; of a blank sample there are none. All fields are JSON-able."""
+
+    prompt: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    """Tokens of each, with the one that ends it."""
+    ended: list[bool] = field(default_factory=list)
+    """Whether an answer ends, and was not cut off."""
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    """By name, of each answer, before they are weighted."""
+    old_log_probs: list[list[float]] = field(default_factory=list)
+    """Of the answers' tokens before the first step on them; empty where there is one step."""
+
+
+def answers_to(
+    prompt: Prompt,
+    writer: Writer,
+    rewards: Sequence[Weighted],
+    stops: Collection[int],
+    *,
+    count: int,
+    longest: int,
+    drawn: tuple[int, ...],
+) -> Group:
+    """Draw answers and score them. Collective over the ranks that share the model.
+
+    Args:
+        prompt: what is asked.
+        writer: of the model; it ends no answer itself.
+        rewards: of the run.
+        stops: tokens that end an answer.
+        count: answers.
+        longest: tokens of an answer at most.
+        drawn: what the random numbers depend on.
+    """
+    answers: list[list[int]] = [[] for _ in range(count)]
+    ended: set[int] = set()
+    digest = hashlib.blake2b(repr(drawn).encode(), digest_size=7).digest()
+    sampling = Sampling(max_new_tokens=longest, temperature=1.0, samples=count, seed=int.from_bytes(digest, "little"))
+    for row, token in writer.tokens([prompt.ids], sampling, ended):
+        answers[row].append(token)
+        if token in stops:
+            ended.add(row)
+    texts = [writer.tokenizer.decode(answer[:-1] if row in ended else answer) for row, answer in enumerate(answers)]
+    return Group(
+        prompt=list(prompt.ids),
+        answers=answers,
+        ended=[row in ended for row in range(count)],
+        rewards={each.name: each.scores(texts, prompt) for each in rewards},
+    )
+
+
+def places(session: TrainSession, micro_batches: Sequence[Batch]) -> Iterator[int]:
+    """Yield the place in the global batch of each sample of this rank's micro-batches; ranks have equally many."""
+    samples = sum(batch.samples for batch in micro_batches)
+    first = session.engine.rank_info.dp_rank * samples
+    return iter(range(first, first + samples))

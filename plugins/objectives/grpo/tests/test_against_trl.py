@@ -1,0 +1,215 @@
+"""The same answers and rewards give the advantages, losses, gradients and metrics of TRL's trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from nxdt_plugin_grpo import objective
+
+from nxdt_core.config import load
+from nxdt_core.config.sources import resolve_path
+from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.train import TrainSession
+
+trl = pytest.importorskip("trl", reason="trl is not installed; it is pinned in constraints.txt")
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+
+TOKENIZER = "package://nxdt_plugin_sft_chat/data/tokenizer"
+SEQ, LONGEST, ANSWERS = 40, 12, 4
+ENDS = tuple(range(100, 200))
+PROMPTS = [
+    {"prompt": "Only vowels:", "characters": "aeiou "},
+    {"prompt": "Where is my order?", "characters": "etan "},
+    {"prompt": "Capitals", "characters": "ABCDEFGHIKLMNOPQRSTW"},
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directories of a policy as it was when answers were drawn, as it is now, and of a reference."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_path(TOKENIZER))
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=SEQ,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model, found = transformers.LlamaForCausalLM(config), {}
+    for name in ("old", "now", "reference"):
+        found[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(found[name])
+        tokenizer.save_pretrained(found[name])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def many_tokens_end_answers(monkeypatch):
+    """So that fresh models write answers of several lengths."""
+    monkeypatch.setattr(objective, "stop_ids", lambda keys, tokenizer: ENDS)
+
+
+@pytest.fixture
+def session(models, tmp_path):
+    """``session(**objective)``: with the weights of ``old``, and the prompts as its data."""
+    import json
+
+    opened = []
+
+    def make(**objective):
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("\n".join(map(json.dumps, PROMPTS)))
+        config = load(
+            {
+                "name": "against-trl",
+                "trainer": {"max_steps": 2, "accelerator": "cpu"},
+                "exp_manager": {"exp_dir": str(tmp_path)},
+                "data": {
+                    "name": "prompts",
+                    "train_files": [str(file)],
+                    "shuffle": False,
+                    "seq_length": SEQ,
+                    "micro_batch_size": len(PROMPTS),
+                    "global_batch_size": len(PROMPTS),
+                    "tokenizer": {"library": "huggingface", "model": TOKENIZER},
+                },
+                "model": {
+                    "name": "llama",
+                    "model_config": str(models["old"] / "config.json"),
+                    "optim": {"lr": 1e-3, "sched": {"name": "constant"}},
+                },
+                "objective": {
+                    "name": "grpo",
+                    "rewards": ["characters"],
+                    "num_generations": ANSWERS,
+                    "max_completion_length": LONGEST,
+                    "num_iterations": 2,
+                    **objective,
+                },
+            }
+        )
+        made = TrainSession(config)
+        made.engine.start()
+        made.data.prepare()
+        opened.append(made)
+        made.take_foreign_weights(models["old"])
+        made.build_model()
+        made.build_optimizer()
+        return made
+
+    yield make
+    for made in opened:
+        made.engine.shutdown()
+
+
+def drawn(session):
+    """The first step's micro-batch of answers, with the log-probabilities of ``old``."""
+    step = next(iter(session.train_loader()))
+    (batch,), held = session.objective.generate(session, step.micro_batches, train=True)
+    return batch, held
+
+
+def their_trainer(models, held, tmp_path, **more):
+    """TRL's trainer with the weights of ``now``, which is given our answers."""
+
+    def score(completions, **_):  # the text of the token that ends an answer is in theirs
+        return [each for place in range(len(PROMPTS)) for each in held[str(place)]["rewards"]["characters"]]
+
+    def answers(prompts, trainer):
+        groups = [held[str(place)] for place in range(len(PROMPTS)) for _ in range(ANSWERS)]
+        ids = [answer for place in range(len(PROMPTS)) for answer in held[str(place)]["answers"]]
+        return {"prompt_ids": [group["prompt"] for group in groups], "completion_ids": ids, "logprobs": None}
+
+    arguments = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=len(PROMPTS) * ANSWERS,
+        num_generations=ANSWERS,
+        max_completion_length=LONGEST,
+        num_iterations=2,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        **more,
+    )
+    trainer = trl.GRPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(models["now"]),
+        reward_funcs=score,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(PROMPTS),
+        processing_class=transformers.AutoTokenizer.from_pretrained(models["now"]),
+        rollout_func=answers,
+    )
+    trainer.eos_token_ids = list(ENDS)
+    return trainer
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_and_metrics_of_answers_are_those_of_trl(session, models, tmp_path, scale):
+    batch, held = drawn(session(scale_rewards=scale))
+    trainer = their_trainer(models, held, tmp_path, scale_rewards=scale)
+    trainer.model.train()
+    found = trainer._generate_and_score_completions([each for each in PROMPTS for _ in range(ANSWERS)])
+    ours = torch.stack(
+        [row[labels != IGNORE_INDEX][0] for row, labels in zip(batch.values["advantages"], batch.labels, strict=True)]
+    )
+    torch.testing.assert_close(ours, found["advantages"], rtol=1e-5, atol=1e-5)
+    assert ours.abs().max() > 0.1
+    assert len({len(answer) for group in held.values() for answer in group["answers"]}) > 3
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    means = {name.removeprefix("answer/"): float(v.sum()) / len(ours) for name, v in batch.values.items()}
+    for name in ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio"):
+        assert means[name] == pytest.approx(metrics[name], abs=1e-6), name
+    if scale != "batch":  # there, TRL looks at that of the batch
+        assert means["frac_reward_zero_std"] == metrics["frac_reward_zero_std"]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_losses_gradients_and_metrics_are_those_of_trl(session, models, tmp_path, monkeypatch, loss_type, beta):
+    ours = session(loss_type=loss_type, epsilon=0.05, epsilon_high=0.1)
+    ours.objective._config = ours.objective._config.changed(beta=beta)  # the reference is given here
+    batch, held = drawn(ours)
+    trainer = their_trainer(models, held, tmp_path, loss_type=loss_type, beta=beta, epsilon=0.05, epsilon_high=0.1)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions([each for each in PROMPTS for _ in range(ANSWERS)])
+    labelled = batch.labels != IGNORE_INDEX
+    old = torch.zeros(inputs["completion_ids"].shape)
+    for row, (values, mask) in enumerate(zip(batch.values["old_log_probs"], labelled, strict=True)):
+        old[row, : mask.sum()] = values[mask]
+    inputs["old_per_token_logps"] = old
+    if beta:
+        reference = torch.randn(batch.labels.shape) - 5
+        batch = replace(batch, reference_log_probs=reference)
+        inputs["ref_per_token_logps"] = torch.zeros_like(old)
+        for row, (values, mask) in enumerate(zip(reference, labelled, strict=True)):
+            inputs["ref_per_token_logps"][row, : mask.sum()] = values[mask]
+    expected = trainer._compute_loss(trainer.model, inputs)
+    expected.backward()
+    ours.load_foreign(models["now"])
+    ours.optimizer.begin_step(0)
+    found = ours.model.run_train([batch], ours.objective)
+    assert float(found.loss) == pytest.approx(float(expected), abs=1e-5)
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    share = float(found.metrics["clip_ratio"])
+    if loss_type == "dapo":  # the others weight tokens
+        assert share == pytest.approx(metrics["clip_ratio/region_mean"], abs=1e-6)
+        if beta:
+            assert float(found.metrics["kl"]) == pytest.approx(metrics["kl"], rel=1e-5)
+    assert 0.1 < share < 0.9
+    gradients = {name: parameter.grad for name, parameter in ours.model.named_parameters()}
+    for name, parameter in (("lm_head.weight", "lm_head.weight"), ("embed_tokens.weight", "model.embed_tokens.weight")):
+        theirs = dict(trainer.model.named_parameters())[parameter].grad
+        (mine,) = (value for key, value in gradients.items() if key.endswith(name))
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,209 @@
+"""Whole runs: rewards rise, a run that stops between two steps on the same answers goes on with them, layouts agree, a
+third party's reward is a reward, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from nxdt_plugin_grpo.config import CharactersConfig, MatchConfig
+from nxdt_plugin_grpo.errors import NoPrompts, PromptMissing, PromptTooLong, RewardFailed
+from nxdt_plugin_grpo.rewards import Characters, Match
+from nxdt_testing.errors import raises
+
+from nxdt_core import checkpoint
+from nxdt_core.config import load
+from nxdt_core.errors import NxdtError
+from nxdt_core.train.run.train import train
+
+REWARD = """
+from nxdt_core.api import Component, hookimpl
+
+
+class Short:
+    def __init__(self, config=None):
+        pass
+
+    def __call__(self, answers, records):
+        return {body}
+
+
+@hookimpl
+def nxdt_components():
+    return {{"reward": [Component(name="short", target="short:Short")]}}
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    """``small(*overrides, name=…)``: a run of two narrow layers."""
+
+    def made(*overrides, name="run"):
+        return load(
+            "recipe:llama-tiny-grpo",
+            [
+                *(f"exp_manager.exp_dir={tmp_path}", f"name={name}", "trainer.accelerator=cpu"),
+                *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48"),
+                *("data.global_batch_size=4", "data.micro_batch_size=2", "objective.num_generations=4"),
+                *("trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1"),
+                "exp_manager.create_tensorboard_logger=false",
+                *overrides,
+            ],
+        )
+
+    return made
+
+
+def rows(config, file="metrics.jsonl"):
+    found = [json.loads(line) for line in (config.run_dir / file).read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["reward"], row["completions/mean_length"]) for row in found}
+
+
+def weights(config):
+    store, _ = checkpoint.locate(str(config.run_dir / "checkpoints"))
+    return checkpoint.load_model(store, checkpoint.find_checkpoint(store, None, warn=print))
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_a_run_that_stops_within_a_set_of_answers_goes_on_with_it(small, iterations):
+    whole = small(f"objective.num_iterations={iterations}", name="whole")
+    train(whole)
+    stopped = small(f"objective.num_iterations={iterations}", "trainer.max_steps=2", name="stopped")
+    train(stopped)
+    again = small(f"objective.num_iterations={iterations}", name="stopped")
+    train(again)
+    assert rows(again) == rows(whole)
+    mine, other = weights(again), weights(whole)
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+    lengths = [row[1:] for row in rows(whole).values()]
+    assert (lengths[0] == lengths[1] == lengths[2]) == (iterations == 3)
+
+
+def test_the_reward_rises(small):
+    config = small("trainer.max_steps=40", "objective.num_generations=8", "trainer.val_check_interval=40", "seed=3")
+    train(config)
+    rewards = [row[1] for row in rows(config).values()]
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+    assert rows(config, "validation.jsonl")[40][1] > 0
+
+
+LAYOUTS = {
+    "dp2": ("trainer.devices=2",),
+    "tp2": ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2"),
+    "pp2": ("trainer.devices=2", "distributed_strategy.pipeline_model_parallel_size=2"),
+    "dp2-zero1": ("trainer.devices=2", "distributed_strategy.zero1=true"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "dp2-zero1")), "dp2", "tp2"]
+)
+def test_layouts_draw_and_learn_the_same(small, layout, tmp_path):
+    from nxdt_core.cli import main
+
+    alone = small("objective.num_iterations=2", name="alone")
+    train(alone)
+    shared = ["objective.num_iterations=2", *LAYOUTS[layout]]
+    config = small(*shared, name="several")
+    file = tmp_path / "several.yaml"
+    file.write_text(json.dumps(config.to_values()))
+    assert main(["train", str(file)]) == 0
+    for step, (loss, *drawn) in rows(alone).items():
+        found = rows(config)[step]
+        assert found[0] == pytest.approx(loss, abs=1e-4)
+        assert found[1:] == pytest.approx(drawn, abs=1e-6)
+
+
+@pytest.fixture
+def short(tmp_path, monkeypatch):
+    """``short(body)``: override with a local plugin whose reward ``short`` returns that expression."""
+
+    def made(body):
+        (tmp_path / "short.py").write_text(REWARD.format(body=body))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "short", raising=False)
+        return f"plugins.local=[{tmp_path / 'short.py'}]"
+
+    return made
+
+
+def test_a_reward_of_a_third_party_is_a_reward(small, short):
+    rewards = "objective.rewards=[{name: short, weight: 2}, characters]"
+    config = small(short("[-len(answer) / 100 for answer in answers]"), rewards, "trainer.max_steps=1")
+    train(config)
+    (row,) = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert row["reward"] == pytest.approx(2 * row["rewards/short"] + row["rewards/characters"], abs=1e-6)
+    assert row["rewards/short"] < 0
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("[1.0]", "returned 1 numbers for 4 answers"),
+        ("[float('nan')] * len(answers)", "returned nan"),
+        ("records[0]['nowhere']", "raised KeyError"),
+        ("None", "raised TypeError"),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_the_record(small, short, body, said):
+    config = small(short(body), "objective.rewards=[short]")
+    with raises(RewardFailed) as caught:
+        train(config)
+    assert "'short'" in str(caught.value)
+    assert said in str(caught.value)
+    assert "prompts-train.jsonl:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("objective.rewards=[charakters]", "characters"),
+        ("objective.rewards=[{weight: 1}]", "has no name"),
+        ("objective.rewards=[{name: characters, weight: much}]", "'much'"),
+        ("objective.rewards=[{name: characters, keys: a}]", "keys"),
+        ("objective.rewards=[{name: match, pattern: '('}]", "no regular expression"),
+        ("objective.rewards=[]", "no reward is named"),
+        ("objective.num_generations=1", "at least 2"),
+        ("distributed_strategy.zero_stage=3", "may be at most 2"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_built(small, override, said):
+    with pytest.raises(NxdtError, match=said):
+        small(override)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_its_place(small):
+    with raises(PromptTooLong, match="prompts-train.jsonl:"):
+        train(small("objective.max_completion_length=30"))
+
+
+def test_a_record_without_a_prompt_is_refused_with_its_place(small, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"question": "Why?"}\n')
+    with raises(PromptMissing, match=r"bad.jsonl:1.*'question'"):
+        train(small(f"data.train_files=[{file}]", "data.validation_files=[]", "trainer.val_check_interval=null"))
+
+
+def test_data_without_prompts_is_refused(small):
+    text = ("data.name=text", "data.train_files=[package://nxdt_plugin_text/data/kjv.txt]", "data.validation_files=[]")
+    with raises(NoPrompts):
+        train(small(*text, "trainer.val_check_interval=null"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution", "score"),
+    [("7 + 5 is 12.", "12", 1), ("12.0", 12, 1), ("12 or 13", "12", 0), ("none", "12", 0), ("", "12", 0)],
+)
+def test_match_looks_for_the_last_number(answer, solution, score):
+    assert Match(MatchConfig())([answer], [{"solution": solution}]) == [score]
+
+
+def test_match_takes_the_group_of_a_pattern():
+    match = Match(MatchConfig(pattern=r"<b>(.*?)</b>", key="city"))
+    assert match(["It is <b>Rome</b>.", "Rome"], [{"city": "Rome"}] * 2) == [1, 0]
+
+
+def test_characters_are_counted():
+    assert Characters(CharactersConfig())(["a1", "", "ab"], [{"characters": "ab"}] * 3) == [0.5, 0, 1]
