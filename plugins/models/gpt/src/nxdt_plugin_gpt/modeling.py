@@ -18,7 +18,8 @@ from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import Dropout, causal_attention
-from nxdt_core.models.rotary import LinearScaling, RotaryEmbedding, rotate
+from nxdt_core.models.rope_scaling import RopeScalingConfig
+from nxdt_core.models.rotary import RotaryEmbedding, rotate
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.architecture import Activation
 from nxdt_plugin_gpt.config import GPTConfig
@@ -75,7 +76,7 @@ def _rotary(config: GPTConfig) -> RotaryEmbedding | None:
     return RotaryEmbedding(
         config.rotated_size,
         theta=config.position_freq_base * config.position_abf_factor,
-        scaling=None if factor == 1 else LinearScaling(factor=factor),
+        scaling=None if factor == 1 else RopeScalingConfig(rope_type="linear", factor=factor),
     )
 
 
