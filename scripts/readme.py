@@ -23,9 +23,11 @@ SITE = "https://github.com/nxdt/nxdt/blob/main"
 _FAMILIES = {
     "llama": "Llama 2, 3, 3.1",
     "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3 (dense)",
     "mixtral": "Mixtral 8x7B, 8x22B",
     "gpt": "GPT-2, GPT-NeoX, Pythia",
-    "hf": "Qwen, Gemma, Phi, OLMo, … from transformers",
+    "hf": "Gemma, Phi, OLMo, … from transformers",
 }
 _FEATURES = ("tp", "pp", "cp", "ep", "lora")
 

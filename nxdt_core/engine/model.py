@@ -99,6 +99,7 @@ class TorchModel:
                 device=compute.device,
                 forward_context=compute.autocast,
                 sent=compute.sent,
+                pooled=self.plan.experts.pooled,
             )
 
     @property

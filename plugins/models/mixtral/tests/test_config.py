@@ -42,6 +42,9 @@ MIXTRAL_8X7B = {
 }
 
 
+_STRATEGY = "distributed_strategy."
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "words"),
     [
@@ -181,6 +184,20 @@ def test_sinkhorn_is_refused_where_context_parallelism_divides_the_micro_batch()
     cut = [*keys, "trainer.devices=2", "distributed_strategy.context_parallel_size=2"]
     with pytest.raises(NxdtError, match="sinkhorn balances whole micro-batches"):
         load("recipe:mixtral-tiny", cut)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("model.compile=true",),
+        ("trainer.devices=2", f"{_STRATEGY}pipeline_model_parallel_size=2", f"{_STRATEGY}pipeline_schedule=zbv"),
+    ],
+    ids=["compile", "zbv"],
+)
+def test_a_pooled_loss_is_refused_where_backward_does_not_know_all_layers(setting):
+    load("recipe:mixtral-tiny", setting)
+    with pytest.raises(NxdtError, match="needs the assignments of all layers"):
+        load("recipe:mixtral-tiny", [*setting, "model.moe.pool_router_aux_loss=true"])
 
 
 @pytest.mark.parametrize(

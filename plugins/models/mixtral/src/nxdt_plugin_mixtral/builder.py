@@ -59,6 +59,7 @@ class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
                 },
                 dispatchers=(f"{_MOE}.dispatcher",),
                 routers=(f"{_MOE}.router",),
+                pooled=self.config.moe.num_experts if self.config.moe.pooled else 0,
             ),
         )
 
