@@ -96,21 +96,8 @@ def rotary_decoder_plan(
         recompute_layer=LAYER,
         norms=tuple(f"{norm}.weight" for norm in (*NORMS, *head_norms)),
         tied=(("embed_tokens.weight", "lm_head.weight"),) if config.share_embeddings_and_output_weights else (),
-        refused=_refused(config),
+        refused=config.rope_scaling.refused(config.max_position_embeddings) if config.rope_scaling else {},
     )
-
-
-def _refused(config: RotaryDecoderConfig) -> Mapping[str, str]:
-    """Return the dimension of the mesh that rotary frequencies cannot be computed along."""
-    scaling = config.rope_scaling
-    original = scaling.original_max_position_embeddings if scaling and scaling.follows_length else None
-    if scaling is None or original is None or config.max_position_embeddings <= original:
-        return {}
-    reason = (
-        f"the rotary frequencies of rope_type {scaling.kind} follow from the length of each document, of which a rank "
-        f"sees a part: it needs max_position_embeddings of at most {original}, the original context"
-    )
-    return {"cp": reason}
 
 
 Config = TypeVar("Config", bound=RotaryDecoderConfig)
@@ -191,13 +178,11 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         Raises:
             NoHFForm: the architecture lacks a feature of the model, or has one that the model lacks.
         """
-        family, scaling = self.config.hf_family, self.config.rope_scaling
+        family = self.config.hf_family
         for key in FEATURES:
             found, wanted = getattr(self.config, key, False), key in family.always
             if key not in family.values.names and found != wanted:
                 raise NoHFForm(key=f"model.{key}", architecture=self.hf_architectures[0], found=found, wanted=wanted)
-        # That of dynamic is the original context there.
-        original = scaling.original_max_position_embeddings if scaling and scaling.kind == "dynamic" else None
         return {
             "architectures": list(self.hf_architectures[:1]),
             "model_type": family.values.model,
@@ -205,8 +190,7 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
             "num_key_value_heads": self.config.kv_heads,
             "head_dim": self.config.head_size,
             "rope_theta": self.config.rope_theta,
-            "rope_scaling": scaling_to_hf(scaling),
-            **({"max_position_embeddings": original} if original else {}),
+            **scaling_to_hf(self.config.rope_scaling),
         }
 
     def hf_key_map(self) -> Sequence[KeyMap]:

@@ -117,7 +117,5 @@ class HFFamily:
         rope = older | dict(rope_of(hf_config)) | outside
         ours["rope_theta"] = number_of(rope, "rope_theta", self.rope_theta)
         longest = ours["max_position_embeddings"]
-        ours["rope_scaling"] = scaling_from_hf(rope, model=self.values.model, max_position_embeddings=longest)
-        if rope.get("rope_type", rope.get("type")) == "dynamic":  # theirs is the original context
-            ours["max_position_embeddings"] = int(longest * number_of(rope, "factor", 1.0))
+        ours |= scaling_from_hf(rope, model=self.values.model, max_position_embeddings=longest)
         return {**ours, **dict.fromkeys(self.always, True), "use_scaled_init_method": False}

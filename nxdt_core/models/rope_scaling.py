@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from nxdt_core.config.annotations import PositiveInt
+from nxdt_core.config.huggingface import number_of
 from nxdt_core.config.section import Section
 from nxdt_core.errors.models import HFUnsupported
 
@@ -96,6 +97,20 @@ class RopeScalingConfig(Section):
         above, below = (0.1 * scale * math.log(factor) + 1 for scale in scales)
         return above / below
 
+    def refused(self, max_positions: int) -> Mapping[str, str]:
+        """Return the dimension of the mesh along which frequencies cannot be computed, and why: ``refused`` of a plan.
+
+        ``max_positions`` is the longest sequence of the model.
+        """
+        original = self.original_max_position_embeddings
+        if not self.follows_length or original is None or max_positions <= original:
+            return {}
+        reason = (
+            f"the rotary frequencies of rope_type {self.kind} follow from the length of each document, of which a rank "
+            f"sees a part: it needs max_position_embeddings of at most {original}, the original context"
+        )
+        return {"cp": reason}
+
     def check(self, *, pairs: int) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work in heads of ``pairs`` rotated pairs of channels."""
         if self.rope_type is None and self.type is None:
@@ -120,14 +135,14 @@ class RopeScalingConfig(Section):
             yield "high_freq_factor", f"must be above low_freq_factor ({low:g})"
 
 
-def scaling_from_hf(rope: Mapping[str, Any], *, model: str, max_position_embeddings: int) -> dict[str, Any] | None:
-    """Return the keys of :class:`RopeScalingConfig` that the rotary keys of a ``config.json`` give; None for none.
+def scaling_from_hf(rope: Mapping[str, Any], *, model: str, max_position_embeddings: int) -> dict[str, Any]:
+    """Return the keys ``rope_scaling``, a mapping or None, and ``max_position_embeddings`` of a model's section.
 
     Args:
         rope: the result of :func:`nxdt_core.config.huggingface.rope_of`, with the keys of older files.
         model: name of the model for the error message.
-        max_position_embeddings: the original context where a scaling does not give one. That of ``dynamic`` always:
-            transformers reads no other.
+        max_position_embeddings: that of the file, which is the original context where a scaling does not give one. That
+            of ``dynamic`` always is: transformers reads no other.
 
     Raises:
         HFUnsupported: the file asks for another type, or rotates only some channels of a head.
@@ -140,19 +155,25 @@ def scaling_from_hf(rope: Mapping[str, Any], *, model: str, max_position_embeddi
     partial = rope.get("partial_rotary_factor")
     if partial not in (1.0, None):
         raise HFUnsupported(model=model, key="partial_rotary_factor", found=partial, supported="1.0")
+    longest = {"max_position_embeddings": max_position_embeddings}
     if kind == "default":
-        return None
+        return {"rope_scaling": None, **longest}
     keys = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
     scaling = {"rope_type": kind} | {key: rope[key] for key in keys if rope.get(key) is not None}
     if kind == "dynamic":
-        return scaling | {_ORIGINAL: max_position_embeddings}
-    return {_ORIGINAL: max_position_embeddings, **scaling} if _ORIGINAL in keys else scaling
+        scaling[_ORIGINAL] = max_position_embeddings
+        longest = {"max_position_embeddings": int(max_position_embeddings * number_of(rope, "factor", 1.0))}
+    elif _ORIGINAL in keys:
+        scaling.setdefault(_ORIGINAL, max_position_embeddings)
+    return {"rope_scaling": scaling, **longest}
 
 
-def scaling_to_hf(scaling: RopeScalingConfig | None) -> dict[str, Any] | None:
-    """Return the value of ``rope_scaling`` in a ``config.json``; None where nothing is scaled."""
+def scaling_to_hf(scaling: RopeScalingConfig | None) -> dict[str, Any]:
+    """Return the key ``rope_scaling`` of a ``config.json``, and ``max_position_embeddings`` where theirs is another."""
     if scaling is None or scaling.kind == "default":
-        return None
+        return {"rope_scaling": None}
     keys = (key for key in (*_NEEDED[scaling.kind], *_OPTIONAL.get(scaling.kind, ())))
     values = {key: getattr(scaling, key) for key in keys if scaling.kind != "dynamic" or key != _ORIGINAL}
-    return {"rope_type": scaling.kind} | {key: value for key, value in values.items() if value is not None}
+    written = {"rope_type": scaling.kind} | {key: value for key, value in values.items() if value is not None}
+    longest = {"max_position_embeddings": scaling.original_max_position_embeddings}
+    return {"rope_scaling": written, **(longest if scaling.kind == "dynamic" else {})}
