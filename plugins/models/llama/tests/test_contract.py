@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from nxdt_plugin_llama.builder import LlamaBuilder, MistralBuilder, Qwen2Builder, Qwen3Builder
 from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScalingConfig
@@ -24,13 +26,17 @@ CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "lora"})
 class OfOneLayout(ModelContract):
     """In one of the layouts that the model declares: what the layers do in each is compared elsewhere, too."""
 
+    always: ClassVar[tuple[str, ...]] = ()
+
     def tries(self, layout: str, config: pytest.Config) -> bool:
         declared = [
             name
             for name, each in LAYOUTS.items()
             if each.needs <= (self.capabilities or CAPABILITIES) and not each.exhaustive
         ]
-        return takes_all(config) or layout in sampled(config, declared, 1, of=type(self).__name__)
+        return (
+            takes_all(config) or layout in self.always or layout in sampled(config, declared, 1, of=type(self).__name__)
+        )
 
 
 class TestLlama(OfOneLayout):
@@ -61,6 +67,8 @@ class TestMistral(OfOneLayout):
 class TestQwen2(OfOneLayout):
     """With biases of queries, keys and values, and slow frequencies divided."""
 
+    always = ("tp-pp",)
+
     @pytest.fixture
     def builder(self) -> Qwen2Builder:
         scaling = RopeScalingConfig(rope_type="yarn", factor=2.0, original_max_position_embeddings=16)
@@ -70,6 +78,7 @@ class TestQwen2(OfOneLayout):
 class TestQwen3(OfOneLayout):
     """With norms of queries and keys, all biases of attention, and frequencies that follow from the length."""
 
+    always = ("tp-pp",)
     capabilities = CAPABILITIES - {"cp"}
 
     @pytest.fixture
@@ -83,6 +92,7 @@ class TestQwen3(OfOneLayout):
 class TestBiasedLlama(OfOneLayout):
     """With all biases, and a base that grows with the length."""
 
+    always = ("tp-pp",)
     capabilities = CAPABILITIES - {"cp"}
 
     @pytest.fixture
