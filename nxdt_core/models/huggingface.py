@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config.huggingface import HFValues, number_of, rope_of
+from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.models.rope_scaling import scaling_from_hf
 from nxdt_core.protocols.model import KeyMap
 
@@ -111,6 +112,11 @@ class HFFamily:
             HFFileDamaged: a size is missing, or a value is of a wrong type.
         """
         ours = self.values.read(hf_config)
+        kinds = set(hf_config.get("layer_types") or ())
+        if len(kinds) > 1:
+            raise HFUnsupported(
+                model=self.values.model, key="layer_types", found=sorted(kinds), supported="one kind for all layers"
+            )
         older = {key: hf_config[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf_config}
         # Next to the mapping, as in Phi-3's files, it overrides the one inside.
         outside = {key: hf_config[key] for key in ("original_max_position_embeddings",) if key in hf_config}

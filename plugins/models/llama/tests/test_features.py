@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_llama import nxdt_models
+from nxdt_plugin_llama.config import Qwen2Config
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import read
 from nxdt_core.config.tree import Node, Origin, from_plain
-from nxdt_core.errors.models import NoHFForm
+from nxdt_core.errors.models import HFUnsupported, NoHFForm
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 
@@ -160,6 +161,15 @@ def test_each_packed_document_is_computed_as_alone(name, tmp_path):
     for part, mine in zip(parts, logits.split([part.shape[1] for part in parts], 1), strict=True):
         fresh = theirs_with(name)  # which has seen no longer text
         assert (mine - fresh(part, use_cache=False).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "feature", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}], ids=str
+)
+def test_windows_in_some_layers_are_refused(feature):
+    config = {**case("qwen2"), "num_hidden_layers": 2, **feature}
+    with raises(HFUnsupported, match=next(iter(feature))):
+        Qwen2Config.from_hf(config)
 
 
 @pytest.mark.parametrize(
