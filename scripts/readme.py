@@ -22,10 +22,10 @@ SITE = "https://github.com/nxdt/nxdt/blob/main"
 
 _FAMILIES = {
     "llama": "Llama 2, 3, 3.1",
-    "mistral": "Mistral",
+    "mistral qwen2 qwen3": "Mistral, Qwen2, Qwen2.5, dense Qwen3",
     "mixtral": "Mixtral 8x7B, 8x22B",
     "gpt": "GPT-2, GPT-NeoX, Pythia",
-    "hf": "Qwen, Gemma, Phi, OLMo, … from transformers",
+    "hf": "Gemma, Phi, OLMo, … from transformers",
 }
 _FEATURES = ("tp", "pp", "cp", "ep", "lora")
 
@@ -55,11 +55,14 @@ def models() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     # Without the one that a program builds.
     records = {record.name: record for record in _model_records() if record.hf_architectures}
-    assert records.keys() == _FAMILIES.keys(), "a model without a line in _FAMILIES"
-    for name, family in _FAMILIES.items():
+    named = {name for names in _FAMILIES for name in names.split()}
+    assert records.keys() == named, "a model without a line in _FAMILIES"
+    for names, family in _FAMILIES.items():
+        name, *like = names.split()
+        assert all(records[other].capabilities == records[name].capabilities for other in like)
         marks = ["✓" if feature in records[name].capabilities else "–" for feature in _FEATURES]
         exchange = "✓" if records[name].hf_architectures else "–"
-        yield f"| `{name}` | {family} | {' | '.join(marks)} | {exchange} |"
+        yield f"| `{'`, `'.join(names.split())}` | {family} | {' | '.join(marks)} | {exchange} |"
 
 
 def _model_records() -> Iterator[Any]:

@@ -17,10 +17,11 @@ from nxdt_core.engine.context.apply import core_semantics
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
 from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.rotary import RotaryEmbedding
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["CachedDecoding", "attention_slots", "last_rows_only"]
+__all__ = ["CachedDecoding", "attention_slots", "last_rows_only", "positions_that_change"]
 
 
 def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[AttentionSlot] | str:
@@ -37,6 +38,14 @@ def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[At
                 except NxdtError as error:
                     return error.what().rstrip(".")
     return slots
+
+
+def positions_that_change(modules: Sequence[nn.Module], lengths: Sequence[int], columns: int) -> str | None:
+    """Return why the keys of texts of ``lengths`` change while these grow to ``columns`` tokens; None: they stay."""
+    for part in (part for module in modules for part in module.modules() if isinstance(part, RotaryEmbedding)):
+        if not part.kept(min(lengths), columns):
+            return f"the rotary frequencies change where a text outgrows {part.original} tokens"
+    return None
 
 
 @contextmanager
@@ -80,6 +89,7 @@ class CachedDecoding:
         tokens = input_ids.shape[1]
         padded = functional.pad(input_ids, (0, -tokens % self._multiple))  # no token sees a later one
         positions, documents = self._cache.places(padded.shape[1])
+        positions[:, tokens:] = 0  # a text is no longer for what fills it up
         batch = Batch(input_ids=padded, labels=padded, position_ids=positions, document_ids=documents)
         return self._last_logits(batch, tokens, self._cache)
 

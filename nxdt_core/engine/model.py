@@ -18,7 +18,7 @@ from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.collectives import ScaledWeights
 from nxdt_core.engine.data.fsdp import begin_micro_batch, uses_copied_masters
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
-from nxdt_core.engine.decoding import CachedDecoding, attention_slots, last_rows_only
+from nxdt_core.engine.decoding import CachedDecoding, attention_slots, last_rows_only, positions_that_change
 from nxdt_core.engine.expert import RouterMetrics
 from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogProbs
 from nxdt_core.engine.layout import Layout
@@ -99,6 +99,7 @@ class TorchModel:
                 device=compute.device,
                 forward_context=compute.autocast,
                 sent=compute.sent,
+                pooled=self.plan.experts.pooled,
             )
 
     @property
@@ -178,8 +179,10 @@ class TorchModel:
         for module in self._layout.modules:
             module.eval()
         length = input_ids.shape[1]
-        padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
-        batch = shard_sequence(Batch(input_ids=padded, labels=padded), self._mesh)
+        filling = (0, -length % self._sequence_multiple)
+        padded = functional.pad(input_ids, filling)  # no token sees a later one
+        positions = functional.pad(torch.arange(length), filling).expand_as(padded) if filling[1] else None
+        batch = shard_sequence(Batch(input_ids=padded, labels=padded, position_ids=positions), self._mesh)
         with self._forward_only():
             logits = unshard_sequence(self._whole_logits(batch), self._mesh)
         return logits[:, :length]
@@ -188,6 +191,8 @@ class TorchModel:
         """Return a pass for each further token; see :class:`nxdt_core.protocols.parallel_model.DecodingModel`."""
         if self._mesh.sizes.cp > 1:
             return "context parallel ranks share each sequence"
+        if (reason := positions_that_change(self._layout.modules, lengths, columns)) is not None:
+            return reason
         slots = attention_slots(self._layout.modules, self.plan)
         if isinstance(slots, str):
             return slots

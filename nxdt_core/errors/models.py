@@ -86,6 +86,13 @@ HFNotWritable = NxdtError.define(
     "Export into a new one. (The same command resumes an interrupted export.)",
 )
 
+NoHFForm = NxdtError.define(
+    "NXDT-M070",
+    "A model that the corresponding architecture of transformers would compute otherwise.",
+    "The model has {key} = {found!r}, and {architecture} of transformers only knows {wanted!r}.",
+    "It has no Hugging Face form; keep its checkpoints, or train with {key}={wanted}.",
+)
+
 HFExchangeUnsupported = NxdtError.define(
     "NXDT-M014",
     "A builder has no correspondence to Hugging Face's parameters.",

@@ -12,7 +12,7 @@ from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQue
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
-from nxdt_core.models.rotary import RotaryEmbedding, rotary_scaling
+from nxdt_core.models.rotary import RotaryEmbedding
 from nxdt_core.models.step_border import takes_step
 from nxdt_core.protocols.step_context import StepContext
 
@@ -41,6 +41,9 @@ class RotaryDecoderLayer(nn.Module):
             kv_heads=config.kv_heads,
             head_dim=config.head_size,
             core=CausalAttention(masks, window=config.window),
+            qkv_bias=config.attention_bias or config.qkv_bias,
+            output_bias=config.attention_bias,
+            norm_eps=config.layernorm_epsilon if config.qk_norm else None,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.feed_forward_name = name
@@ -78,8 +81,12 @@ class RotaryDecoder(nn.Module):
     def __init__(self, config: RotaryDecoderConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        scaling = rotary_scaling(config.scaling)
-        self.rotary = RotaryEmbedding(config.head_size, theta=config.rope_theta, scaling=scaling)
+        self.rotary = RotaryEmbedding(
+            config.head_size,
+            theta=config.rope_theta,
+            scaling=config.rope_scaling,
+            max_positions=config.max_position_embeddings,
+        )
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
         self.norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -103,7 +110,7 @@ class RotaryDecoder(nn.Module):
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rotary = self.rotary(position_ids)
+        rotary = self.rotary(position_ids, document_ids)
         hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, document_ids, step=step)

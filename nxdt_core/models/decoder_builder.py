@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.errors.models import BadModelConfig, NoHFForm
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.huggingface import IGNORED
+from nxdt_core.models.huggingface import FEATURES, IGNORED, bias_key
 from nxdt_core.models.rope_scaling import scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
@@ -39,7 +39,8 @@ ATTENTION = f"{LAYER}.attention"
 MLP = f"{LAYER}.mlp"
 """Pattern of their dense feed-forward blocks."""
 NORMS = (f"{LAYER}.attention_norm", f"{LAYER}.mlp_norm", "norm")
-"""Patterns of the modules that normalise."""
+"""Patterns of the modules that normalise the residual stream."""
+_HEAD_NORMS = (f"{ATTENTION}.q_norm", f"{ATTENTION}.k_norm")
 
 SWIGLU_STYLES: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
 """Tensor parallelism within a :class:`~nxdt_core.models.mlp.SwiGLU`."""
@@ -61,6 +62,7 @@ def rotary_decoder_plan(
             error.
         recompute: names for ``model.activations_checkpoint_recompute`` besides ``CoreAttention``.
     """
+    head_norms = _HEAD_NORMS if config.qk_norm else ()
     projections = {f"{block}.{name}": style for block, styles in feed_forward.items() for name, style in styles.items()}
     return ParallelPlan(
         tensor={
@@ -86,11 +88,15 @@ def rotary_decoder_plan(
         ),
         attention_cores=(f"{ATTENTION}.core",),
         recompute={"CoreAttention": (f"{ATTENTION}.core",), **recompute},
-        cheap=(*NORMS, *(f"{block}.activation" for block, styles in feed_forward.items() if "gate_proj" in styles)),
+        cheap=(
+            *NORMS,
+            *head_norms,
+            *(f"{block}.activation" for block, styles in feed_forward.items() if "gate_proj" in styles),
+        ),
         recompute_layer=LAYER,
-        norms=tuple(f"{norm}.weight" for norm in NORMS),
-        no_weight_decay=(),  # there are no biases
+        norms=tuple(f"{norm}.weight" for norm in (*NORMS, *head_norms)),
         tied=(("embed_tokens.weight", "lm_head.weight"),) if config.share_embeddings_and_output_weights else (),
+        refused=config.rope_scaling.refused(config.max_position_embeddings) if config.rope_scaling else {},
     )
 
 
@@ -145,7 +151,7 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
     def init_rules(self) -> Sequence[InitRule]:
         """Return the rules of :func:`nxdt_core.models.decoder_builder.residual_init_rules` for this model."""
         return residual_init_rules(
-            norms=NORMS,
+            norms=(*NORMS, *_HEAD_NORMS) if self.config.qk_norm else NORMS,
             residual_writers=self.residual_writers,
             std=self.config.init_method_std,
             num_layers=self.config.num_layers,
@@ -167,8 +173,16 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         )
 
     def config_to_hf(self) -> dict[str, Any]:
-        """Return the ``config.json``, with keys that both transformers 4 and 5 read."""
+        """Return the ``config.json``, with keys that both transformers 4 and 5 read.
+
+        Raises:
+            NoHFForm: the architecture lacks a feature of the model, or has one that the model lacks.
+        """
         family = self.config.hf_family
+        for key in FEATURES:
+            found, wanted = getattr(self.config, key, False), key in family.always
+            if key not in family.values.names and found != wanted:
+                raise NoHFForm(key=f"model.{key}", architecture=self.hf_architectures[0], found=found, wanted=wanted)
         return {
             "architectures": list(self.hf_architectures[:1]),
             "model_type": family.values.model,
@@ -176,13 +190,17 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
             "num_key_value_heads": self.config.kv_heads,
             "head_dim": self.config.head_size,
             "rope_theta": self.config.rope_theta,
-            **({"rope_scaling": scaling_to_hf(self.config.scaling)} if family.scales_rope else {}),
+            **scaling_to_hf(self.config.rope_scaling),
         }
 
     def hf_key_map(self) -> Sequence[KeyMap]:
         """Return one entry for each parameter; a tied head has no separate entry."""
-        tied = self.config.share_embeddings_and_output_weights
-        return tuple(key for key in self.config.hf_family.keys if not (tied and key.name == "lm_head.weight"))
+        lacking = {"lm_head.weight"} if self.config.share_embeddings_and_output_weights else set()
+        if not self.config.qk_norm:
+            lacking |= {f"{norm}.weight" for norm in _HEAD_NORMS}
+        biased = {f"{LAYER}.{name}.weight" for name in self.config.biased}
+        weights = [key for key in self.config.hf_family.keys if key.name not in lacking]
+        return (*weights, *(bias_key(key) for key in weights if key.name in biased))
 
 
 def residual_init_rules(

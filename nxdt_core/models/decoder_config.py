@@ -38,12 +38,20 @@ class RotaryDecoderConfig(Section):
     """Key and value heads, each shared by a group of query heads; ``null``: as many as query heads."""
     head_dim: PositiveInt | None = None
     """Width of a head; ``null``: ``hidden_size / num_attention_heads``."""
+    attention_bias: bool = False
+    """Biases of the four projections of attention."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values alone, as in Qwen2."""
+    qk_norm: bool = False
+    """RMSNorm of each head's queries and keys before they are rotated, as in Qwen3."""
     vocab_size: PositiveInt
     """Rows of the embedding; at least the tokenizer's number of ids."""
     max_position_embeddings: PositiveInt = 4096
     """Longest sequence in tokens."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Scaling of the rotary frequencies; ``null``: none."""
     layernorm_epsilon: NonNegativeFloat = 1e-5
     """Added to the mean square in RMSNorm (``rms_norm_eps`` of Hugging Face)."""
     share_embeddings_and_output_weights: bool = False
@@ -64,14 +72,14 @@ class RotaryDecoderConfig(Section):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def biased(self) -> tuple[str, ...]:
+        """Names within a layer of the modules that have biases."""
+        return tuple(f"attention.{n}_proj" for n in ("qkvo" if self.attention_bias else "qkv" if self.qkv_bias else ""))
+
+    @property
     def window(self) -> int | None:
         """How many tokens each token attends to, itself included; None for all before it. A model with a sliding window
         overrides it."""
-        return None
-
-    @property
-    def scaling(self) -> RopeScalingConfig | None:
-        """Scaling of the rotary frequencies; None for none. A model with a key ``rope_scaling`` overrides it."""
         return None
 
     @classmethod
@@ -95,6 +103,6 @@ class RotaryDecoderConfig(Section):
             yield "num_kv_heads", f"must divide num_attention_heads ({heads})"
         if self.rope_theta <= 0:
             yield "rope_theta", "must be above 0"
-        if self.scaling is not None:
-            for key, problem in self.scaling.check():
+        if self.rope_scaling is not None:
+            for key, problem in self.rope_scaling.check(pairs=self.head_size // 2):
                 yield f"rope_scaling.{key}", problem

@@ -7,10 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config.huggingface import HFValues, number_of, rope_of
-from nxdt_core.models.rope_scaling import RopeType, scaling_from_hf
+from nxdt_core.errors.models import HFUnsupported
+from nxdt_core.models.rope_scaling import scaling_from_hf
 from nxdt_core.protocols.model import KeyMap
 
-__all__ = ["DECODER_MODULES", "IGNORED", "ONLY", "OPTIONAL", "REQUIRED", "SWIGLU_MODULES", "HFFamily", "weight_keys"]
+__all__ = [
+    "DECODER_MODULES",
+    "FEATURES",
+    "IGNORED",
+    "ONLY",
+    "OPTIONAL",
+    "REQUIRED",
+    "SWIGLU_MODULES",
+    "HFFamily",
+    "bias_key",
+    "weight_keys",
+]
 
 REQUIRED: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
@@ -20,6 +32,9 @@ REQUIRED: Mapping[str, str] = {
     "vocab_size": "vocab_size",
 }
 """Sizes that a ``config.json`` must give: ours → theirs."""
+
+FEATURES = ("attention_bias", "qkv_bias", "mlp_bias", "qk_norm")
+"""Keys of ours that are false unless a family of models says otherwise."""
 
 OPTIONAL: Mapping[str, tuple[str, Any]] = {
     "num_kv_heads": ("num_key_value_heads", None),
@@ -48,13 +63,14 @@ DECODER_MODULES: Mapping[str, str] = {
     "layers.*.attention.q_proj": "model.layers.*.self_attn.q_proj",
     "layers.*.attention.k_proj": "model.layers.*.self_attn.k_proj",
     "layers.*.attention.v_proj": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
     "layers.*.attention.o_proj": "model.layers.*.self_attn.o_proj",
     "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
     "norm": "model.norm",
     "lm_head": "lm_head",
 }
-"""Modules of every :class:`~nxdt_core.models.decoder.RotaryDecoder`: ours → theirs. The feed-forward blocks are
-missing."""
+"""Modules of a :class:`~nxdt_core.models.decoder.RotaryDecoder`: ours → theirs. The feed-forward blocks are missing."""
 
 SWIGLU_MODULES: Mapping[str, str] = {
     "layers.*.mlp.gate_proj": "model.layers.*.mlp.gate_proj",
@@ -69,6 +85,12 @@ def weight_keys(modules: Mapping[str, str]) -> tuple[KeyMap, ...]:
     return tuple(KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",)) for ours, theirs in modules.items())
 
 
+def bias_key(weight: KeyMap) -> KeyMap:
+    """Return the entry of the bias next to the weight of a linear layer."""
+    name, *theirs = (f"{each.removesuffix('.weight')}.bias" for each in (weight.name, *weight.hf_names))
+    return KeyMap(name=name, hf_names=tuple(theirs))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFFamily:
     """A rotary decoder of transformers: the keys of its ``config.json`` and the names of its tensors."""
@@ -76,17 +98,11 @@ class HFFamily:
     values: HFValues
     """Keys of ``config.json`` other than the rotary embedding's; ``values.model`` is its ``model_type``."""
     keys: tuple[KeyMap, ...]
-    """All parameters; that of the head is left out where it is tied."""
+    """All weights; those that a model lacks are left out, and its biases follow."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies where the file gives none."""
-    rope_types: tuple[RopeType, ...] = ("default",)
-    """Types of rotary scaling that the model implements. With another than ``default`` its section has a key
-    ``rope_scaling``."""
-
-    @property
-    def scales_rope(self) -> bool:
-        """Whether the section of the model has a key ``rope_scaling``."""
-        return self.rope_types != ("default",)
+    always: tuple[str, ...] = ()
+    """Those of :data:`FEATURES` that all its models have; they lack the others, except those that ``values`` names."""
 
     def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of the model's section from a ``config.json`` that transformers 4 or 5 wrote.
@@ -96,18 +112,16 @@ class HFFamily:
             HFFileDamaged: a size is missing, or a value is of a wrong type.
         """
         ours = self.values.read(hf_config)
+        kinds = set(hf_config.get("layer_types") or ())
+        if len(kinds) > 1:
+            raise HFUnsupported(
+                model=self.values.model, key="layer_types", found=sorted(kinds), supported="one kind for all layers"
+            )
         older = {key: hf_config[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf_config}
         # Next to the mapping, as in Phi-3's files, it overrides the one inside.
         outside = {key: hf_config[key] for key in ("original_max_position_embeddings",) if key in hf_config}
         rope = older | dict(rope_of(hf_config)) | outside
         ours["rope_theta"] = number_of(rope, "rope_theta", self.rope_theta)
-        scaling = scaling_from_hf(
-            rope,
-            model=self.values.model,
-            supported=self.rope_types,
-            max_position_embeddings=ours["max_position_embeddings"],
-        )
-        if self.scales_rope:
-            ours["rope_scaling"] = scaling
-        ours["use_scaled_init_method"] = False
-        return ours
+        longest = ours["max_position_embeddings"]
+        ours |= scaling_from_hf(rope, model=self.values.model, max_position_embeddings=longest)
+        return {**ours, **dict.fromkeys(self.always, True), "use_scaled_init_method": False}

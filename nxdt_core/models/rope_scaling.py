@@ -2,92 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
 
 from nxdt_core.config.annotations import PositiveInt
+from nxdt_core.config.huggingface import number_of
 from nxdt_core.config.section import Section
 from nxdt_core.errors.models import HFUnsupported
 
 __all__ = ["RopeScalingConfig", "RopeType", "scaling_from_hf", "scaling_to_hf"]
 
-RopeType = Literal["default", "linear", "llama3"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
-_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_NEEDED: Mapping[RopeType, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _KEYS}
+_ORIGINAL = "original_max_position_embeddings"
+_NEEDED: Mapping[RopeType, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", _ORIGINAL),
+    "yarn": (_ORIGINAL,),
+    "longrope": ("short_factor", "long_factor", _ORIGINAL),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+}
+_OPTIONAL: Mapping[RopeType, tuple[str, ...]] = {
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor"),
+}
+_BY_LENGTH = ("dynamic", "longrope")
+_ANY = ("mscale", "mscale_all_dim", "truncate")
+"""Keys that may be zero, which is as if they were missing, or false."""
 
 
 class RopeScalingConfig(Section):
     """Stretches the rotary embedding beyond the context that a model was first trained on."""
 
     rope_type: RopeType | None = None
-    """``linear`` divides all frequencies, ``llama3`` the slow ones, ``default`` changes nothing."""
+    """``linear`` divides all frequencies, ``llama3`` and ``yarn`` the slow ones, ``default`` none. ``longrope`` divides
+    each by its own factor, ``dynamic`` raises the base: both by the length of the document."""
     type: RopeType | None = None
     """Older spelling of ``rope_type``."""
     factor: float | None = None
-    """How many times longer the context becomes."""
+    """How many times longer the context becomes. ``yarn`` and ``longrope``: ``null`` for ``max_position_embeddings``
+    divided by the original context."""
     low_freq_factor: float | None = None
     """``llama3``: wavelengths above the original context divided by this are scaled in full."""
     high_freq_factor: float | None = None
     """``llama3``: wavelengths below the original context divided by this are kept."""
     original_max_position_embeddings: PositiveInt | None = None
-    """``llama3``: the original context in tokens."""
+    """The original context in tokens; unused by ``linear``."""
+    attention_factor: float | None = None
+    """``yarn``, ``longrope``: multiplies queries and keys; ``null`` follows from ``factor`` as in transformers."""
+    beta_fast: float | None = None
+    """``yarn``: frequencies that turn more often than this within the original context are kept; ``null``: 32."""
+    beta_slow: float | None = None
+    """``yarn``: frequencies that turn less often than this are divided by ``factor``; ``null``: 1."""
+    mscale: float | None = None
+    """``yarn``: with ``mscale_all_dim``, the attention factor is the ratio of what both give for ``factor``."""
+    mscale_all_dim: float | None = None
+    """``yarn``: see ``mscale``."""
+    truncate: bool | None = None
+    """``yarn``: round the bounds between kept and divided frequencies to whole channels; ``null``: true."""
+    short_factor: tuple[float, ...] | None = None
+    """``longrope``: divides the frequency of each pair of channels in documents within the original context."""
+    long_factor: tuple[float, ...] | None = None
+    """``longrope``: the same in longer documents."""
 
     @property
     def kind(self) -> RopeType:
         """The type, by either spelling."""
         return self.rope_type or self.type or "default"
 
-    def check(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, problem) for values that cannot work."""
+    @property
+    def follows_length(self) -> bool:
+        """Whether frequencies depend on the length of the document, beyond the original context."""
+        return self.kind in _BY_LENGTH
+
+    def stretch(self, max_positions: int) -> float:
+        """Return ``factor`` with its default applied; ``max_positions`` is the longest sequence."""
+        if self.factor is not None or self.original_max_position_embeddings is None:
+            return self.factor or 1.0
+        return max_positions / self.original_max_position_embeddings
+
+    def attention(self, max_positions: int) -> float:
+        """Return the factor of cosines and sines (arXiv:2309.00071, equation 22; arXiv:2402.13753, section 3.3)."""
+        factor = self.stretch(max_positions)
+        if self.kind not in _OPTIONAL or self.attention_factor is not None:
+            return 1.0 if self.attention_factor is None else self.attention_factor
+        if factor <= 1:
+            return 1.0
+        if self.kind == "longrope":
+            assert self.original_max_position_embeddings is not None
+            return math.sqrt(1 + math.log(factor) / math.log(self.original_max_position_embeddings))
+        scales = (self.mscale, self.mscale_all_dim) if self.mscale and self.mscale_all_dim else (1.0, 0.0)
+        above, below = (0.1 * scale * math.log(factor) + 1 for scale in scales)
+        return above / below
+
+    def refused(self, max_positions: int) -> Mapping[str, str]:
+        """Return the dimension of the mesh along which frequencies cannot be computed, and why: ``refused`` of a plan.
+
+        ``max_positions`` is the longest sequence of the model.
+        """
+        original = self.original_max_position_embeddings
+        if not self.follows_length or original is None or max_positions <= original:
+            return {}
+        reason = (
+            f"the rotary frequencies of rope_type {self.kind} follow from the length of each document, of which a rank "
+            f"sees a part: it needs max_position_embeddings of at most {original}, the original context"
+        )
+        return {"cp": reason}
+
+    def check(self, *, pairs: int) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work in heads of ``pairs`` rotated pairs of channels."""
         if self.rope_type is None and self.type is None:
-            yield "rope_type", "is missing: default, linear or llama3"
+            *first, last = get_args(RopeType)
+            yield "rope_type", f"is missing: {', '.join(first)} or {last}"
         if self.rope_type is not None and self.type is not None and self.rope_type != self.type:
             yield "type", f"is an older spelling of rope_type, which says {self.rope_type!r}"
         for key in _NEEDED[self.kind]:
-            value = getattr(self, key)
-            if value is None:
+            if getattr(self, key) is None:
                 yield key, f"is needed by rope_type {self.kind!r}"
-            elif value <= 0:
+        for key in (*_NEEDED[self.kind], *_OPTIONAL.get(self.kind, ())):
+            value = getattr(self, key)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if key not in _ANY and not all(number is None or number > 0 for number in numbers):
                 yield key, "must be above 0"
+            if isinstance(value, tuple) and len(value) != pairs:
+                yield key, f"must have {pairs} numbers, half of head_dim, not {len(value)}"
+        if self.kind == "dynamic" and pairs == 1:
+            yield "rope_type", "must not be dynamic with heads of 2 channels"
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.kind == "llama3" and low is not None and high is not None and high <= low:
             yield "high_freq_factor", f"must be above low_freq_factor ({low:g})"
 
 
-def scaling_from_hf(
-    rope: Mapping[str, Any], *, model: str, supported: Sequence[RopeType], max_position_embeddings: int
-) -> dict[str, Any] | None:
-    """Return the keys of :class:`RopeScalingConfig` that the rotary keys of a ``config.json`` give; None for none.
+def scaling_from_hf(rope: Mapping[str, Any], *, model: str, max_position_embeddings: int) -> dict[str, Any]:
+    """Return the keys ``rope_scaling``, a mapping or None, and ``max_position_embeddings`` of a model's section.
 
     Args:
         rope: the result of :func:`nxdt_core.config.huggingface.rope_of`, with the keys of older files.
         model: name of the model for the error message.
-        supported: types that the model implements.
-        max_position_embeddings: the original context where a ``llama3`` scaling does not give one.
+        max_position_embeddings: that of the file, which is the original context where a scaling does not give one. That
+            of ``dynamic`` always is: transformers reads no other.
 
     Raises:
         HFUnsupported: the file asks for another type, or rotates only some channels of a head.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in supported:
-        *first, last = (repr(name) for name in supported)
-        names = f"{', '.join(first)} and {last}" if first else last
-        raise HFUnsupported(model=model, key="rope_type", found=kind, supported=names)
+    types = get_args(RopeType)
+    if kind not in types:
+        *first, last = (repr(name) for name in types)
+        raise HFUnsupported(model=model, key="rope_type", found=kind, supported=f"{', '.join(first)} and {last}")
     partial = rope.get("partial_rotary_factor")
     if partial not in (1.0, None):
         raise HFUnsupported(model=model, key="partial_rotary_factor", found=partial, supported="1.0")
+    longest = {"max_position_embeddings": max_position_embeddings}
     if kind == "default":
-        return None
-    scaling = {"rope_type": kind} | {key: rope[key] for key in _KEYS if key in rope}
-    if kind == "llama3":
-        scaling.setdefault("original_max_position_embeddings", max_position_embeddings)
-    return scaling
+        return {"rope_scaling": None, **longest}
+    keys = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
+    scaling = {"rope_type": kind} | {key: rope[key] for key in keys if rope.get(key) is not None}
+    if kind == "dynamic":
+        scaling[_ORIGINAL] = max_position_embeddings
+        longest = {"max_position_embeddings": int(max_position_embeddings * number_of(rope, "factor", 1.0))}
+    elif _ORIGINAL in keys:
+        scaling.setdefault(_ORIGINAL, max_position_embeddings)
+    return {"rope_scaling": scaling, **longest}
 
 
-def scaling_to_hf(scaling: RopeScalingConfig | None) -> dict[str, Any] | None:
-    """Return the value of ``rope_scaling`` in a ``config.json``; None where nothing is scaled."""
+def scaling_to_hf(scaling: RopeScalingConfig | None) -> dict[str, Any]:
+    """Return the key ``rope_scaling`` of a ``config.json``, and ``max_position_embeddings`` where theirs is another."""
     if scaling is None or scaling.kind == "default":
-        return None
-    values = {key: getattr(scaling, key) for key in _KEYS}
-    return {"rope_type": scaling.kind} | {key: value for key, value in values.items() if value is not None}
+        return {"rope_scaling": None}
+    keys = (key for key in (*_NEEDED[scaling.kind], *_OPTIONAL.get(scaling.kind, ())))
+    values = {key: getattr(scaling, key) for key in keys if scaling.kind != "dynamic" or key != _ORIGINAL}
+    written = {"rope_type": scaling.kind} | {key: value for key, value in values.items() if value is not None}
+    longest = {"max_position_embeddings": scaling.original_max_position_embeddings}
+    return {"rope_scaling": written, **(longest if scaling.kind == "dynamic" else {})}

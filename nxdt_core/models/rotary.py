@@ -1,13 +1,12 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves of a head rotated against each other.
 
-The two scalings of its frequencies that Llama checkpoints use are here; the sine and cosine are computed once for a
-forward pass and applied in each layer by :func:`rotate`.
+The scalings of its frequencies are those of transformers. The sine and cosine are computed once for a forward pass and
+applied in each layer by :func:`rotate`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,100 +15,159 @@ from torch import nn
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 
-__all__ = [
-    "LinearScaling",
-    "Llama3Scaling",
-    "RotaryEmbedding",
-    "RotaryScaling",
-    "frequencies",
-    "rotary_scaling",
-    "rotate",
-]
+__all__ = ["RotaryEmbedding", "document_lengths", "frequencies", "rotate"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation (Chen et al. 2023, arXiv:2306.15595): all frequencies divided by ``factor``."""
-
-    factor: float
-
-    def __call__(self, frequency: torch.Tensor) -> torch.Tensor:
-        """Scale ``frequency`` [head_dim / 2]."""
-        return frequency / self.factor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1: long wavelengths divided by ``factor``, short ones kept, those between interpolated (report of
-    Llama 3, arXiv:2407.21783, and the released model's code)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __call__(self, frequency: torch.Tensor) -> torch.Tensor:
-        """Scale ``frequency`` [head_dim / 2]."""
-        wavelength = 2 * math.pi / frequency
-        turns = self.original_max_position_embeddings / wavelength  # within the original context
-        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        keep = keep.clamp(0, 1)
-        return (1 - keep) * frequency / self.factor + keep * frequency
-
-
-RotaryScaling = LinearScaling | Llama3Scaling
-
-
-def rotary_scaling(config: RopeScalingConfig | None) -> RotaryScaling | None:
-    """Return the scaling that a checked section ``rope_scaling`` describes."""
-    if config is None or config.kind == "default":
-        return None
-    assert config.factor is not None
-    if config.kind == "linear":
-        return LinearScaling(factor=config.factor)
-    assert config.low_freq_factor is not None
-    assert config.high_freq_factor is not None
-    assert config.original_max_position_embeddings is not None
-    return Llama3Scaling(
-        factor=config.factor,
-        low_freq_factor=config.low_freq_factor,
-        high_freq_factor=config.high_freq_factor,
-        original_max_position_embeddings=config.original_max_position_embeddings,
-    )
-
-
-def frequencies(head_dim: int, theta: float, scaling: RotaryScaling | None = None) -> torch.Tensor:
+def frequencies(
+    head_dim: int,
+    theta: float,
+    scaling: RopeScalingConfig | None = None,
+    *,
+    max_positions: int = 1,
+    long: bool = False,
+) -> torch.Tensor:
     """Angles by which one position turns each pair: float32 [head_dim / 2], on the CPU.
 
     Always float32 and always computed on the CPU: checkpoints were trained with these very roundings, and at position
     8,000 an error in the last bit of a frequency is one of 5e-4 in the angle.
+
+    Args:
+        head_dim: channels that are rotated.
+        theta: base of the frequencies.
+        scaling: a checked section ``rope_scaling``.
+        max_positions: longest sequence of the model, from which a scaling without ``factor`` takes it.
+        long: ``longrope``: of documents beyond the original context. Those of ``dynamic`` depend on their length.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=HOST) / head_dim
     frequency = torch.pow(theta, exponent).reciprocal()
-    return frequency if scaling is None else scaling(frequency)
+    if scaling is None or scaling.kind in ("default", "dynamic"):
+        return frequency
+    if scaling.kind == "longrope":
+        factors = scaling.long_factor if long else scaling.short_factor
+        return frequency / torch.tensor(factors, dtype=torch.float32, device=HOST)
+    factor = scaling.stretch(max_positions)
+    if scaling.kind == "linear":
+        return frequency / factor
+    keep = _kept_llama3(frequency, scaling) if scaling.kind == "llama3" else _kept_yarn(frequency, theta, scaling)
+    return (1 - keep) * frequency / factor + keep * frequency
+
+
+def _kept_llama3(frequency: torch.Tensor, scaling: RopeScalingConfig) -> torch.Tensor:
+    """How much of each frequency Llama 3.1 keeps (arXiv:2407.21783, and the released model's code), [head_dim / 2]."""
+    original, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    assert original is not None
+    assert low is not None
+    assert high is not None
+    wavelength = 2 * math.pi / frequency
+    return ((original / wavelength - low) / (high - low)).clamp(0, 1)  # turns within the original context
+
+
+def _kept_yarn(frequency: torch.Tensor, theta: float, scaling: RopeScalingConfig) -> torch.Tensor:
+    """How much of each frequency YaRN keeps (Peng et al. 2023, arXiv:2309.00071, section 3.2), [head_dim / 2]."""
+    original, pairs = scaling.original_max_position_embeddings, len(frequency)
+    assert original is not None
+
+    def pair(turns: float) -> float:
+        """Return the pair of channels that turns so often within the original context."""
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair(scaling.beta_fast or 32), pair(scaling.beta_slow or 1)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = 0.001 if first == last else last - first
+    return 1 - ((torch.arange(pairs, dtype=torch.float32, device=HOST) - first) / width).clamp(0, 1)
+
+
+def document_lengths(positions: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the length of the document of each token: its last position and one more.
+
+    Args:
+        positions: int64 [batch, seq] or [seq].
+        document_ids: int64 [batch, seq], equal in neighbouring tokens of one document; None: one document a row.
+
+    Returns:
+        int64 [batch, seq], or [..., 1] where a row is one document.
+    """
+    if document_ids is None:
+        return positions.amax(-1, keepdim=True) + 1
+    begins = document_ids[:, 1:] != document_ids[:, :-1]
+    number = torch.nn.functional.pad(begins.cumsum(1), (1, 0))  # of the document within its row
+    last = torch.zeros_like(number).scatter_reduce(1, number, positions.expand_as(number), "amax")
+    return last.gather(1, number) + 1
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cosines and sines for the positions of a batch."""
+    """Tables of cosines and sines for the positions of a batch.
+
+    The frequencies of ``dynamic`` and ``longrope`` follow from the length of each document. transformers takes that of
+    the longest one in the batch, so that both agree on documents of one length, and on one at a time.
+    """
 
     frequency: torch.Tensor
+    long_frequency: torch.Tensor | None
 
-    def __init__(self, head_dim: int, *, theta: float = 10_000.0, scaling: RotaryScaling | None = None) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10_000.0,
+        scaling: RopeScalingConfig | None = None,
+        max_positions: int = 1,
+    ) -> None:
+        """The arguments are those of :func:`nxdt_core.models.rotary.frequencies`."""
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.head_dim, self.theta, self.max_positions = head_dim, theta, max_positions
+        self.scaling = scaling
+        self.original = scaling.original_max_position_embeddings if scaling and scaling.follows_length else None
+        """Longest document, in tokens, whose frequencies do not follow from its length; None: all of them."""
+        self.attention = 1.0 if scaling is None else scaling.attention(max_positions)
         self.register_buffer("frequency", torch.empty(head_dim // 2), persistent=False)
+        self.register_buffer("long_frequency", None, persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
         """Compute the frequencies again on the device of the buffer."""
-        self.frequency = frequencies(self.head_dim, self.theta, self.scaling).to(self.frequency.device)
+        device, given = self.frequency.device, (self.head_dim, self.theta, self.scaling)
+        self.frequency = frequencies(*given, max_positions=self.max_positions).to(device)
+        if self.scaling is not None and self.scaling.kind == "longrope":
+            self.long_frequency = frequencies(*given, max_positions=self.max_positions, long=True).to(device)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of ``positions`` [..., seq]: float32 [..., seq, 1, head_dim / 2], to broadcast over heads."""
+    def forward(
+        self, positions: torch.Tensor, document_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of ``positions`` [..., seq]: float32 [..., seq, 1, head_dim / 2], to broadcast over heads.
+
+        ``document_ids`` as for :func:`nxdt_core.models.rotary.document_lengths`.
+        """
         if self.frequency.dtype != torch.float32:  # the whole model was cast; bf16 frequencies are 0.4 % off
             self.reset_buffers()
-        angle = positions[..., None, None].float() * self.frequency
-        return angle.cos(), angle.sin()
+        frequency = self.frequency
+        if self.original is not None:
+            frequency = self._by_length(document_lengths(positions, document_ids)[..., None, None], self.original)
+        angle = positions[..., None, None].float() * frequency
+        if self.attention == 1:
+            return angle.cos(), angle.sin()
+        return angle.cos() * self.attention, angle.sin() * self.attention
+
+    def kept(self, shortest: int, longest: int) -> bool:
+        """Return whether keys stay as they are while a text grows from ``shortest`` to ``longest`` tokens."""
+        if self.original is None or longest <= self.original:
+            return True
+        assert self.scaling is not None
+        return self.scaling.kind == "longrope" and shortest > self.original
+
+    def _by_length(self, lengths: torch.Tensor, original: int) -> torch.Tensor:
+        """Return the frequencies [..., 1, head_dim / 2] in documents of ``lengths`` [..., 1, 1]."""
+        assert self.scaling is not None
+        longer = self.long_frequency
+        if longer is None:  # dynamic: the base grows with the length (arXiv:2309.00071, section 3.3)
+            factor = self.scaling.stretch(self.max_positions)
+            growth = (factor * lengths / original - (factor - 1)).clamp(min=1)
+            exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=lengths.device) / self.head_dim
+            base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
+            longer = 1 / base**exponent
+        return torch.where(lengths > original, longer, self.frequency)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

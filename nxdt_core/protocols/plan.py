@@ -87,6 +87,8 @@ class ExpertPlan:
     """Parameter path pattern of experts' matrices [experts, out, in] → which side tensor parallelism shards."""
     dispatchers: tuple[str, ...] = ()
     """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
+    pooled: int = 0
+    """Experts of a router whose loss pools shares over all layers (``pooled`` of the router); 0: none does."""
     routers: tuple[str, ...] = ()
     """Modules that count the tokens of a micro-batch, which context parallelism divides and tensor parallelism repeats:
     engines fill their attribute ``shards`` (:class:`nxdt_core.models.moe.router.TokenShards`). Where they keep

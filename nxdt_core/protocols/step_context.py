@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SequenceShards", "StepContext", "VocabularyLoss"]
+__all__ = ["ALL_LAYERS", "SequenceShards", "StepContext", "VocabularyLoss"]
 
 
 VocabularyLoss = Callable[[Any, "torch.Tensor | None"], "torch.Tensor"]
 """From the logits of an engine and labels to what :func:`nxdt_core.models.loss.cross_entropies` returns; without
 labels to what :func:`nxdt_core.models.loss.log_partition` does."""
+
+
+ALL_LAYERS = -1
+"""Key of :attr:`StepContext.pooled_shares`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,9 @@ class StepContext:
     masks: Mapping[str, Any] = field(default_factory=dict)
     """What attention needs of packed documents, made before a compiled layer runs; by the names of
     :class:`nxdt_core.models.attention.documents.DocumentMasks`."""
+    pooled_shares: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
+    """[experts] by number of the router, for each that has seen the micro-batch: its experts' shares of the
+    assignments, where a loss pools them over layers; under :data:`ALL_LAYERS` the sum over all stages of a pipeline."""
     aux_loss_scale: float | torch.Tensor = 1.0
     """Factor of auxiliary losses, which are sums over the micro-batch's tokens: 1 over the weight of the global batch,
     a scalar on the device."""

@@ -118,7 +118,7 @@ def test_recipes(nxdt):
 def test_plugins(nxdt):
     shown(nxdt, "plugins", "list")
     (found,) = shown(nxdt, "plugins", "show", "llama")
-    assert [each["name"] for each in found["components"]] == ["llama", "mistral"]
+    assert [each["name"] for each in found["components"]] == ["llama", "mistral", "qwen2", "qwen3"]
     for each in found["components"]:
         has_shape(each, "`plugins show`, each of `components`")
     hooks = {each["hook"]: each["plugins"] for each in shown(nxdt, "plugins", "hooks")}

@@ -82,6 +82,35 @@ def test_logits_of_one_token_more_are_those_of_all_tokens(ranks, layout):
         assert not left_behind
 
 
+BY_LENGTH = {
+    "dynamic": "{rope_type: dynamic, factor: 4, original_max_position_embeddings: 8}",
+    "longrope": "{rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 1], long_factor: [9, 8, 7, 6, 5, 4, 3, 2], "
+    "original_max_position_embeddings: 9}",
+}
+
+
+def logits_by_length(kind, overrides):
+    """Logits of a text of 13 tokens, and of one of 9 with a cache, in a model whose frequencies follow the length."""
+    engine, model = started(("recipe:llama-tiny", f"model.rope_scaling={BY_LENGTH[kind]}", *overrides))
+    whole = model.forward(torch.tensor([PROMPTS[0] + PROMPTS[1]]))
+    decoding, reason = model.decoding([9], 9), model.decoding([9], 10)
+    cached = model.forward(torch.tensor([PROMPTS[0][:9]]))[:, -1]
+    if not isinstance(decoding, str):
+        cached = decoding(torch.tensor([PROMPTS[0][:9]]))
+    engine.shutdown()
+    return whole, cached, reason
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_what_fills_a_text_up_does_not_lengthen_it(ranks, kind):
+    whole, cached, reason = ranks(1).run(logits_by_length, kind, ("trainer.devices=1",))[0]
+    limit = {"dynamic": 8, "longrope": 9}[kind]
+    assert reason == f"the rotary frequencies change where a text outgrows {limit} tokens"
+    for mine, other, _ in ranks(2).run(logits_by_length, kind, LAYOUTS["tp2-sp"]):
+        assert (mine - whole).abs().max() < 2e-5 * whole.abs().max()
+        assert (other - cached).abs().max() < 2e-5 * cached.abs().max()
+
+
 def reasons():
     found = {}
     overrides = {"cp2": (TWO, f"{STRATEGY}context_parallel_size=2")}

@@ -125,7 +125,8 @@ def test_a_name_that_nobody_is_known_for_lists_every_unusable_plugin(site):
 @pytest.mark.parametrize(
     ("architecture", "dist"),
     [
-        ("Qwen3ForCausalLM", "nxdt-plugin-hf"),
+        ("Qwen3ForCausalLM", "nxdt-plugin-llama"),
+        ("Gemma3ForCausalLM", "nxdt-plugin-hf"),
         ("MixtralForCausalLM", "nxdt-plugin-mixtral"),
         ("MistralForCausalLM", "nxdt-plugin-llama"),
         ("GPT2LMHeadModel", "nxdt-plugin-gpt"),
@@ -139,7 +140,7 @@ def test_an_architecture_that_nobody_reads_is_answered_with_the_distribution_to_
 
 def test_a_reader_that_is_blocked_is_named_instead(site):
     site.add("nxdt-plugin-hf")
-    install, (sentence,) = site.start(block=("nxdt-plugin-hf",)).registry.reading_dists(["Qwen3ForCausalLM"])
+    install, (sentence,) = site.start(block=("nxdt-plugin-hf",)).registry.reading_dists(["Gemma3ForCausalLM"])
     assert install is None
     assert "nxdt-plugin-hf 1.0) is blocked" in sentence
 

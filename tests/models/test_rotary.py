@@ -9,9 +9,16 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from nxdt_core.models.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, frequencies, rotate
+from nxdt_core.models.rope_scaling import RopeScalingConfig
+from nxdt_core.models.rotary import RotaryEmbedding, document_lengths, frequencies, rotate
 
-LLAMA_31 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA_31 = RopeScalingConfig(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
@@ -82,7 +89,8 @@ def test_rotation_keeps_the_dtype_of_the_heads():
 def test_linear_scaling_divides_positions():
     x = torch.randn(1, 4, 1, 8)
     torch.testing.assert_close(
-        turned(x, 4 * torch.arange(4), scaling=LinearScaling(factor=4.0)), turned(x, torch.arange(4))
+        turned(x, 4 * torch.arange(4), scaling=RopeScalingConfig(rope_type="linear", factor=4.0)),
+        turned(x, torch.arange(4)),
     )
 
 
@@ -96,6 +104,56 @@ def test_llama_3_scaling_keeps_fast_frequencies_and_divides_slow_ones():
     assert between.any()
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
     assert (scaled.diff() < 0).all()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + 0.03 * number for number in range(48)],
+    "long_factor": [1 + 1.3 * number for number in range(48)],
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "width", "lengths"),
+    [
+        (YARN, 128, [1]),
+        ({**YARN, "beta_fast": 40.0, "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.5}, 64, [1]),
+        ({**YARN, "truncate": False, "attention_factor": 1.1}, 128, [1]),
+        (LONGROPE, 96, [4096, 4097, 131072]),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128, [4095, 4096, 4097, 131072]),
+    ],
+    ids=["yarn", "yarn-mscale", "yarn-untruncated", "longrope", "dynamic"],
+)
+def test_tables_of_each_length_are_those_of_transformers(rope, width, lengths):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    longest, theta = 4096 if rope["rope_type"] == "dynamic" else 131072, 1_000_000.0
+    sizes = {"hidden_size": width, "num_attention_heads": 1, "max_position_embeddings": longest}
+    original = {"original_max_position_embeddings": 4096} if rope["rope_type"] == "dynamic" else {}
+    scaling = RopeScalingConfig(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in (rope | original).items()}
+    )
+    ours = RotaryEmbedding(width, theta=theta, scaling=scaling, max_positions=131072)
+    for length in lengths:
+        config = transformers.LlamaConfig(**sizes, rope_parameters={**rope, "rope_theta": theta})
+        theirs = LlamaRotaryEmbedding(config)
+        positions = torch.tensor([[0, 1, 77, length - 1]])
+        expected = theirs(torch.empty(1), positions)
+        for mine, other in zip(ours(positions), expected, strict=True):
+            torch.testing.assert_close(mine[0, :, 0], other[0, :, : width // 2], rtol=1e-5, atol=length * 1.2e-7)
+        torch.testing.assert_close(ours(torch.tensor([[0]]))[0][0, 0, 0], expected[0][0, 0, : width // 2])
+
+
+def test_each_document_has_its_own_length():
+    documents = torch.tensor([[3, 3, 3, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0]])
+    restarted = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])
+    lengths = document_lengths(restarted, documents)
+    assert lengths.tolist() == [[3, 3, 3, 2, 2, 1, 1], [7] * 7]
+    assert document_lengths(restarted, None).tolist() == [[3], [7]]
+    assert document_lengths(torch.arange(7), documents)[0].tolist() == [3, 3, 3, 5, 5, 7, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -30,8 +30,9 @@ SIZES = {
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 WINDOW = {"sliding_window": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
-    "llama": {},
+    "llama": {"attention_bias": True, "rope_parameters": YARN},
     "mistral": WINDOW,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "gpt2": {"n_inner": 48, "attn_pdrop": 0.1, **NO_DROPOUT},
@@ -101,6 +102,36 @@ def test_transformers_writes_the_same_tokens_and_a_batch_those_of_each_prompt(fa
     assert [continued(loaded, [prompt], **SETTINGS_OF_BOTH)[0] for prompt in PROMPTS] == expected
     assert continued(loaded, PROMPTS, **SETTINGS_OF_BOTH) == expected
     assert "all earlier ones again" not in caplog.text, "the cache was used"
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 5.0, 9.0]}
+
+
+@pytest.mark.parametrize(
+    ("rope", "cached"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, [False, False, False]),
+        ({**LONGROPE, "original_max_position_embeddings": 30}, [False, False, False]),
+        ({**LONGROPE, "original_max_position_embeddings": 8}, [True, False, True]),
+    ],
+    ids=["dynamic", "longrope", "longrope-always-long"],
+)
+def test_where_frequencies_follow_the_length_each_token_is_that_of_all_tokens(rope, cached, tmp_path, monkeypatch):
+    """transformers keeps keys of other frequencies in its cache; without it, both write the same."""
+    shapes = {"max_position_embeddings": 30} if rope["rope_type"] == "dynamic" else {}
+    monkeypatch.setitem(FAMILIES, "llama", {**shapes, "rope_parameters": {"rope_theta": 10_000.0, **rope}})
+    theirs = saved(tmp_path, "llama")
+    loaded = load_model(str(tmp_path))
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": False, **SETTINGS_OF_BOTH}
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)  # which remembers longer texts
+        expected.append(theirs.generate(ids, **given)[0, len(prompt) :].tolist())
+    assert [continued(loaded, [prompt], **SETTINGS_OF_BOTH)[0] for prompt in PROMPTS] == expected
+    assert continued(loaded, PROMPTS, **SETTINGS_OF_BOTH) == expected
+    found = [isinstance(loaded.model.decoding([len(prompt)], len(prompt) + 40), str) for prompt in PROMPTS]
+    assert [not each for each in found] == cached
 
 
 class Recited:

@@ -31,9 +31,10 @@ _MOST_SUPPRESSED = 1024
 more, the tokenizer is not that of the model."""
 _CARRIED = (
     *("*_token_id", "use_cache", "pretraining_tp", "task_specific_params", "output_router_logits", "is_decoder"),
-    *("summary_*", "reorder_and_upcast_attn", "classifier_dropout"),
+    *("summary_*", "reorder_and_upcast_attn", "classifier_dropout", "max_window_layers", "layer_types"),
 )
-"""Keys of ``config.json`` that say how the model is used, and not what its logits are."""
+"""Keys of ``config.json`` that say how the model is used, and not what its logits are; the last two of layers with a
+window, which the native models have in all layers or in none."""
 _REWRITTEN = (
     *("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "architectures", "model_type"),
     *("rope_parameters", "rope_scaling", "rope_theta", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"),

@@ -1,4 +1,4 @@
-"""A model as one GGUF file, which llama.cpp and Ollama run: Llama, Mistral and Mixtral.
+"""A model as one GGUF file, which llama.cpp and Ollama run: Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
 The file is made of the Hugging Face directory that :func:`nxdt_core.checkpoint.hf.export.plan_hf` plans: its weights
 by llama.cpp's names, ``config.json`` as metadata, and the tokenizer. The package ``gguf`` writes it.
@@ -19,7 +19,8 @@ from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.hf.export import HFPlan, HFShard
 from nxdt_core.checkpoint.hf.source import CONFIG
 from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
-from nxdt_core.models.rotary import Llama3Scaling, frequencies
+from nxdt_core.models.rope_scaling import RopeScalingConfig
+from nxdt_core.models.rotary import frequencies
 from nxdt_core.regular_files import replacing
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ GgufDtype = Literal["float32", "float16", "q8_0"]
 """Of matrices; ``q8_0`` has 8 bits per weight and a scale for each 32. Vectors and routers are float32."""
 
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
-_MODELS = ("llama", "mistral", "mixtral")
+_MODELS = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""``model_type`` → llama.cpp's architecture. That of Llama alone rotates neighbouring channels instead of halves."""
 _BLOCK = 32
 """Elements of a row that share a scale of ``q8_0``."""
 _EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
@@ -92,12 +94,11 @@ def write_gguf(
     except ImportError as error:
         raise GgufLibraryMissing(reason=str(error)) from error
     config = json.loads(plan.texts[CONFIG])
-    if config["model_type"] not in _MODELS:
-        raise GgufUnsupported(reason=f"it is of the type {config['model_type']!r}", known=_MODELS)
+    _check(config)
     specs = {tensor: spec for shard in plan.shards for tensor, spec in shard.specs.items()}
     sources = {tensor: source for shard in plan.shards for tensor, source in shard.tensors.items()}
     tensors = list(_tensors(specs, config))
-    writer = gguf.GGUFWriter(None, "llama")
+    writer = gguf.GGUFWriter(None, _MODELS[config["model_type"]])
     writer.add_name(name)
     notes = [*_add_config(writer, config), *_add_tokenizer(writer, plan.texts, config)]
     kinds = {each.name: _kind(each, dtype) for each in tensors}
@@ -124,6 +125,18 @@ def write_gguf(
     return size_bytes, tuple(notes)
 
 
+def _check(config: Mapping[str, Any]) -> None:
+    """Raise GgufUnsupported for a model that llama.cpp computes otherwise or not at all."""
+    kind, rope = config["model_type"], (config.get("rope_scaling") or {}).get("rope_type", "default")
+    if kind not in _MODELS:
+        raise GgufUnsupported(reason=f"it is of the type {kind!r}", known=[*_MODELS])
+    plain = kind in ("qwen2", "qwen3")
+    if rope not in ("default", "linear", *(() if plain else ("llama3",))):
+        raise GgufUnsupported(reason=f"its rotary embedding is scaled by {rope!r}", known=[*_MODELS])
+    if plain and config.get("attention_bias"):
+        raise GgufUnsupported(reason="it is a Qwen3 with attention_bias", known=[*_MODELS])
+
+
 def _announce(writer: Any, tensor: _Tensor, kind: str) -> int:
     """Write the name, the shape and the dtype of a tensor, and return its size in bytes."""
     import gguf
@@ -142,11 +155,14 @@ def _tensors(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iter
     """Yield the tensors of the file; those of experts are stacked."""
     import gguf
 
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, int(config["num_hidden_layers"]))
+    architecture = _MODELS[config["model_type"]]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], int(config["num_hidden_layers"]))
     heads = {"q_proj": int(config["num_attention_heads"]), "k_proj": int(config["num_key_value_heads"])}
+    if architecture != "llama":
+        heads = {}
     experts = range(int(config.get("num_local_experts") or 0))
     for name, spec in specs.items():
-        path, _, leaf = name.removesuffix(".weight").rpartition(".")
+        path, _, leaf = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
         if leaf in _EXPERTS:
             layer, _, number = path.partition(".block_sparse_moe.experts.")
             if number == "0":
@@ -154,9 +170,9 @@ def _tensors(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iter
                 own = f"blk.{layer.rpartition('.')[2]}.{_EXPERTS[leaf]}.weight"
                 yield _Tensor(own, parts, (len(parts), *spec.shape), None)
             continue
-        found = names.get_name(name, try_suffixes=(".weight",))
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise GgufUnsupported(reason=f"it has {name!r}", known=_MODELS)
+            raise GgufUnsupported(reason=f"it has {name!r}", known=[*_MODELS])
         yield _Tensor(found, (name,), spec.shape, heads.get(leaf))
 
 
@@ -204,10 +220,9 @@ def _rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "llama3":
         return None
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     head_dim = _head_dim(config)
     theta = float(config["rope_theta"])
-    scaled = frequencies(head_dim, theta, Llama3Scaling(**{name: scaling[name] for name in names}))
+    scaled = frequencies(head_dim, theta, RopeScalingConfig(**scaling))
     found: NDArray[np.float32] = (frequencies(head_dim, theta) / scaled).numpy()
     return found
 
@@ -217,11 +232,11 @@ def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str,
     import gguf
 
     if _TOKENIZER not in texts:
-        raise GgufUnsupported(reason=f"its tokenizer has no {_TOKENIZER}", known=_MODELS)
+        raise GgufUnsupported(reason=f"its tokenizer has no {_TOKENIZER}", known=[*_MODELS])
     content = json.loads(texts[_TOKENIZER])
     model = content["model"]
     if model.get("type") != "BPE":
-        raise GgufUnsupported(reason=f"its tokenizer is of the type {model.get('type')!r}", known=_MODELS)
+        raise GgufUnsupported(reason=f"its tokenizer is of the type {model.get('type')!r}", known=[*_MODELS])
     merges = [" ".join(each) if isinstance(each, list) else each for each in model["merges"]]
     added = {each["id"]: each for each in content.get("added_tokens") or ()}
     by_id = {number: token for token, number in model["vocab"].items()} | {

@@ -54,6 +54,7 @@ class PipelineRunner:
         device: torch.device,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         sent: torch.dtype | None = None,
+        pooled: int = 0,
     ) -> None:
         """Check that the schedule can run; nothing is sent yet.
 
@@ -69,6 +70,7 @@ class PipelineRunner:
             device: on which the stages run.
             forward_context: entered around each stage's forward and around the loss (autocast).
             sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_spec``.
+            pooled: see :attr:`nxdt_core.protocols.plan.ExpertPlan.pooled`.
 
         Raises:
             MicroBatchesDoNotFit: the schedule cannot be filled.
@@ -88,6 +90,7 @@ class PipelineRunner:
             stream=self._stream,
             forward_context=forward_context,
             zero_stage=mesh.sizes.zero_stage,
+            pooled=pooled,
             keeps_sends=schedule != "1f1b",
         )
         self._loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor] | None = None

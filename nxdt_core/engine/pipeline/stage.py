@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from nxdt_core.engine.pipeline.pooled import sent_back, sent_on
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.torch_versions import fsdp_parameter_groups
@@ -113,8 +114,15 @@ class StageSettings:
     stream: MicroBatchStream
     forward_context: Callable[[], AbstractContextManager[Any]]
     zero_stage: int
+    pooled: int
+    """Experts whose shares travel with the hidden states (:mod:`nxdt_core.engine.pipeline.pooled`); 0: none do."""
     keeps_sends: bool
     """Whether the schedule keeps what it sends to the end of the step, so that stages send themselves."""
+
+    def no_shares(self, device: torch.device | str) -> torch.Tensor:
+        """Return zeros for what travels with the hidden states, in the dtype of routers."""
+        dtype = torch.promote_types(self.stream.hidden_spec(0)[1], torch.float32)
+        return torch.zeros(self.pooled, dtype=dtype, device=device, requires_grad=True)
 
 
 @final
@@ -125,14 +133,15 @@ class StreamedStage(StockStage):
         """``drops``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
         shape, dtype = settings.stream.sent_spec(0)
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        shares = [settings.no_shares("meta")] if settings.pooled else []
         # Shapes are given, so that no stage infers them by running; the ends' are never used.
         super().__init__(
             module,
             index,
             settings.stages,
             settings.device,
-            input_args=torch.empty(shape[:2], dtype=torch.int64, device="meta") if index == 0 else hidden,
-            output_args=hidden,
+            input_args=torch.empty(shape[:2], dtype=torch.int64, device="meta") if index == 0 else (hidden, *shares),
+            output_args=(hidden, *shares),
             group=settings.group,
         )
         self._settings = settings
@@ -159,18 +168,27 @@ class StreamedStage(StockStage):
         for other stages are in the dtype in which they travel."""
         stream, index = self._settings.stream, self._running
         shape, dtype = stream.hidden_spec(index)
+        carried: torch.Tensor | None = args[1] if len(args) > 1 else None
         if not self.is_first:
-            args = (args[0].to(dtype), *args[1:])
+            args = (args[0].to(dtype),)
+        shares = stream[index][1].pooled_shares
+        before = {*shares}
         with self._settings.forward_context():
             # Given here, and not with the other arguments: stock looks for tensors among those.
             kwargs["step"] = stream[index][1]
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        own = [value for key, value in shares.items() if key not in before]
         if self.is_last:
-            return output
+            return output if carried is None else sent_back(output, carried, own, shares)
         if output.shape != torch.Size(shape) or output.dtype != dtype:
             found = f"{tuple(output.shape)} {output.dtype}"
             raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
-        return output.to(stream.sent_spec(index)[1])
+        output = output.to(stream.sent_spec(index)[1])
+        if not self._settings.pooled:
+            return output
+        if carried is None:
+            carried = self._settings.no_shares(self.device)
+        return output, sent_on(carried, own, shares)
 
     # Buffers
 
@@ -199,8 +217,9 @@ class StreamedStage(StockStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _allocate(self, infos: tuple[Any, ...], chunk: int) -> None:
-        for info in infos:
-            info.buffer = self._settings.stream.buffer(chunk)
+        infos[0].buffer = self._settings.stream.buffer(chunk)
+        for info in infos[1:]:
+            info.buffer = self._settings.no_shares(self.device).detach()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the send of a micro-batch's output; none where it is under way already."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.models.attention.documents import BlockAttention, DocumentMasks
+from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.rotary import rotate
 from nxdt_core.protocols.step_context import StepContext
 
@@ -167,19 +168,46 @@ class CausalAttention(nn.Module):
 class GroupedQueryAttention(nn.Module):
     """Projections, rotary embedding and core. ``kv_heads`` equal to ``heads`` is multi-head attention.
 
+    With a norm, each head's queries and keys are normalised before they are rotated (Qwen3, arXiv:2505.09388; Dehghani
+    et al. 2023, arXiv:2302.05442).
+
     Three matrices, as in Hugging Face checkpoints: one fused one would save 1-3 % of their time at hidden sizes above
     300, and a shard would then no longer be a block of rows.
     The number of heads is read off the projections' outputs, so that a shard with fewer heads works unchanged.
     """
 
-    def __init__(self, hidden_size: int, *, heads: int, kv_heads: int, head_dim: int, core: nn.Module) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        core: nn.Module,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        norm_eps: float | None = None,
+    ) -> None:
+        """
+        Args:
+            hidden_size: width of the residual stream.
+            heads: query heads.
+            kv_heads: key and value heads.
+            head_dim: width of a head.
+            core: computes attention, such as :class:`CausalAttention`.
+            qkv_bias: whether queries, keys and values have biases.
+            output_bias: whether the output projection has one.
+            norm_eps: epsilon of the norms of queries and keys; None: there are none.
+        """
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=qkv_bias)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.core = core
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
 
     def forward(
         self,
@@ -194,6 +222,8 @@ class GroupedQueryAttention(nn.Module):
             projection(hidden).unflatten(-1, (-1, self.head_dim))  # [batch, seq, heads, head_dim]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids, step)
         output: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))

@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape."""
-        routing = self.router(hidden)
+        routing = self.router(hidden, step)
         output: torch.Tensor = self.dispatcher.run(hidden, routing, self.experts, step=step)
         if self.shared is not None:
             output = output + self.shared(hidden)

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from nxdt_core.models.autocast import without_autocast
+from nxdt_core.models.step_border import step_of
+from nxdt_core.protocols.step_context import ALL_LAYERS, StepContext
 
 __all__ = [
     "RouterOrder",
@@ -141,6 +143,23 @@ def balance_loss_sum(
     return experts * (probabilities.flatten(0, -2).sum(0) * shares).sum()
 
 
+class _PooledBalance(torch.autograd.Function):
+    """``Σ_e F_e · sums_e``, with ``F`` the mean of all layers' shares: known in backward, when all have run forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: torch.Tensor, own: torch.Tensor, shares: dict[int, torch.Tensor], layers: int
+    ) -> torch.Tensor:
+        ctx.shares, ctx.layers = shares, layers
+        return (sums * own).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        total = ctx.shares.get(ALL_LAYERS)
+        total = torch.stack([*ctx.shares.values()]).sum(0) if total is None else total
+        return grad * total / ctx.layers, None, None, None
+
+
 def z_loss_sum(logits: torch.Tensor) -> torch.Tensor:
     """``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5); ``logits`` [..., experts]."""
     return logits.logsumexp(-1).square().sum()
@@ -205,6 +224,7 @@ class TopKRouter(nn.Module):
         capacity_factor: float | None = None,
         balance_coefficient: float = 0.0,
         z_coefficient: float = 0.0,
+        pooled: tuple[int, int] | None = None,
     ) -> None:
         """Create the router's weight [experts, hidden].
 
@@ -219,6 +239,10 @@ class TopKRouter(nn.Module):
                 of a token's other experts stay what they are. None drops nothing.
             balance_coefficient: of :func:`~nxdt_core.models.moe.router.balance_loss_sum`.
             z_coefficient: of :func:`~nxdt_core.models.moe.router.z_loss_sum`.
+            pooled: (n, layers): of the router with number n of so many, the balance loss multiplies mean probabilities
+                with the shares of the assignments in the mean over all of them; None: with its own shares. Summed over
+                the layers, that is the loss of all their tokens as if they were of one layer
+                (``load_balancing_loss_func`` of transformers).
 
         Raises:
             ValueError: ``top_k`` is not among 1 … ``experts``, or the capacity factor is not above 0.
@@ -231,6 +255,7 @@ class TopKRouter(nn.Module):
         self.experts, self.top_k, self.order, self.normalize = experts, top_k, order, normalize
         self.capacity_factor = capacity_factor
         self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
+        self.pooled = pooled
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
         self._counts: torch.Tensor
         self._entropy: torch.Tensor
@@ -254,8 +279,8 @@ class TopKRouter(nn.Module):
         assigned, (dropped, tokens) = self._counts[: self.experts], self._counts[self.experts :].unbind()
         return RouterStatistics(assigned=assigned, dropped=dropped, entropy=self._entropy, tokens=tokens)
 
-    def forward(self, hidden: torch.Tensor) -> Routing:
-        """Route ``hidden`` [batch, seq, hidden], this process's part of a micro-batch."""
+    def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> Routing:
+        """Route ``hidden`` [batch, seq, hidden], this process's part of the micro-batch of ``step``."""
         logits = self._logits(hidden)  # [batch, seq, experts]
         probabilities = logits.softmax(-1)
         experts, weights = self._choose(logits, probabilities)  # [batch, seq, top_k]
@@ -272,7 +297,7 @@ class TopKRouter(nn.Module):
             counts=counts.sum((0, 1)),
             slots=slots,
             capacity=None if slots is None else min(len(slots), self._capacity(len(slots))),
-            aux_loss=self._aux_loss(logits, probabilities, total),
+            aux_loss=self._aux_loss(logits, probabilities, total, step),
         )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -308,12 +333,23 @@ class TopKRouter(nn.Module):
         return slots.gather(-1, experts).flatten(0, 1)
 
     def _aux_loss(
-        self, logits: torch.Tensor, probabilities: torch.Tensor, total: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        probabilities: torch.Tensor,
+        total: torch.Tensor | None,
+        step: StepContext | None,
     ) -> torch.Tensor | None:
         losses = []
         if total is not None:
             tokens = probabilities[..., 0].numel() * self.shards.shards
             balance = balance_loss_sum(probabilities, total, top_k=self.top_k, micro_batch_tokens=tokens)
+            if self.pooled is not None:
+                shares, pool = total.to(probabilities.dtype) / (self.top_k * tokens), step_of(step).pooled_shares
+                number, layers = self.pooled
+                pool[number] = shares
+                sums = probabilities.flatten(0, -2).sum(0)
+                balance = _PooledBalance.apply(sums, shares, pool, layers)  # type: ignore[no-untyped-call]
+                balance = self.experts * balance
             losses.append(self.balance_coefficient * balance)
         if self.z_coefficient > 0 and torch.is_grad_enabled():
             losses.append(self.z_coefficient * z_loss_sum(logits))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
@@ -81,6 +82,10 @@ def save_run(uri: str, overrides: Sequence[str], tokenizer: Path | None) -> None
     engine = build.engine(config)
     engine.start()
     model = initialize_parallel_model(config, engine)
+    with torch.no_grad():  # fresh biases are zeros and fresh norms ones, which would hide mistakes
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
+                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)))
     state = TrainState(step=7, consumed_samples=28)
     TrainSession(config, engine=engine, model=model, state=state).save(LocalStorage(uri))
     engine.shutdown()

@@ -25,6 +25,7 @@ LLAMA_3 = "model.rope_scaling={rope_type: llama3, factor: 4, low_freq_factor: 1,
 MIXTRAL = ("model.name=mixtral", "model.moe.num_experts=4")
 MISTRAL = ("model.name=mistral",)
 WORDS = "In the beginning God created 7 heavens."
+BIASES = ("model.attention_bias=true", "model.mlp_bias=true")
 TOLERANCE = {"float32": 1e-6, "float16": 5e-3, "q8_0": 0.1}
 
 
@@ -53,6 +54,9 @@ def saved(tokenizer, tmp_path_factory):
         ((), "float32"),
         (("model.share_embeddings_and_output_weights=true",), "float32"),
         ((LLAMA_3,), "float32"),
+        (BIASES, "float32"),
+        (("model.name=qwen2",), "float32"),
+        (("model.name=qwen3", "model.head_dim=128"), "float32"),
         ((), "float16"),
         ((), "q8_0"),
     ],
@@ -62,7 +66,8 @@ def test_transformers_computes_and_splits_the_same(saved, tmp_path, overrides, d
     exported = export_gguf(uri, str(file), dtype=dtype)
     export_hf(uri, str(tmp_path / "hf"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    told = {"attention_bias": True, "mlp_bias": True} if overrides == BIASES else {}  # it does not look for them
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32, **told)
     if LLAMA_3 in overrides:  # transformers does not read the factors
         read.model.rotary_emb.inv_freq = read.model.rotary_emb.inv_freq / torch.tensor(
             tensor(file, "rope_freqs.weight")
@@ -159,6 +164,13 @@ def test_what_llama_cpp_does_not_run_is_refused_and_leaves_the_file(saved, tmp_p
     gpt = saved("model.name=gpt", "model.num_kv_heads=4", "model.make_vocab_size_divisible_by=16")
     with raises(GgufUnsupported):
         export_gguf(gpt, str(file))
+    for overrides in (
+        ("model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 16}",),
+        ("model.name=qwen2", LLAMA_3),
+        ("model.name=qwen3", "model.attention_bias=true"),
+    ):
+        with raises(GgufUnsupported):
+            export_gguf(saved(*overrides), str(file))
     with raises(GgufUnsupported):
         export_gguf(saved("data.tokenizer={library: byte}"), str(file))
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -238,7 +238,7 @@ def test_an_architecture_that_nobody_reads_is_refused(tmp_path, theirs, architec
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"attention_bias": True}, "configuration '{file}' has attention_bias = True"),
+        ({"attention_dropout": 0.5}, "configuration '{file}' has attention_dropout = 0.5"),
         ({"vocab_size": None}, "{file} (vocab_size): model.vocab_size: found null"),
         ({"hidden_size": "64"}, "{file} (hidden_size): model.hidden_size: found '64'"),
         ({"num_key_value_heads": 3}, "{file} (num_key_value_heads): model.num_kv_heads: must divide"),

@@ -10,6 +10,8 @@ import torch
 from nxdt_plugin_gpt.builder import GPTBuilder
 from nxdt_plugin_gpt.config import GPTConfig
 
+from nxdt_core.models.rope_scaling import RopeScalingConfig
+
 Build = Callable[..., GPTBuilder]
 
 _SMALL = {
@@ -32,7 +34,14 @@ def builder() -> Build:
 @pytest.fixture
 def from_hf() -> Callable[[dict[str, Any]], GPTBuilder]:
     """A builder for a Hugging Face configuration, as ``model.model_config`` makes it."""
-    return lambda hf_config: GPTBuilder(GPTConfig(**GPTConfig.from_hf(hf_config)))
+
+    def build(hf_config: dict[str, Any]) -> GPTBuilder:
+        keys = GPTConfig.from_hf(hf_config)
+        scaling = keys.pop("rope_scaling", None)
+        lists = {key: tuple(value) if isinstance(value, list) else value for key, value in (scaling or {}).items()}
+        return GPTBuilder(GPTConfig(**keys, rope_scaling=RopeScalingConfig(**lists) if scaling else None))
+
+    return build
 
 
 @pytest.fixture

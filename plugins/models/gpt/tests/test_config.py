@@ -12,9 +12,11 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
+from nxdt_core.models.rope_scaling import RopeScalingConfig
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4}
 ROPE = {"position_embedding_type": "rope"}
+YARN = RopeScalingConfig(rope_type="yarn", original_max_position_embeddings=16)
 
 # As released, without ids of tokens and keys of tasks.
 GPT2 = {
@@ -61,6 +63,8 @@ PYTHIA = {
         ({"num_kv_heads": 3}, "num_kv_heads", "divide num_attention_heads (4)"),
         ({**ROPE, "rotary_percentage": 0.25}, "rotary_percentage", "not 3"),
         ({**ROPE, "rotary_percentage": 0.0}, "rotary_percentage", "not 0"),
+        ({"rope_scaling": YARN}, "rope_scaling", "needs position_embedding_type rope"),
+        ({**ROPE, "rope_scaling": YARN, "positition_interpolation_factor": 2.0}, "rope_scaling", "factor 1"),
         ({"position_freq_base": 0.0}, "position_freq_base", "above 0"),
         ({"positition_interpolation_factor": -1.0}, "positition_interpolation_factor", "above 0"),
         ({"attention_dropout": 1.0}, "attention_dropout", "below 1"),
@@ -119,7 +123,7 @@ def test_both_spellings_of_the_rotary_embedding_are_read():
         (GPT2, {"embd_pdrop": 0.0}),
         (PYTHIA, {"hidden_act": "silu"}),
         (PYTHIA, {"attention_bias": False}),
-        (PYTHIA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        (PYTHIA, {"rope_scaling": {"type": "proportional", "factor": 2.0}}),
     ],
     ids=lambda value: str(value) if len(value) == 1 else value["model_type"],
 )

@@ -79,7 +79,22 @@ def neox_cases() -> list[dict]:
     return cases
 
 
+def scaled_cases() -> list[dict]:
+    """With each other scaling of the frequencies, of 8 of 16 channels."""
+    original = {"original_max_position_embeddings": 64}
+    ropes = (
+        {"rope_type": "yarn", "factor": 4.0, **original},
+        {"rope_type": "dynamic", "factor": 3.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 5.0, 9.0], **original},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original},
+    )
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+    both = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    return [{**neox_cases()[0], **sizes, "rope_parameters": {**rope, **both}} for rope in ropes]
+
+
 PAIRS = [
+    *scaled_cases(),
     *(gpt2_cases()[number] for number in (1, 2, 4, 7)),
     *(neox_cases()[number] for number in (1, 5, 8, 12, 15, 19, 22)),
 ]
@@ -117,7 +132,7 @@ def both(config: dict, from_hf, tmp_path):
     return theirs, builder, ours
 
 
-@pytest.mark.parametrize("config", slow_except([*gpt2_cases(), *neox_cases()], PAIRS), ids=label)
+@pytest.mark.parametrize("config", slow_except([*gpt2_cases(), *neox_cases(), *scaled_cases()], PAIRS), ids=label)
 def test_logits_and_gradients_equal_those_of_transformers(config, from_hf, tmp_path):
     theirs, builder, ours = both(config, from_hf, tmp_path)
     ids = torch.randint(0, config["vocab_size"], (2, 150))
@@ -148,7 +163,7 @@ def test_packed_documents_equal_separate_runs_of_transformers(config, from_hf, t
     assert (logits - separate).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("config", [*gpt2_cases()[:3], *neox_cases()[::5]], ids=label)
+@pytest.mark.parametrize("config", [*gpt2_cases()[:3], *neox_cases()[::5], *scaled_cases()], ids=label)
 def test_a_directory_comes_back_bit_equal_through_our_model(config, from_hf, tmp_path):
     theirs, builder, ours = both(config, from_hf, tmp_path / "theirs")
     save_hf(tmp_path / "ours", builder, ours.state_dict())
@@ -158,6 +173,11 @@ def test_a_directory_comes_back_bit_equal_through_our_model(config, from_hf, tmp
         assert name == other_name
         assert torch.equal(mine, other)
     ids = torch.arange(40)[None]
+    assert again.config.max_position_embeddings == theirs.config.max_position_embeddings
+    mine, other = (getattr(config, "rope_parameters", None) or {} for config in (again.config, theirs.config))
+    assert {
+        key: value for key, value in mine.items() if key != "type"
+    } == other  # also spelt as transformers 4 reads it
     assert torch.equal(again.eval()(ids).logits, theirs(ids).logits)
     assert again.generate(ids[:, :3], max_new_tokens=4, do_sample=False).shape == (1, 7)
 

@@ -82,6 +82,40 @@ def test_what_cannot_work_is_told_by_key(changes, key, words):
     assert words in problems[key]
 
 
+@pytest.mark.parametrize(
+    ("rope", "key", "words"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings", "needed by rope_type 'yarn'"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8, "beta_fast": 0.0}, "beta_fast", "above 0"),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 8, "short_factor": (1.0,) * 6},
+            "long_factor",
+            "needed",
+        ),
+        (
+            {
+                **{"rope_type": "longrope", "original_max_position_embeddings": 8},
+                **{"short_factor": (1.0,) * 6, "long_factor": (2.0,) * 5},
+            },
+            "long_factor",
+            "must have 6 numbers",
+        ),
+        (
+            {
+                **{"rope_type": "longrope", "original_max_position_embeddings": 8},
+                **{"short_factor": (1.0,) * 5 + (-1.0,), "long_factor": (2.0,) * 6},
+            },
+            "short_factor",
+            "above 0",
+        ),
+    ],
+)
+def test_a_scaling_that_cannot_work_is_told_by_key(rope, key, words):
+    problems = dict(LlamaConfig(**SIZES, rope_scaling=RopeScalingConfig(**rope)).check())
+    assert list(problems) == [f"rope_scaling.{key}"]
+    assert words in problems[f"rope_scaling.{key}"]
+
+
 def test_what_works_is_not_complained_about():
     for changes in ({}, {"num_kv_heads": 1}, {"hidden_size": 50, "head_dim": 6}):
         assert not list(LlamaConfig(**{**SIZES, **changes}).check())
@@ -99,6 +133,8 @@ def test_llama_3_1_is_read():
         "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
         "rope_scaling": LLAMA_31["rope_scaling"],
+        "attention_bias": False,
+        "mlp_bias": False,
         "layernorm_epsilon": 1e-5,
         "share_embeddings_and_output_weights": False,
         "init_method_std": 0.02,
@@ -141,12 +177,11 @@ def test_frequencies_of_released_scalings_are_those_of_transformers(factor):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from nxdt_core.models.rotary import Llama3Scaling, RotaryEmbedding
+    from nxdt_core.models.rotary import RotaryEmbedding
 
     scaling = {**LLAMA_31["rope_scaling"], "factor": factor}
     config = transformers.LlamaConfig(**{**LLAMA_31, "rope_scaling": dict(scaling)})  # which it adds to
-    values = {key: value for key, value in scaling.items() if key != "rope_type"}
-    ours = RotaryEmbedding(128, theta=500_000.0, scaling=Llama3Scaling(**values))
+    ours = RotaryEmbedding(128, theta=500_000.0, scaling=RopeScalingConfig(**scaling))
     torch.testing.assert_close(ours.frequency, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
 
 
@@ -193,13 +228,11 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
 @pytest.mark.parametrize(
     "feature",
     [
-        {"attention_bias": True},
-        {"mlp_bias": True},
         {"hidden_act": "gelu"},
         {"attention_dropout": 0.1},
         {"quantization_config": {"quant_method": "fp8"}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+        {"rope_scaling": {"type": "su", "factor": 2.0}},
         {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"partial_rotary_factor": 0.5},
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
-from nxdt_plugin_llama.builder import LlamaBuilder, MistralBuilder
-from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, RopeScalingConfig
+from nxdt_plugin_llama.builder import LlamaBuilder, MistralBuilder, Qwen2Builder, Qwen3Builder
+from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RopeScalingConfig
 from nxdt_testing.model_contract import ModelContract
 from nxdt_testing.runs.layouts import LAYOUTS
 
@@ -24,9 +26,17 @@ CAPABILITIES = frozenset({"tp", "sp", "pp", "cp", "lora"})
 class OfOneLayout(ModelContract):
     """In one of the layouts that the model declares: what the layers do in each is compared elsewhere, too."""
 
+    always: ClassVar[tuple[str, ...]] = ()
+
     def tries(self, layout: str, config: pytest.Config) -> bool:
-        declared = [name for name, each in LAYOUTS.items() if each.needs <= CAPABILITIES and not each.exhaustive]
-        return takes_all(config) or layout in sampled(config, declared, 1, of=type(self).__name__)
+        declared = [
+            name
+            for name, each in LAYOUTS.items()
+            if each.needs <= (self.capabilities or CAPABILITIES) and not each.exhaustive
+        ]
+        return (
+            takes_all(config) or layout in self.always or layout in sampled(config, declared, 1, of=type(self).__name__)
+        )
 
 
 class TestLlama(OfOneLayout):
@@ -52,3 +62,40 @@ class TestMistral(OfOneLayout):
     @pytest.fixture
     def builder(self) -> MistralBuilder:
         return MistralBuilder(MistralConfig(**SMALL, sliding_window=5))
+
+
+class TestQwen2(OfOneLayout):
+    """With biases of queries, keys and values, and slow frequencies divided."""
+
+    always = ("tp-pp",)
+
+    @pytest.fixture
+    def builder(self) -> Qwen2Builder:
+        scaling = RopeScalingConfig(rope_type="yarn", factor=2.0, original_max_position_embeddings=16)
+        return Qwen2Builder(Qwen2Config(**SMALL, rope_scaling=scaling))
+
+
+class TestQwen3(OfOneLayout):
+    """With norms of queries and keys, all biases of attention, and frequencies that follow from the length."""
+
+    always = ("tp-pp",)
+    capabilities = CAPABILITIES - {"cp"}
+
+    @pytest.fixture
+    def builder(self) -> Qwen3Builder:
+        scaling = RopeScalingConfig(
+            rope_type="longrope", short_factor=(1.0,) * 6, long_factor=(4.0,) * 6, original_max_position_embeddings=8
+        )
+        return Qwen3Builder(Qwen3Config(**SMALL, attention_bias=True, rope_scaling=scaling))
+
+
+class TestBiasedLlama(OfOneLayout):
+    """With all biases, and a base that grows with the length."""
+
+    always = ("tp-pp",)
+    capabilities = CAPABILITIES - {"cp"}
+
+    @pytest.fixture
+    def builder(self) -> LlamaBuilder:
+        scaling = RopeScalingConfig(rope_type="dynamic", factor=8.0, original_max_position_embeddings=8)
+        return LlamaBuilder(LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, rope_scaling=scaling))

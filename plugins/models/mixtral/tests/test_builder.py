@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nxdt_plugin_mixtral.errors import NoHFForm
 from nxdt_testing.errors import raises
 
-from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.errors.models import BadModelConfig, NoHFForm
 from nxdt_core.models.random.init import initialize
 
 

@@ -42,6 +42,9 @@ MIXTRAL_8X7B = {
 }
 
 
+_STRATEGY = "distributed_strategy."
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "words"),
     [
@@ -100,6 +103,7 @@ def test_mixtral_8x7b_is_read():
         "max_position_embeddings": 32768,
         "sliding_window": None,
         "rope_theta": 1_000_000.0,
+        "rope_scaling": None,
         "layernorm_epsilon": 1e-5,
         "share_embeddings_and_output_weights": False,
         "init_method_std": 0.02,
@@ -153,8 +157,7 @@ def test_router_keys_of_the_run_win_and_the_file_gives_the_others(tmp_path):
         {"attention_dropout": 0.1},
         {"router_jitter_noise": 0.1},
         {"quantization_config": {"quant_method": "fp8"}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
         {"partial_rotary_factor": 0.5},
     ],
     ids=str,
@@ -181,6 +184,20 @@ def test_sinkhorn_is_refused_where_context_parallelism_divides_the_micro_batch()
     cut = [*keys, "trainer.devices=2", "distributed_strategy.context_parallel_size=2"]
     with pytest.raises(NxdtError, match="sinkhorn balances whole micro-batches"):
         load("recipe:mixtral-tiny", cut)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("model.compile=true",),
+        ("trainer.devices=2", f"{_STRATEGY}pipeline_model_parallel_size=2", f"{_STRATEGY}pipeline_schedule=zbv"),
+    ],
+    ids=["compile", "zbv"],
+)
+def test_a_pooled_loss_is_refused_where_backward_does_not_know_all_layers(setting):
+    load("recipe:mixtral-tiny", setting)
+    with pytest.raises(NxdtError, match="needs the assignments of all layers"):
+        load("recipe:mixtral-tiny", [*setting, "model.moe.pool_router_aux_loss=true"])
 
 
 @pytest.mark.parametrize(

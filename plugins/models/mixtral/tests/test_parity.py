@@ -145,6 +145,28 @@ def test_the_balance_loss_is_that_of_transformers_in_the_mean_over_layers(pair, 
     assert (without.get_parameter(router).grad - ours.get_parameter(router).grad).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_pooled_balance_loss_is_that_of_transformers(pair, top_k):
+    config = {**cases()[0], "num_hidden_layers": 3, "num_experts_per_tok": top_k, "num_local_experts": 5}
+    theirs, builder, plain = pair({**config, "router_aux_loss_coef": 0.7})
+    moe = builder.config.moe.model_copy(update={"pool_router_aux_loss": True})
+    pooled = type(builder)(builder.config.model_copy(update={"moe": moe}))
+    ours = pooled.build()
+    ours.load_state_dict(plain.state_dict())
+    ids = torch.randint(0, 50, (2, 30))
+    output = theirs(ids, use_cache=False, output_router_logits=True)
+    grad = torch.randn_like(output.logits) / ids.numel()
+    (0.7 * output.aux_loss).backward(retain_graph=True)
+    output.logits.backward(grad)
+    with at_border(StepContext(aux_loss_scale=1 / ids.numel())):
+        ours(ids).backward(grad)
+    compare_gradients(ours, theirs, builder)
+    with at_border(StepContext(aux_loss_scale=1 / ids.numel())):
+        plain(ids).backward(grad)
+    router = "layers.0.moe.router.weight"
+    assert (plain.get_parameter(router).grad - ours.get_parameter(router).grad).abs().max() > 1e-4
+
+
 def test_given_positions_and_documents_count(pair):
     theirs, _, ours = pair(cases()[0])
     parts = [torch.randint(0, 50, (1, length)) for length in (5, 17, 10)]

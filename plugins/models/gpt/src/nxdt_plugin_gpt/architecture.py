@@ -7,6 +7,7 @@ from typing import Literal
 
 from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
+from nxdt_core.models.rope_scaling import RopeScalingConfig
 
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "geglu", "reglu", "swiglu"]
@@ -45,6 +46,8 @@ class GPTArchitecture(Section):
     """``rope``: multiplies the base (arXiv:2309.16039)."""
     positition_interpolation_factor: float = 1.0
     """``rope``: divides the positions (arXiv:2306.15595). Spelt as in NxD Training."""
+    rope_scaling: RopeScalingConfig | None = None
+    """``rope``: another scaling of the frequencies than by that factor, which is then 1; ``null``: none."""
     normalization: Normalization = "layernorm"
     """``layernorm1p`` keeps its scale as a difference from one, so that weight decay pulls it to one."""
     layernorm_epsilon: NonNegativeFloat = 1e-5
@@ -91,6 +94,12 @@ class GPTArchitecture(Section):
         return int(self.head_size * self.rotary_percentage) if self.position_embedding_type == "rope" else 0
 
     @property
+    def scaling(self) -> RopeScalingConfig | None:
+        """Scaling of the frequencies, by either key."""
+        factor = self.positition_interpolation_factor
+        return self.rope_scaling if factor == 1 else RopeScalingConfig(rope_type="linear", factor=factor)
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward block has a gate."""
         return self.activation.endswith("glu")
@@ -121,6 +130,11 @@ class GPTArchitecture(Section):
         for key in ("position_freq_base", "position_abf_factor", "positition_interpolation_factor"):
             if getattr(self, key) <= 0:
                 yield key, "must be above 0"
+        if self.rope_scaling is not None:
+            if self.position_embedding_type != "rope" or self.positition_interpolation_factor != 1:
+                yield "rope_scaling", "needs position_embedding_type rope and positition_interpolation_factor 1"
+            for key, problem in self.rope_scaling.check(pairs=self.rotated_size // 2):
+                yield f"rope_scaling.{key}", problem
         for key in ("hidden_dropout", "attention_dropout", "ffn_dropout"):
             if getattr(self, key) == 1:
                 yield key, "must be below 1"

@@ -111,6 +111,7 @@ def plan_of(config: GPTConfig) -> ParallelPlan:
         norms=tuple(f"{norm}.weight" for norm in norms),
         no_weight_decay=("*.bias",),
         tied=(("embedding.tokens.weight", "lm_head.weight"),) if config.share_embeddings_and_output_weights else (),
+        refused=config.rope_scaling.refused(config.max_position_embeddings) if config.rope_scaling else {},
     )
 
 

@@ -18,7 +18,7 @@ from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import Dropout, causal_attention
-from nxdt_core.models.rotary import LinearScaling, RotaryEmbedding, rotate
+from nxdt_core.models.rotary import RotaryEmbedding, rotate
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.architecture import Activation
 from nxdt_plugin_gpt.config import GPTConfig
@@ -61,7 +61,7 @@ class GPT(nn.Module):
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rotary = None if self.rotary is None else self.rotary(position_ids)
+        rotary = None if self.rotary is None else self.rotary(position_ids, document_ids)
         hidden = input_ids if input_ids.is_floating_point() else self.embedding(input_ids, position_ids, step)
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, document_ids, step=step)
@@ -71,11 +71,11 @@ class GPT(nn.Module):
 def _rotary(config: GPTConfig) -> RotaryEmbedding | None:
     if config.position_embedding_type != "rope":
         return None
-    factor = config.positition_interpolation_factor
     return RotaryEmbedding(
         config.rotated_size,
         theta=config.position_freq_base * config.position_abf_factor,
-        scaling=None if factor == 1 else LinearScaling(factor=factor),
+        scaling=config.scaling,
+        max_positions=config.max_position_embeddings,
     )
 
 

@@ -9,28 +9,29 @@ _RECOMPUTE_NAMES = ("CoreAttention", "LlamaMLP", "ActivationMultiplyMLP", "Llama
 
 @hookimpl
 def nxdt_models() -> list[ModelComponent]:
-    """Declare the builders of Llama and Mistral."""
+    """Declare the builders of Llama, Mistral, Qwen2 and Qwen3."""
     return [
-        ModelComponent(
-            name="llama",
-            target="nxdt_plugin_llama.builder:LlamaBuilder",
-            config="nxdt_plugin_llama.config:LlamaConfig",
-            summary="Llama 2, 3, 3.1-3.3: grouped-query attention, rotary embedding, RMSNorm, SwiGLU",
+        _model(
+            "llama",
+            "Llama 2, 3, 3.1-3.3: grouped-query attention, rotary embedding, RMSNorm, SwiGLU",
             aliases=("hf_llama",),
-            capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
-            tried_before_launch=False,
-            hf_architectures=("LlamaForCausalLM",),
-            recompute_names=_RECOMPUTE_NAMES,
         ),
-        ModelComponent(
-            name="mistral",
-            target="nxdt_plugin_llama.builder:MistralBuilder",
-            config="nxdt_plugin_llama.config:MistralConfig",
-            summary="Mistral 7B: a Llama whose attention has a sliding window",
-            aliases=("hf_mistral",),
-            capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
-            tried_before_launch=False,
-            hf_architectures=("MistralForCausalLM",),
-            recompute_names=_RECOMPUTE_NAMES,
-        ),
+        _model("mistral", "Mistral 7B: a Llama whose attention has a sliding window", aliases=("hf_mistral",)),
+        _model("qwen2", "Qwen2 and Qwen2.5: a Llama with biases of queries, keys and values"),
+        _model("qwen3", "Qwen3, dense: a Llama whose heads' queries and keys are normalised"),
     ]
+
+
+def _model(name: str, summary: str, *, aliases: tuple[str, ...] = ()) -> ModelComponent:
+    kind = name.title()
+    return ModelComponent(
+        name=name,
+        target=f"nxdt_plugin_llama.builder:{kind}Builder",
+        config=f"nxdt_plugin_llama.config:{kind}Config",
+        summary=summary,
+        aliases=aliases,
+        capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
+        tried_before_launch=False,
+        hf_architectures=(f"{kind}ForCausalLM",),
+        recompute_names=_RECOMPUTE_NAMES,
+    )

@@ -1,4 +1,4 @@
-"""The components ``llama`` and ``mistral``: build the module and say how it may be sharded, initialised, exchanged."""
+"""The components ``llama``, ``mistral``, ``qwen2`` and ``qwen3``: how a module is built, sharded and exchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from nxdt_core.models.decoder_builder import LAYER, MLP, NORMS, SWIGLU_STYLES, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_plugin_llama.config import LlamaConfig, MistralConfig
+from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from nxdt_plugin_llama.modeling import Llama
 
 
@@ -39,4 +39,22 @@ class MistralBuilder(LlamaBuilder):
     hf_architectures: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
 
     def __init__(self, config: MistralConfig) -> None:
+        super().__init__(config)
+
+
+class Qwen2Builder(LlamaBuilder):
+    """A Llama with biases of queries, keys and values."""
+
+    hf_architectures: ClassVar[tuple[str, ...]] = ("Qwen2ForCausalLM",)
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+
+
+class Qwen3Builder(LlamaBuilder):
+    """A Llama whose heads' queries and keys are normalised."""
+
+    hf_architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
+
+    def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Section ``model`` of a Llama or Mistral. No torch here: ``nxdt config check`` reads this module."""
+"""Section ``model`` of a Llama, Mistral, Qwen2 or Qwen3. No torch here: ``nxdt config check`` reads this module."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.models.rope_scaling import RopeScalingConfig
-from nxdt_plugin_llama.hf import LLAMA, MISTRAL
+from nxdt_plugin_llama.hf import LLAMA, MISTRAL, QWEN2, QWEN3
 
-__all__ = ["LlamaConfig", "MistralConfig", "RopeScalingConfig"]
+__all__ = ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "RopeScalingConfig"]
 
 
 class LlamaConfig(RotaryDecoderConfig):
@@ -18,13 +18,13 @@ class LlamaConfig(RotaryDecoderConfig):
 
     hf_family: ClassVar[HFFamily] = LLAMA
 
-    rope_scaling: RopeScalingConfig | None = None
-    """Scaling of the rotary frequencies; ``null``: none."""
+    mlp_bias: bool = False
+    """Biases of the three projections of feed-forward blocks."""
 
     @property
-    def scaling(self) -> RopeScalingConfig | None:
-        """``rope_scaling``."""
-        return self.rope_scaling
+    def biased(self) -> tuple[str, ...]:
+        """Names within a layer of the modules that have biases."""
+        return (*super().biased, *(f"mlp.{name}_proj" for name in ("gate", "up", "down") if self.mlp_bias))
 
 
 class MistralConfig(LlamaConfig):
@@ -41,3 +41,21 @@ class MistralConfig(LlamaConfig):
     def window(self) -> int | None:
         """``sliding_window``."""
         return self.sliding_window
+
+
+class Qwen2Config(LlamaConfig):
+    """Architecture of a Qwen2 or Qwen2.5: a Llama whose queries, keys and values have biases."""
+
+    hf_family: ClassVar[HFFamily] = QWEN2
+
+    qkv_bias: bool = True
+    """Biases of queries, keys and values alone."""
+
+
+class Qwen3Config(LlamaConfig):
+    """Architecture of a dense Qwen3: a Llama whose heads' queries and keys are normalised."""
+
+    hf_family: ClassVar[HFFamily] = QWEN3
+
+    qk_norm: bool = True
+    """RMSNorm of each head's queries and keys before they are rotated."""

@@ -12,20 +12,25 @@ from nxdt_core.models.huggingface import (
     HFFamily,
     weight_keys,
 )
-from nxdt_core.models.rope_scaling import RopeType
 
 _KEYS = weight_keys({**DECODER_MODULES, **SWIGLU_MODULES})
-_ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
+_ATTENTION_BIAS = {"attention_bias": ("attention_bias", False)}
+_QWEN = {
+    **OPTIONAL,
+    "num_kv_heads": ("num_key_value_heads", 32),
+    "max_position_embeddings": ("max_position_embeddings", 32768),
+}
+_ONE_WINDOW = {"use_sliding_window": (False,), **ONLY}
+"""Those with ``use_sliding_window`` have it in some layers only."""
 
 LLAMA = HFFamily(
     values=HFValues(
         model="llama",
         required=REQUIRED,
-        optional=OPTIONAL,
-        only={"attention_bias": (False,), "mlp_bias": (False,), **ONLY},
+        optional={**OPTIONAL, **_ATTENTION_BIAS, "mlp_bias": ("mlp_bias", False)},
+        only=ONLY,
     ),
     keys=_KEYS,
-    rope_types=_ROPE_TYPES,
 )
 
 MISTRAL = HFFamily(
@@ -41,5 +46,21 @@ MISTRAL = HFFamily(
         only=ONLY,
     ),
     keys=_KEYS,
-    rope_types=_ROPE_TYPES,
+)
+
+QWEN2 = HFFamily(
+    values=HFValues(model="qwen2", required=REQUIRED, optional=_QWEN, only=_ONE_WINDOW),
+    keys=_KEYS,
+    always=("qkv_bias",),
+)
+
+QWEN3 = HFFamily(
+    values=HFValues(
+        model="qwen3",
+        required=REQUIRED,
+        optional={**_QWEN, **_ATTENTION_BIAS, "head_dim": ("head_dim", 128)},
+        only=_ONE_WINDOW,
+    ),
+    keys=_KEYS,
+    always=("qk_norm",),
 )

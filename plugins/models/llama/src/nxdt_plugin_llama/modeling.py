@@ -14,5 +14,7 @@ class Llama(RotaryDecoder):
 
     def __init__(self, config: LlamaConfig) -> None:
         masks = DocumentMasks()
-        blocks = (SwiGLU(config.hidden_size, config.ffn_hidden_size) for _ in range(config.num_layers))
+        blocks = (
+            SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.mlp_bias) for _ in range(config.num_layers)
+        )
         super().__init__(config, (RotaryDecoderLayer(config, masks, block) for block in blocks))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from nxdt_core.errors.models import NoHFForm
 from nxdt_core.models.decoder_builder import LAYER, MLP, NORMS, SWIGLU_STYLES, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, TensorStyle
 from nxdt_plugin_mixtral.config import MixtralConfig
-from nxdt_plugin_mixtral.errors import NoHFForm
 from nxdt_plugin_mixtral.modeling import Mixtral
 
 _MOE = f"{LAYER}.moe"
@@ -59,6 +59,7 @@ class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
                 },
                 dispatchers=(f"{_MOE}.dispatcher",),
                 routers=(f"{_MOE}.router",),
+                pooled=self.config.moe.num_experts if self.config.moe.pooled else 0,
             ),
         )
 
@@ -78,5 +79,7 @@ class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
         for key, wanted in (("frequency", 1), ("routing_algorithm", "top_k"), ("normalize_top_k_affinities", True)):
             found = getattr(self.config.moe, key)
             if found != wanted:
-                raise NoHFForm(key=f"model.moe.{key}", found=found, wanted=wanted)
+                raise NoHFForm(
+                    key=f"model.moe.{key}", architecture=self.hf_architectures[0], found=found, wanted=wanted
+                )
         return super().config_to_hf()

@@ -23,19 +23,20 @@ class Mixtral(RotaryDecoder):
 
 def _layer(config: MixtralConfig, masks: DocumentMasks, number: int) -> RotaryDecoderLayer:
     if number in config.expert_layers:
-        return RotaryDecoderLayer(config, masks, _mixture(config), name="moe")
+        return RotaryDecoderLayer(config, masks, _mixture(config, number), name="moe")
     return RotaryDecoderLayer(config, masks, SwiGLU(config.hidden_size, config.ffn_hidden_size))
 
 
-def _mixture(config: MixtralConfig) -> MixtureOfExperts:
+def _mixture(config: MixtralConfig, number: int) -> MixtureOfExperts:
     moe = config.moe
     experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
-    return MixtureOfExperts(router=_router(config), experts=experts, chunks=moe.exchange_chunks)
+    return MixtureOfExperts(router=_router(config, number), experts=experts, chunks=moe.exchange_chunks)
 
 
-def _router(config: MixtralConfig) -> TopKRouter:
+def _router(config: MixtralConfig, number: int) -> TopKRouter:
     moe = config.moe
     # Ours is 1 where experts are balanced and is summed over layers; transformers' is top_k, and a mean.
+    pooled = (number, len(config.expert_layers)) if moe.pooled else None
     balance = moe.balance_coefficient * moe.top_k / len(config.expert_layers)
     if moe.routing_algorithm == "sinkhorn":
         return SinkhornRouter(
@@ -46,6 +47,7 @@ def _router(config: MixtralConfig) -> TopKRouter:
             tolerance=moe.sinkhorn_tol,
             capacity_factor=moe.capacity,
             balance_coefficient=balance,
+            pooled=pooled,
         )
     return TopKRouter(
         config.hidden_size,
@@ -54,4 +56,5 @@ def _router(config: MixtralConfig) -> TopKRouter:
         normalize=moe.normalize_top_k_affinities,
         capacity_factor=moe.capacity,
         balance_coefficient=balance,
+        pooled=pooled,
     )

@@ -38,6 +38,9 @@ class MoEConfig(Section):
     router_aux_loss_coef: NonNegativeFloat = 0.02
     """Coefficient of the load-balancing loss: the mean over layers of transformers' formula, which is ``top_k`` where
     all experts get equally many tokens."""
+    pool_router_aux_loss: bool = False
+    """Compute the load-balancing loss over the tokens of all layers together, as transformers does, so that layers make
+    up for one another."""
     dropout: NonNegativeFloat = 0.0
     """Dropout between the matrices of each expert, and nowhere else."""
     exchange_chunks: PositiveInt = 1
@@ -50,6 +53,11 @@ class MoEConfig(Section):
     def capacity(self) -> float | None:
         """``capacity_factor`` where it bounds anything."""
         return self.capacity_factor if self.capacity_factor is not None and self.capacity_factor > 0 else None
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the load-balancing loss counts and pools layers."""
+        return self.pool_router_aux_loss and self.balance_coefficient > 0
 
     @property
     def balance_coefficient(self) -> float:

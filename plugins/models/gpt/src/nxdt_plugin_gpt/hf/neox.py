@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nxdt_core.config.huggingface import HFValues, number_of, rope_of
-from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.models.huggingface import weight_keys
+from nxdt_core.models.rope_scaling import scaling_from_hf, scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.hf.family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
@@ -30,23 +30,24 @@ _BLOCKS = {True: "gpt_j", False: "pre_ln"}
 def _from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}  # in addition to rope_scaling
     rope = {key: hf_config[name] for key, name in older.items() if name in hf_config} | dict(rope_of(hf_config))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear"):
-        raise HFUnsupported(model="gpt", key="rope_type", found=kind, supported="'default' and 'linear'")
+    linear = rope.get("rope_type", rope.get("type")) == "linear"
+    whole = {**rope, "partial_rotary_factor": None, **({"rope_type": "default"} if linear else {})}
+    longest = hf_config.get("max_position_embeddings", 2048)
     return {
+        **scaling_from_hf(whole, model="gpt", max_position_embeddings=longest),
         "activation": ACTIVATIONS[hf_config.get("hidden_act") or "gelu"],
         "transformer_block_type": _BLOCKS[bool(hf_config.get("use_parallel_residual", True))],
         "position_embedding_type": "rope",
         "rotary_percentage": number_of(rope, "partial_rotary_factor", 0.25),
         "position_freq_base": number_of(rope, "rope_theta", 10_000.0),
-        "positition_interpolation_factor": number_of(rope, "factor", 1.0) if kind == "linear" else 1.0,
+        "positition_interpolation_factor": number_of(rope, "factor", 1.0) if linear else 1.0,
     }
 
 
 def _to_hf(config: GPTArchitecture) -> dict[str, Any]:
     base = config.position_freq_base * config.position_abf_factor
-    factor = config.positition_interpolation_factor
-    rope = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+    scaled = scaling_to_hf(config.scaling)
+    rope = scaled.pop("rope_scaling") or {"rope_type": "default"}
     return {
         "hidden_act": activation_to_hf(config),
         "use_parallel_residual": config.transformer_block_type == "gpt_j",
@@ -54,6 +55,7 @@ def _to_hf(config: GPTArchitecture) -> dict[str, Any]:
         "intermediate_size": config.ffn_size,
         "rotary_pct": config.rotary_percentage,
         "rotary_emb_base": base,
+        **scaled,
         "rope_parameters": {**rope, "rope_theta": base, "partial_rotary_factor": config.rotary_percentage},
     }
 
