@@ -240,14 +240,16 @@ def exchange_of(builder: ModelBuilder) -> HFExchange:
     return builder
 
 
-def sources(builder: ModelBuilder) -> list[Source]:
+def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> list[Source]:
     """Return one source for each parameter of the builder's model; a tied one once, under its owner.
+
+    ``key_map`` gives other names than Hugging Face's; None takes the builder's.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
         KeyMapIncomplete: a parameter without an entry, or with one that cannot be its.
     """
-    key_map = exchange_of(builder).hf_key_map()
+    key_map = exchange_of(builder).hf_key_map() if key_map is None else key_map
     with torch.device("meta"):
         module = builder.build()
     users = {user for _, user in builder.plan().tied}
