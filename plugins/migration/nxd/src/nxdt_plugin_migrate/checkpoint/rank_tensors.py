@@ -2,7 +2,7 @@
 
 Megatron's models keep the rows of one head adjacent, its query, key and value in that order (``models/megatron`` of NxD
 Training: ``[heads, 3 · size]``). Projections in this order are renamed to ``qkv_by_head`` and ``kv_by_head``. NxD's
-experts are stacked, [experts, in, out]. Here each gets a name of its own, and its matrix is [out, in].
+experts are stacked, [experts, in, out]. Here each has a name, and its matrix is [out, in].
 """
 
 from __future__ import annotations
