@@ -94,7 +94,11 @@ class Written:
                 for ep in range(self.ep):
                     expert_rank = f"_ep_rank_{ep:02d}" if self.ep > 1 else ""
                     name = f"model/dp_rank_00{expert_rank}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
-                    self.save(self.model(own, ep), directory / name)
+                    model = self.model(own, ep)
+                    self.save(model, directory / name)
+                    for number, tensor in enumerate(model if ep and self.xser else ()):
+                        if "expert_mlps" not in tensor:  # the first rank alone stores what is not of experts
+                            (directory / f"{name}.tensors/tensor_{number}.pt").unlink()
                 for dp in range(self.dp if self.shares is None else self.shares):
                     path = directory / f"optim/dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
                     self.save(self.zero(own, dp), path)

@@ -288,13 +288,17 @@ def test_copies_that_differ_between_expert_ranks_are_named(expert_ranks: Path, t
 
 def test_state_of_expert_ranks_adapters_and_older_files_needs_weights_only(tmp_path: Path) -> None:
     _, state, builder = original("llama")
-    adapter = Written(heads=4, kv_heads=2, lora_scaling=1.0, dp=0).write(tmp_path / "adapter", state, LAYERS)
+    tuned = Written(heads=4, kv_heads=2, lora_scaling=1.0).write(tmp_path / "tuned--step=5", state, LAYERS)
     older = Written(heads=4, kv_heads=2, older="pt").write(tmp_path / "older", state, LAYERS)
     assert not [name for name in imported(older, builder) if name.startswith("optim/")]
     (older / "optim.dp_rank_00.tp_rank_00").touch()
     experts = Written(heads=4, kv_heads=2, ep=2).write(tmp_path / "experts", original("mixtral")[1], LAYERS)
-    for directory, ours in ((adapter, builder), (older, builder), (experts, original("mixtral")[2])):
-        with raises(NeuronxStateUnread, match="adapter|before NxD's|expert-parallel"):
+    for directory, ours, reason in (
+        (tuned, builder, "that of an adapter"),
+        (older, builder, "before NxD's save_checkpoint"),
+        (experts, original("mixtral")[2], "expert-parallel ranks saved it"),
+    ):
+        with raises(NeuronxStateUnread, match=reason):
             imported(directory, ours)
         assert imported(directory, ours, weights_only=True)
 

@@ -217,3 +217,30 @@ def test_a_lora_model(as_rank: Callable[..., None], tmp_path: Path, merged: bool
         gate_up = expected[f"{mlp}.gate_up_proj.weight"].chunk(2)
         expected |= {f"{mlp}.{half}_proj.weight": each for half, each in zip(("gate", "up"), gate_up, strict=True)}
     see_the_same(tmp_path / "tag", builder, expected, near=1e-5)
+
+
+def test_its_layer_of_experts_computes_what_the_imported_matrices_do(as_rank: Callable[..., None]) -> None:
+    """Which half is the gate, and which dimension the inputs, is what the layer itself makes of its parameters."""
+    from neuronx_distributed.modules.moe.experts import Experts
+    from neuronx_distributed.parallel_layers import parallel_state
+    from nxdt_plugin_migrate.checkpoint.rank_tensors import renamed
+    from nxdt_plugin_migrate.checkpoint.unpickle import RankFile
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    torch.manual_seed(3)
+    sizes = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 6}
+    layer = Experts(
+        **sizes, glu=True, activation_fn=torch.nn.functional.silu, dtype=torch.float32, device=torch.device("cpu")
+    )
+    file = RankFile(Path("a"))
+    own = {f"model.layers.0.mlp.expert_mlps.mlp_op.{name}": each for name, each in layer.state_dict().items()}
+    found = renamed({name: file.leaf(name, each) for name, each in own.items()}, ["a.mlp.gate_proj.weight"])
+    inputs = torch.randn(4, 5, 8)
+    with torch.no_grad():
+        expected = layer(inputs)
+        for expert in range(4):
+            stem = f"model.layers.0.block_sparse_moe.experts.{expert}"
+            gate, up = found[f"{stem}.gate_up_proj.weight"].read().chunk(2)
+            hidden = torch.nn.functional.silu(inputs[expert] @ gate.t()) * (inputs[expert] @ up.t())
+            torch.testing.assert_close(hidden @ found[f"{stem}.down_proj.weight"].read().t(), expected[expert])
+    parallel_state.destroy_model_parallel()

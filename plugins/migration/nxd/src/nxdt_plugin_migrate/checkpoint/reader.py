@@ -7,7 +7,6 @@ and not from files, are: padded vocabularies, the contents of ``user_content.pt`
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
+from nxdt_core.checkpoint.hf.source import read_optional_json
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
@@ -36,7 +36,6 @@ from nxdt_plugin_migrate.checkpoint.rank_tensors import (
 )
 from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, RankFile, read_pt
 from nxdt_plugin_migrate.errors import (
-    NeuronxFileDamaged,
     NeuronxStateUnread,
     NeuronxStepUnknown,
     NeuronxUnreadable,
@@ -153,14 +152,7 @@ class NeuronxCheckpoint:
         if not any(".base_layer." in name or ".lora_" in name for name in rank):
             return rank
         self._adapted = True
-        return adapted(rank, scaling_of(lora or self._adapter_config()))
-
-    def _adapter_config(self) -> object:
-        path = self._layout.directory / "adapter_config.json"
-        try:
-            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        except ValueError as error:
-            raise NeuronxFileDamaged(path=str(path), reason=f"it is not JSON: {error}") from error
+        return adapted(rank, scaling_of(lora or read_optional_json(self._layout.directory, "adapter_config.json")))
 
     def _check_order(self, weights: Stages, heads: AttentionHeads) -> None:
         """See that the order of the rows of Megatron's fused projections is known.
