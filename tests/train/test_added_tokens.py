@@ -129,11 +129,13 @@ def test_a_checkpoint_of_ours_grows_and_a_resumed_run_keeps_its_rows(base):
 
 
 def test_two_tensor_parallel_ranks_fill_and_train_the_same_rows(base):
+    """One process starts from the directory, two ranks from a checkpoint of ours."""
     base()
-    grown = words(ADDED, f"model.vocab_size={ROWS}", "model.optim.lr=0.01", name="one")
-    assert main(["train", *grown]) == 0
-    split = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2", "name=two")
-    command = [sys.executable, "-m", "nxdt_core", "train", *grown, *split]
+    assert main(["checkpoint", "import", "DIR", "imported"]) == 0
+    grown = (ADDED, f"model.vocab_size={ROWS}", "model.optim.lr=0.01")
+    assert main(["train", *words(*grown, name="one")]) == 0
+    split = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
+    command = [sys.executable, "-m", "nxdt_core", "train", *words(*grown, *split, name="two", start="imported")]
     done = processes.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     one, two = exported("one"), exported("two")

@@ -205,6 +205,40 @@ def test_megatrons_gpt_gives_the_logits_of_gpt_2(tmp_path: Path) -> None:
     see_the_same(tmp_path, model, builder, weights_only=True)
 
 
+def test_a_gpt_with_gates_biases_and_shared_keys_has_the_same_parameters(tmp_path: Path) -> None:
+    """Such a model has no form in Hugging Face's library."""
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "activation": "swiglu"}
+    builder = builder_of("gpt", **shape, vocab_size=48, make_vocab_size_divisible_by=16, position_embedding_type="rope")
+    state = {name: torch.randn_like(each) for name, each in builder.build().named_parameters() if "lm_head" not in name}
+    (tmp_path / "model").mkdir()
+    for marker in ("checkpoint", "done"):
+        (tmp_path / marker).touch()
+    for tp in range(2):
+        own = {"embedding.word_embeddings.weight": state["embedding.tokens.weight"].chunk(2)[tp]}
+        for kind in ("weight", "bias"):
+            q, k, v, out, gate, up, down = (
+                state[f"layers.0.{name}_proj.{kind}"]
+                for name in (*(f"attention.{letter}" for letter in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
+            )
+            layer = {
+                "input_layernorm": state[f"layers.0.attention_norm.{kind}"],
+                "post_attention_layernorm": state[f"layers.0.mlp_norm.{kind}"],
+                "self_attention.query": q.chunk(2)[tp],
+                "self_attention.key_value": by_head(8, k.chunk(2)[tp], v.chunk(2)[tp]),
+                "self_attention.dense": out.chunk(2, 1)[tp] if kind == "weight" else out,
+                "mlp.dense_h_to_4h": torch.cat([gate.chunk(2)[tp], up.chunk(2)[tp]]),
+                "mlp.dense_4h_to_h": down.chunk(2, 1)[tp] if kind == "weight" else down,
+            }
+            own |= {f"encoder.layers.0.{name}.{kind}": each for name, each in layer.items()}
+            own[f"encoder.final_layernorm.{kind}"] = state[f"norm.{kind}"]
+        own["output_layer.weight"] = own["embedding.word_embeddings.weight"]
+        content = {f"language_model.{name}": each.clone() for name, each in own.items()}
+        torch.save(content, tmp_path / f"model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt")
+    found = imported(tmp_path, builder, weights_only=True)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], each) for name, each in state.items())
+
+
 def test_files_of_megatron_that_nothing_shows_to_be_of_a_run_are_refused(tmp_path: Path) -> None:
     """NxD's converter (``modify_qkv_for_megatron``) puts all queries of a rank first; a model that trains does not."""
     model, state, builder = original("llama", kv_heads=4)
