@@ -69,7 +69,7 @@ nxd-environment:
 	$(NXD_VENV)/bin/python -m pip uninstall --quiet --yes transformers
 
 test-nxd: nxd-environment  ## Test elsewhere | the engine nxd: NXD=FOLDER, a source tree of neuronx-distributed
-	$(NXD_RUN) -m pytest $(NXD_TESTS) $(PYTEST_ARGS)
+	$(NXD_RUN) -m pytest $(NXD_TESTS) plugins/migration/nxd/tests/test_written_by_the_library.py $(PYTEST_ARGS)
 
 show-nxd: nxd-environment  ## Test elsewhere | the table of its largest differences from the torch engine
 	$(NXD_RUN) $(NXD_TESTS)/with_library/show_differences.py

@@ -17,7 +17,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import ForeignFormatUnknown
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.plugin import GUARDED, describe_failure
-from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader, FillsRows
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, Piece
 from nxdt_core.protocols.ranks import RankAgreement
@@ -51,13 +51,16 @@ def format_of(path: Path, kernel: Kernel) -> str | None:
     return None if found is None else found.record.name
 
 
-def open_checkpoint(path: Path, kernel: Kernel, format: str | None = None) -> tuple[str, CheckpointReader]:
+def open_checkpoint(
+    path: Path, kernel: Kernel, format: str | None = None, *, fill_rows: bool = False
+) -> tuple[str, CheckpointReader]:
     """Return the name of the format of the checkpoint at ``path``, and its reader.
 
     Args:
         path: a directory or file.
         kernel: knows the installed checkpoint formats.
         format: name of the format; None recognises it.
+        fill_rows: rows that a table of the vocabulary lacks become the mean of the others, in formats that can do so.
 
     Raises:
         ForeignFormatUnknown: nothing is there, or nothing that is recognised.
@@ -70,12 +73,16 @@ def open_checkpoint(path: Path, kernel: Kernel, format: str | None = None) -> tu
         component = recognise(path, kernel)
         if component is None:
             raise _unknown(path, kernel, "no installed format recognises its files")
-        return component.record.name, _loaded(component).open(path)
-    component = kernel.registry.get(_KIND, format)
-    chosen = _loaded(component)
-    if not chosen.recognises(path):
-        raise _unknown(path, kernel, f"it is not of the format {format!r}")
-    return component.record.name, chosen.open(path)
+        chosen = _loaded(component)
+    else:
+        component = kernel.registry.get(_KIND, format)
+        chosen = _loaded(component)
+        if not chosen.recognises(path):
+            raise _unknown(path, kernel, f"it is not of the format {format!r}")
+    found = chosen.open(path)
+    if fill_rows and isinstance(found, FillsRows):
+        found.fill_rows = True
+    return component.record.name, found
 
 
 def load_format_into(
@@ -85,6 +92,7 @@ def load_format_into(
     tensors: Mapping[str, torch.Tensor | Piece],
     *,
     ranks: RankAgreement | None = None,
+    fill_rows: bool = False,
 ) -> None:
     """Fill parameters in place, in any layout. A rank reads those that it holds a part of, one at a time.
 
@@ -96,6 +104,7 @@ def load_format_into(
         kernel: knows the installed checkpoint formats.
         tensors: of this rank by global name, DTensors or pieces where they are sharded.
         ranks: of the run; None for a process that is alone.
+        fill_rows: as in :func:`open_checkpoint`.
 
     Raises:
         ForeignFormatUnknown: nothing there is recognised.
@@ -106,7 +115,7 @@ def load_format_into(
     opened: list[tuple[CheckpointReader, Listing]] = []
 
     def look() -> None:
-        found = open_checkpoint(path, kernel)[1]
+        found = open_checkpoint(path, kernel, fill_rows=fill_rows)[1]
         opened.append((found, found.listing(builder, weights_only=True)))
 
     on_all_ranks(ranks, look, where=str(path))

@@ -104,7 +104,8 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
     tokenizer: Tokenizer = selected.component.load_target()(selected.config)
     rows = _rows(config.selected("model").config)
     if rows is not None and tokenizer.vocab_size > rows:
-        raise VocabularyTooSmall(tokenizer=tokenizer.vocab_size, model=rows)
+        added = bool(getattr(selected.config, "added_tokens", ()))
+        raise VocabularyTooSmall(tokenizer=tokenizer.vocab_size, model=rows, added=added)
     missing = [key for key in _ENDS if getattr(tokenizer, f"{key}_id") is None]
     return [f"data.tokenizer: it has no {_ENDS[key]} token; {key}_token names one" for key in missing]
 

@@ -167,15 +167,28 @@ class WeightsDoNotFit(NxdtError):
         )
 
 
-VocabularyTooSmall = NxdtError.define(
-    "NXDT-M051",
-    "The tokenizer has more ids than the model has rows.",
-    "The tokenizer has {tokenizer} ids, the model's vocabulary has {model} rows.",
+def _rows_to_set(error: Any) -> dict[str, Any]:
+    rows = -(-error.tokenizer // 128) * 128
+    added = (
+        f"Set model.vocab_size to {rows} or another number from {error.tokenizer} on. Rows that the weights lack start "
+    )
+    return {"advice": f"{added}as the mean of theirs." if error.added else _RESIZE.format(tokenizer=error.tokenizer)}
+
+
+_RESIZE = (
     "For a new model, set model.vocab_size to {tokenizer} or more (a multiple of 128 is quicker on accelerators). "
     'To add rows to the model in a Hugging Face directory DIR: python -c "from transformers import '
     "AutoModelForCausalLM as M; m = M.from_pretrained('DIR'); m.resize_token_embeddings({tokenizer}); "
     "m.save_pretrained('NEW')\", and name NEW in model.model_config and checkpoint.resume_from. "
-    "'nxdt checkpoint export' makes such a directory of a checkpoint.",
+    "'nxdt checkpoint export' makes such a directory of a checkpoint."
+)
+VocabularyTooSmall = NxdtError.define(
+    "NXDT-M051",
+    "The tokenizer has more ids than the model has rows.",
+    "The tokenizer has {tokenizer} ids, the model's vocabulary has {model} rows.",
+    "{advice}",
+    also=_rows_to_set,
+    usual_remedy="Set model.vocab_size to the number of ids or more.",
 )
 
 SequenceTooLongForModel = NxdtError.define(

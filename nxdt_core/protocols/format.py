@@ -26,7 +26,7 @@ from nxdt_core.protocols.piece import Listing, TensorKey
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CheckpointFormat", "CheckpointReader"]
+__all__ = ["CheckpointFormat", "CheckpointReader", "FillsRows"]
 
 
 @runtime_checkable
@@ -62,6 +62,15 @@ class CheckpointReader(Protocol):
         """Yield the tensors at ``places`` of the last :meth:`listing`, in that order: whole, on the host, contiguous,
         in the dtype and shape that were listed. Holds one of them at a time; a rank asks for its share only."""
         ...
+
+
+@runtime_checkable
+class FillsRows(Protocol):
+    """Optional for a :class:`CheckpointReader`: one that can fill up tables with fewer rows than the model's."""
+
+    fill_rows: bool
+    """Set before :meth:`CheckpointReader.listing`. With it, a tensor whose rows in the model are its ``vocab_size`` may
+    have fewer; the others are listed and read as the mean of those."""
 
 
 @runtime_checkable

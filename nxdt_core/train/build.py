@@ -101,8 +101,15 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
         return None
     made = cast(Tokenizer, _construct(config, "tokenizer"))
     if vocab_size is not None and made.vocab_size > vocab_size:
-        raise VocabularyTooSmall(tokenizer=made.vocab_size, model=vocab_size)
+        raise VocabularyTooSmall(tokenizer=made.vocab_size, model=vocab_size, added=bool(added_tokens(config)))
     return made
+
+
+def added_tokens(config: ResolvedConfig) -> Sequence[str]:
+    """Return the tokens that the configuration adds to its tokenizer; with some, weights may lack rows for them."""
+    selected = config.components["tokenizer"]
+    tokens: Sequence[str] = () if selected is None else getattr(selected.config, "added_tokens", ())
+    return tokens
 
 
 def dataset(

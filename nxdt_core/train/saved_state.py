@@ -152,9 +152,16 @@ def load_saved(
     """
     ranks = engine.ranks
     continues = optimizer is None or continues_optimizer(config, manifest, build.step_uri(storage, manifest.step))
+    grows = optimizer is None and build.added_tokens(config)
     with mismatch_explained(config, manifest):
         weights = load_weights(
-            storage, manifest, engine=engine, model=model, strict=strict, with_optimizer=optimizer is not None
+            storage,
+            manifest,
+            engine=engine,
+            model=model,
+            strict=strict,
+            with_optimizer=optimizer is not None,
+            table_rows=build.model_builder(config).vocab_size if grows else None,
         )
         same_layout = dict(manifest.facts.mesh) == dict(engine.rank_info.mesh)
         same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size

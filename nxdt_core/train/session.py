@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +32,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
+from nxdt_core.errors.base import listing
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.garbage_collection import GarbageCollection
 from nxdt_core.launch.agreement import check_world_size
@@ -55,6 +57,7 @@ from nxdt_core.train.step import (
     without_gradients,
 )
 from nxdt_core.train.weights.average import WeightAverage
+from nxdt_core.train.weights.base import trained_parameters
 from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
 from nxdt_core.train.weights.saved_config import config_to_save
 
@@ -208,8 +211,27 @@ class TrainSession:
         if resumes is None:
             for adapter in build.adapters(self.config):
                 adapter.begin(self.model, self.config, self.engine.ranks)
+        self._note_frozen_rows()
         if self._traits.reference == "step":
             check_base_frozen(self.model, self.config.run.objective.name)
+
+    def _note_frozen_rows(self) -> None:
+        """Warn where an adapter freezes the rows of tokens that the configuration adds. Collective."""
+        if not build.added_tokens(self.config) or not build.adapters(self.config):
+            return
+        rows, trained = build.model_builder(self.config).vocab_size, trained_parameters(self.model)
+        tables = [name for name, weight in self.model.state_dict().items() if tuple(weight.shape)[:1] == (rows,)]
+        paths = [name.removesuffix(".weight") for name in tables]
+        own = [path for path in paths if not any(name.startswith(f"{path}.") for name in trained)]
+        ranks = self.engine.ranks
+        frozen = [*dict.fromkeys(chain.from_iterable(ranks.all_gather_object(own)))]
+        if frozen and ranks.rank == 0:
+            _log.warning(
+                "The rows of the tokens in data.tokenizer.added_tokens are frozen in %s. To train them, set "
+                "adapter.modules_to_save=[%s].",
+                listing(frozen),
+                ", ".join(path.rpartition(".")[2] for path in frozen),
+            )
 
     def build_optimizer(self) -> None:
         """Build the optimizer over the model. Collective."""
@@ -230,7 +252,8 @@ class TrainSession:
         refuse_foreign(build.trusted_keys(self.config), path)
         weights = {name: weight for name, weight in self.model.state_dict().items() if name not in self.model.added}
         builder = build.model_builder(self.config)
-        load_format_into(path, builder, self.config.kernel, weights, ranks=self.engine.ranks)
+        fill_rows = bool(build.added_tokens(self.config))
+        load_format_into(path, builder, self.config.kernel, weights, ranks=self.engine.ranks, fill_rows=fill_rows)
         self.model.load_state_dict(weights, strict=False)
 
     # Data.

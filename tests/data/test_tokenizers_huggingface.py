@@ -336,3 +336,40 @@ def test_a_pair_of_files_is_exported_as_one(trained, tmp_path):
     assert theirs.eos_token_id == ours.eos_id == 0
     for line in LINES[:50]:
         assert theirs.encode(line) == ours.encode(line)
+
+
+ADDED = ("<tool>", "<s>", "the lord", "<stop>")
+
+
+def test_added_tokens_follow_the_vocabulary_and_only_named_ones_are_special(directory, tokenizer):
+    added = load(model=directory, added_tokens=ADDED, eos_token="<stop>")
+    size = tokenizer.vocab_size
+    assert (added.vocab_size, added.eos_id) == (size + 3, size + 2), "<s> has an id already"
+    text = "a <tool>the lord <stop>"
+    ids = added.encode(text)
+    assert [id_ for id_ in ids if id_ >= size] == [size, size + 1, size + 2]
+    assert added.decode(ids) == "a <tool>the lord "
+    assert added.spell(ids) == text
+    assert "<tool>" not in added.reserved_tokens()
+    assert "<stop>" in added.reserved_tokens()
+    assert added.encode(LINES[3]) == tokenizer.encode(LINES[3])
+    fewer = load(model=directory, added_tokens=ADDED[:3], eos_token="<s>")
+    assert len({each.fingerprint() for each in (added, fewer, tokenizer)}) == 3
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_exported_files_have_the_added_tokens(directory, trained, tmp_path, pair):
+    trained.model.save(str(tmp_path))
+    files = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
+    ours = load(**(files if pair else {"model": directory}), added_tokens=ADDED)
+    theirs = exported(ours, tmp_path / "out")
+    for line in ("a <tool>the lord <stop>", "<tool><tool>", *LINES[:20]):
+        assert theirs.encode(line, add_special_tokens=False) == ours.encode(line)
+    again = load(model=tmp_path / "out", added_tokens=ADDED)
+    assert again.vocab_size == ours.vocab_size, "a run over an export adds nothing"
+
+
+@pytest.mark.parametrize("tokens", [("<a>", "<a>"), ("",)])
+def test_added_tokens_that_cannot_be_are_an_error(directory, tokens):
+    with raises(BadTokenizerConfig, match=r"data\.tokenizer\.added_tokens.* empty or there twice"):
+        load(model=directory, added_tokens=tokens)

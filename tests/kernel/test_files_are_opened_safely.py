@@ -34,7 +34,6 @@ MIGRATE = "plugins/migration/nxd/src/nxdt_plugin_migrate/config"
 NXD_CORE = "plugins/compat/nxd_core/src/nxdt_plugin_nxd_core"
 ALLOWED = {
     "it opens no file by a name: an object of another kind, or a file that the helper has opened": {
-        f"{CORE}/checkpoint/foreign.py: _loaded(component).open(path)",
         f"{CORE}/checkpoint/foreign.py: chosen.open(path)",
         f"{CORE}/cli/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -17,7 +17,7 @@ from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete, Wei
 from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
 from nxdt_core.protocols.piece import Box
 
-__all__ = ["HFTensor", "Source", "exchange_of", "sources"]
+__all__ = ["HFTensor", "Source", "exchange_of", "filled_up", "sources"]
 
 
 class _Copy:
@@ -117,9 +117,13 @@ class _Pad(_Copy):
         return self._rows(self.sections)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        (tensor,) = tensors
-        mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
-        return torch.cat([tensor, mean.expand(self.shape[0] - tensor.shape[0], *tensor.shape[1:])])
+        return filled_up(tensors[0], self.shape[0])
+
+
+def filled_up(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return ``tensor`` and, up to ``rows``, further rows that are the mean of its rows."""
+    mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
+    return torch.cat([tensor, mean.expand(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 class _Interleave(_Copy):
@@ -206,6 +210,13 @@ class Source:
     """As in :class:`~nxdt_core.protocols.model.KeyMap`."""
     sections: tuple[int, ...] = ()
 
+    def with_rows(self, found: tuple[int, ...]) -> Source:
+        """Return the source that takes its first rows from a tensor of the shape ``found``; itself where that has not
+        fewer."""
+        if self.transform not in ("none", "pad") or found[1:] != self.shape[1:] or not 0 < found[0] < self.shape[0]:
+            return self
+        return replace(self, transform="pad", sections=found[:1])
+
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Make the parameter of the Hugging Face tensors, which ``fetch`` gives by name.
 
@@ -240,14 +251,16 @@ def exchange_of(builder: ModelBuilder) -> HFExchange:
     return builder
 
 
-def sources(builder: ModelBuilder) -> list[Source]:
+def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> list[Source]:
     """Return one source for each parameter of the builder's model; a tied one once, under its owner.
+
+    ``key_map`` gives other names than Hugging Face's; None takes the builder's.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
         KeyMapIncomplete: a parameter without an entry, or with one that cannot be its.
     """
-    key_map = exchange_of(builder).hf_key_map()
+    key_map = exchange_of(builder).hf_key_map() if key_map is None else key_map
     with torch.device("meta"):
         module = builder.build()
     users = {user for _, user in builder.plan().tied}

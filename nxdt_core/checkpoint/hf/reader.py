@@ -41,8 +41,10 @@ class HFWeights:
     ``h.0.ln_1.weight`` there is ``transformer.h.0.ln_1.weight`` here.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, fill_rows: bool = False) -> None:
+        """``fill_rows``: as in :class:`~nxdt_core.protocols.format.FillsRows`."""
         self._directory = directory
+        self._fill_rows = fill_rows
         self._stack = ExitStack()
         self._located: dict[str, tuple[Path, Any]] = {}
         """By name: the file that holds the tensor, and the same, opened."""
@@ -71,7 +73,7 @@ class HFWeights:
             WeightsDoNotFit: names or shapes differ.
             WeightsUnusable: the head of a tied model is not its embedding.
         """
-        wanted, known = sources(builder), exchange_of(builder).hf_ignored
+        wanted, known = [self._filled(each, builder) for each in sources(builder)], exchange_of(builder).hf_ignored
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
         ignored = [*known, *map(_without_prefix, known)]
@@ -88,6 +90,11 @@ class HFWeights:
         owners = {owner for owner, _ in builder.plan().tied}
         self._check_copies([source.hf_names[0] for source in wanted if source.name in owners], used)
         return wanted
+
+    def _filled(self, source: Source, builder: ModelBuilder) -> Source:
+        name = source.hf_names[0]
+        table = self._fill_rows and source.shape[0] == builder.vocab_size and self._file_name(name) in self._located
+        return source.with_rows(tuple(self._slice(name).get_shape())) if table else source
 
     def dtype_of(self, source: Source) -> torch.dtype:
         """Return the dtype in which :meth:`read` returns the parameter.
@@ -218,6 +225,7 @@ class HFReader:
         self._path = path.absolute()
         self._config = read_json(self._path, CONFIG)
         self._sources: dict[str, Source] = {}
+        self.fill_rows = False
 
     def model_config(self) -> Mapping[str, Any]:
         """Return its ``config.json``, for the plugin that reads the architecture, and its tokenizer.
@@ -239,7 +247,7 @@ class HFReader:
 
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
         """Return every parameter, from the headers of the files; such a directory has weights alone."""
-        with HFWeights(self._path) as weights:
+        with HFWeights(self._path, fill_rows=self.fill_rows) as weights:
             self._sources = {source.name: source for source in weights.sources(builder)}
             dtypes = {name: weights.dtype_of(source) for name, source in self._sources.items()}
         return {

@@ -18,6 +18,7 @@ from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shards import TensorSpec, grouped
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
+from nxdt_core.checkpoint.hf.key_map import filled_up
 from nxdt_core.checkpoint.pieces import empty_like, storable_piece
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.storage import explained_os_errors
@@ -95,6 +96,7 @@ def load_model_into(
     ranks: RankAgreement | None = None,
     replicas: Replicas | None = None,
     strict: bool = True,
+    table_rows: int | None = None,
 ) -> Unmatched:
     """Fill in place the parameters and buffers that each rank holds; the layout of the save does not matter.
 
@@ -107,6 +109,8 @@ def load_model_into(
         ranks: the ranks of the run; None for a single process.
         replicas: ranks that read the data once for all of them; None where each reads what it holds.
         strict: refuse where names differ; otherwise tensors that the checkpoint lacks stay unchanged.
+        table_rows: rows of tables of which the checkpoint may have fewer; the others become the mean of those. None
+            refuses tensors with fewer rows.
 
     Returns:
         The names that differ, over all ranks.
@@ -118,10 +122,17 @@ def load_model_into(
     """
     where = f"{storage.uri}/{manifest.prefix}model"
     index = manifest.tensors.get("model", {})
-    unmatched = check_model(index, tensors, ranks, strict=strict)
+    unmatched = check_model(index, tensors, ranks, strict=strict, table_rows=table_rows)
     present = {name: tensor for name, tensor in tensors.items() if name in index}
-    reads = replicas is None or replicas.reads
-    on_all_ranks(ranks, lambda: _fill(storage, manifest, index, present if reads else {}, where), where=where)
+
+    def read() -> None:
+        if replicas is None or replicas.reads:
+            short = {name: each for name, each in present.items() if index[name].shape != tuple(each.shape)}
+            rest = {name: each for name, each in present.items() if name not in short}
+            _fill(storage, manifest, index, rest, where)
+            _fill_tables(storage, manifest, short, where)
+
+    on_all_ranks(ranks, read, where=where)
     if replicas is not None:
         replicas.spread(_local_tensors(present))
     return unmatched
@@ -263,6 +274,18 @@ def _coded(piece: Piece) -> bool:
     return isinstance(piece.tensor, QuantisedWeight)
 
 
+def _fill_tables(
+    storage: CheckpointStore, manifest: Manifest, tensors: Mapping[str, torch.Tensor | Piece], where: str
+) -> None:
+    """Fill tables that have more rows than the checkpoint's; one is whole on the host at a time."""
+    for name, tensor in tensors.items():
+        with explained_os_errors(where):
+            saved = read_tensors(storage, manifest, "model", [name])[name]
+        piece = storable_piece(name, tensor)
+        with torch.no_grad():
+            piece.tensor.copy_(filled_up(saved, piece.shape[0])[piece.box.within(Box.whole(piece.shape))])
+
+
 def _state_of(storage: CheckpointStore, manifest: Manifest, rank: int) -> dict[str, Any]:
     name = state_name(rank)
     where = f"{storage.uri}/{manifest.prefix}{name}"
@@ -278,8 +301,9 @@ def check_model(
     ranks: RankAgreement | None,
     *,
     strict: bool = True,
+    table_rows: int | None = None,
 ) -> Unmatched:
-    """Compare the names and whole shapes of ``tensors``, this rank's, with ``index``.
+    """Compare the names and whole shapes of ``tensors``, this rank's, with ``index``; see :func:`load_model_into`.
 
     Collective.
 
@@ -295,11 +319,16 @@ def check_model(
     shapes = [
         f"{name}: {index[name].shape} instead of {shape}"
         for name, shape in held.items()
-        if name in index and index[name].shape != shape
+        if name in index and index[name].shape != shape and not _is_short(index[name].shape, shape, table_rows)
     ]
     if shapes or (strict and (missing or extra)):
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
     return Unmatched(missing=missing, extra=extra)
+
+
+def _is_short(saved: tuple[int, ...], shape: tuple[int, ...], table_rows: int | None) -> bool:
+    """Return whether ``saved`` is the shape of a table without its last rows."""
+    return shape[:1] == (table_rows,) and saved[1:] == shape[1:] and 0 < saved[0] < shape[0]
 
 
 def _check_optimizer(

@@ -42,9 +42,15 @@ class HuggingFaceTokenizerConfig(Section):
     """End-of-text token; null takes what the tokenizer's files say."""
     pad_token: str | None = None
     """Padding token; null takes what the tokenizer's files say."""
+    added_tokens: tuple[str, ...] = ()
+    """Tokens to add to the vocabulary, in this order; those that it has already keep their ids. ``bos_token``,
+    ``eos_token`` and ``pad_token`` may name one, which makes it special. ``model.vocab_size`` must have a row for each.
+    Rows that the weights of ``checkpoint.resume_from`` lack start as the mean of theirs."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what cannot work with any files, as (key, message)."""
+        if "" in self.added_tokens or len({*self.added_tokens}) < len(self.added_tokens):
+            yield "added_tokens", "a token is empty or there twice"
         sources = [key for key in ("model", "type", "vocab_file") if getattr(self, key) is not None]
         if (self.vocab_file is None) != (self.merge_file is None):
             yield "merge_file" if self.merge_file is None else "vocab_file", "vocab_file and merge_file go together"

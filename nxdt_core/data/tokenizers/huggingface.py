@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -273,7 +273,7 @@ class HuggingFaceTokenizer:
         for key, message in config.check():
             raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=message)
         library = import_library("tokenizers", tokenizer="huggingface", extra="huggingface")
-        loaded = _load(config, library)
+        loaded = _with_tokens(_load(config, library), config, library)
         self._tokenizer: Any = loaded.tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -367,6 +367,16 @@ def _load(config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
     assert config.type is not None  # check() has refused a section without any source
     path = local_path(config.type)
     return load_named(config.type, library) if path is None else load_path(path, library, key="data.tokenizer.type")
+
+
+def _with_tokens(loaded: Loaded, config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
+    """Return the tokenizer with the tokens that the configuration adds, in its file's form."""
+    if not config.added_tokens:
+        return loaded
+    special = {config.bos_token, config.eos_token, config.pad_token}
+    tokens = [library.AddedToken(each, normalized=False, special=each in special) for each in config.added_tokens]
+    loaded.tokenizer.add_tokens(tokens)
+    return replace(loaded, content=loaded.tokenizer.to_str().encode(), is_json=True)
 
 
 class MegatronTokenizer(HuggingFaceTokenizer):

@@ -157,7 +157,7 @@ def _named(
 
 def _check_fits(config: ResolvedConfig, path: Path) -> None:
     """Compare names and shapes before the run takes memory for the model that its configuration describes."""
-    _, found = open_checkpoint(path, config.kernel)
+    _, found = open_checkpoint(path, config.kernel, fill_rows=bool(build.added_tokens(config)))
     found.listing(build.model_builder(config), weights_only=True)
 
 

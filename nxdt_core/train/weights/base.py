@@ -170,7 +170,7 @@ def _of_checkpoint(storage: CheckpointStore, manifest: Manifest) -> BaseWeights:
 
 
 def _foreign(path: str, config: ResolvedConfig) -> BaseWeights:
-    _, found = open_checkpoint(Path(path), config.kernel)
+    _, found = open_checkpoint(Path(path), config.kernel, fill_rows=bool(build.added_tokens(config)))
     listed = found.listing(build.model_builder(config)).items()
     specs = {name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"}
     return BaseWeights(
@@ -200,6 +200,7 @@ def load_weights(
     model: ParallelModel,
     strict: bool = True,
     with_optimizer: bool = False,
+    table_rows: int | None = None,
 ) -> dict[str, torch.Tensor | Piece]:
     """Replace the weights of ``model`` by those of a checkpoint. Collective.
 
@@ -212,6 +213,7 @@ def load_weights(
             it is, what else it has is left out, and a warning names both.
         with_optimizer: whether optimizer state will be loaded, too. Without it, a checkpoint may lack what adapters
             added to the model.
+        table_rows: as in :func:`~nxdt_core.checkpoint.load_model_into`.
 
     Returns:
         What was loaded, by name.
@@ -222,7 +224,7 @@ def load_weights(
     """
     ranks, weights = engine.ranks, _expected(storage, manifest, engine, model, with_optimizer=with_optimizer)
     unmatched = checkpoint.load_model_into(
-        storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
+        storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict, table_rows=table_rows
     )
     for names, fate in ((unmatched.missing, "keep their fresh values"), (unmatched.extra, "are left out")):
         if names and ranks.rank == 0:

@@ -109,7 +109,8 @@ def _foreign(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeig
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         weights = model.state_dict()
         given = {name: weight for name, weight in weights.items() if name not in model.added}
-        load_format_into(Path(path), build.model_builder(run), run.kernel, given)
+        fill_rows = bool(build.added_tokens(run))
+        load_format_into(Path(path), build.model_builder(run), run.kernel, given, fill_rows=fill_rows)
         model.load_state_dict(weights, strict=False)
 
     source = read_hf_source(Path(path)) if name == "hf" else None

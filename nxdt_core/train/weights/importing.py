@@ -147,7 +147,8 @@ class _Foreign:
     def recognise(self, run: ResolvedConfig | None, overrides: Sequence[str], format: str | None) -> None:
         """Find its format and its reader, and the run of its model: ``run``, or what it describes."""
         kernel = Kernel.start() if run is None else run.kernel
-        self.format, self.reader = open_checkpoint(Path(self.path), kernel, format)
+        fill_rows = run is not None and bool(build.added_tokens(run))
+        self.format, self.reader = open_checkpoint(Path(self.path), kernel, format, fill_rows=fill_rows)
         self.run = described_run(self.path, self.format, self.reader, overrides) if run is None else run
 
     def list_tensors(self, *, weights_only: bool) -> None:

@@ -41,3 +41,20 @@ def test_lost_state_of_a_rank_stops_the_import_and_weights_alone_are_on_request(
     (step,) = (work / "runs/a").glob("step-*")
     assert step.name == "step-00000000", "no run resumes at step 7 without the optimizer's state"
     assert not list((step / "optim").glob("*.safetensors"))
+
+
+def test_a_model_of_megatron_is_imported_and_generates(nxdt, work, tmp_path):
+    found = sources(build.model_builder(load(MODEL[0], MODEL[1:])))
+    state = {source.hf_names[0]: torch.randn(source.shape) for source in found}
+    cut = Written(heads=4, kv_heads=2, tp=2, megatron=True, xser=True)
+    directory = cut.write(tmp_path / "run--step=7-consumed_samples=56.ckpt", state, 2)
+    done = nxdt("checkpoint", "import", str(directory), "runs/a", "--config", *MODEL)
+    assert done.returncode == 0, done.stderr
+    assert (work / "runs/a/step-00000007").is_dir()
+    done = nxdt("generate", "runs/a", "In the", "--max-new-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    (directory / "model/dp_rank_00_tp_rank_00_pp_rank_00.pt").unlink()
+    done = nxdt("checkpoint", "import", str(directory), "runs/b", "--config", *MODEL)
+    assert done.returncode == 2
+    assert "[NXDT-S082]" in done.stderr
+    assert "lacks 'model/dp_rank_00_tp_rank_00_pp_rank_00.pt'" in done.stderr

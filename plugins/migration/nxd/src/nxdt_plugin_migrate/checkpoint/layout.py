@@ -4,12 +4,17 @@
 
     <tag>/checkpoint  <tag>/done                              markers: begun, finished
     <tag>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt           one tensor-parallel rank of one pipeline stage
+    <tag>/model/dp_rank_00_ep_rank_EE_tp_rank_TT_pp_rank_PP.pt   instead, of one expert-parallel rank
     <tag>/model/….pt.tensors/tensor_<n>.pt  ….pt.info.pt      next to it under ``save_xser``
     <tag>/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt           DD counts under ZeRO-1
     <tag>/user_content.pt                                     what the trainer added
 
 NxD's converter writes ``model/`` alone, without markers. (NxD Core, ``trainer/checkpoint.py``; checked with files
-of 0.18.)
+of 0.18.) The older functions of ``parallel_layers/checkpointing.py`` write into one directory, without markers::
+
+    tp_rank_TT_pp_rank_PP/checkpoint.pt                       the model under the key ``model``, and the caller's values
+    tp_rank_TT_pp_rank_PP  ….tensors/tensor_<n>.pt            the same under ``save_xser``
+    optim.dp_rank_DD.tp_rank_TT…                              state of the optimizer, which is not read
 """
 
 from __future__ import annotations
@@ -18,10 +23,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import listing
 from nxdt_plugin_migrate.errors import NeuronxRanksMissing, NeuronxUnfinished, NeuronxUnreadable
 
-_RANK = re.compile(r"dp_rank_(\d{2,})(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
-
+_RANK = re.compile(
+    r"dp_rank_(?P<dp>\d{2,})(?:_ep_rank_(?P<ep>\d{2,}))?_tp_rank_(?P<tp>\d{2,})_pp_rank_(?P<pp>\d{2,})\.pt"
+)
+_OLDER = re.compile(r"tp_rank_(?P<tp>\d{2,})_pp_rank_(?P<pp>\d{2,})(?P<pt>\.pt)?")
 _OF_RUNS = ("checkpoint", "done", "optim", "user_content.pt")
 """What NxD's converter does not write."""
 
@@ -33,18 +42,35 @@ class NeuronxLayout:
     directory: Path
     tp: int
     pp: int
+    ep: int
+    template: str
+    """Name of a rank's weights in the directory, of ``tp``, ``pp`` and ``ep``."""
     optimizer_dp: int
     """Data-parallel ranks that wrote a share of the optimizer's state; 0 where there is none."""
     of_run: bool
     """Whether a run saved it. NxD's converter leaves neither markers nor anything but ``model/``."""
+    older: bool = False
+    """Whether ``parallel_layers/checkpointing.py`` wrote it."""
 
-    def model_file(self, tp: int, pp: int) -> Path:
-        """Return the weights of a rank."""
-        return self.directory / "model" / _name(0, tp, pp)
+    def model_name(self, tp: int, pp: int, ep: int = 0) -> str:
+        """Return the name of the file with the weights of a rank, relative to the directory."""
+        return self.template.format(tp=tp, pp=pp, ep=ep)
+
+    def model_file(self, tp: int, pp: int, ep: int = 0) -> Path:
+        """Return the file with the weights of a rank."""
+        return self.directory / self.model_name(tp, pp, ep)
 
     def optimizer_file(self, dp: int, tp: int, pp: int) -> Path:
         """Optimizer state of a rank."""
-        return self.directory / "optim" / _name(dp, tp, pp)
+        return self.directory / "optim" / f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+
+    def of_other_ranks(self, *, tp: int, pp: int, ep: int) -> NxdtError:
+        """Return the error that the files are not those of ``tp`` by ``pp`` by ``ep`` ranks, as the weights show."""
+        theirs, ours = _grid(tp, pp, ep), _grid(self.tp, self.pp, self.ep)
+        if surplus := [self.model_name(*rank) for rank in ours if rank not in theirs]:
+            return _extra(self.directory, surplus, f"its weights are those of {tp} by {pp} by {ep} ranks")
+        missing = [self.model_name(*rank) for rank in theirs if rank not in ours]
+        return NeuronxRanksMissing(path=str(self.directory), tp=tp, pp=pp, files=missing)
 
 
 def is_neuronx(path: Path) -> bool:
@@ -56,7 +82,7 @@ def find_layout(path: Path) -> NeuronxLayout:
     """Return the layout of the checkpoint at ``path``.
 
     Raises:
-        NeuronxUnreadable: it is none, or has expert-parallel ranks.
+        NeuronxUnreadable: it is none, or has files of ranks that cannot be of one save.
         NeuronxUnfinished: its save did not end.
         NeuronxRanksMissing: files of some ranks are not there.
     """
@@ -68,34 +94,85 @@ def find_layout(path: Path) -> NeuronxLayout:
         raise NeuronxUnreadable(path=str(path), reason=reason)
     if (path / "checkpoint").exists() and not (path / "done").exists():
         raise NeuronxUnfinished(path=str(path))
-    ranks = _ranks(path / "model")
-    if any(expert for _, expert, _, _ in ranks):
-        raise NeuronxUnreadable(path=str(path), reason="its experts are spread over expert-parallel ranks")
-    optimizer = _ranks(path / "optim")
-    tp, pp = (1 + max(rank[at] for rank in (*ranks, *optimizer)) for at in (2, 3))
-    wanted = [f"model/{_name(0, t, p)}" for p in range(pp) for t in range(tp)]
-    missing = [name for name in wanted if not (path / name).is_file()]
+    older = not _ranks(path / "model")
+    model, optimizer = _older(path) if older else _ranks(path / "model"), _ranks(path / "optim")
+    if surplus := sorted(name for name, rank in model.items() if rank["dp"] or rank["style"] != _style(model)):
+        raise _extra(path, surplus, "they are not named as the files of the other ranks")
+    ranks = [*model.values(), *optimizer.values()]
+    tp, pp, ep = (1 + max(rank[of] for rank in ranks) for of in ("tp", "pp", "ep"))
+    layout = NeuronxLayout(
+        directory=path,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        template=_STYLES[_style(model)],
+        optimizer_dp=max((1 + rank["dp"] for rank in optimizer.values()), default=0),
+        of_run=older or any((path / name).exists() for name in _OF_RUNS),
+        older=older,
+    )
+    missing = [name for rank in _grid(tp, pp, ep) if not (path / (name := layout.model_name(*rank))).is_file()]
     if missing:
         raise NeuronxRanksMissing(path=str(path), tp=tp, pp=pp, files=missing)
-    optimizer_dp = max((1 + dp for dp, _, _, _ in optimizer), default=0)
-    of_run = any((path / name).exists() for name in _OF_RUNS)
-    return NeuronxLayout(directory=path, tp=tp, pp=pp, optimizer_dp=optimizer_dp, of_run=of_run)
+    return layout
+
+
+_STYLES = (
+    "model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
+    "model/dp_rank_00_ep_rank_{ep:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
+    "tp_rank_{tp:02d}_pp_rank_{pp:02d}/checkpoint.pt",
+    "tp_rank_{tp:02d}_pp_rank_{pp:02d}",
+    "tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
+)
+
+_Ranks = dict[str, dict[str, int]]
+"""Name of a file, relative to the directory of the checkpoint → its ranks, and its style's place in ``_STYLES``."""
+
+
+def _extra(path: Path, files: list[str], reason: str) -> NxdtError:
+    return NeuronxUnreadable(path=str(path), reason=f"it has files of ranks too many ({listing(files)}): {reason}")
+
+
+def _grid(tp: int, pp: int, ep: int) -> list[tuple[int, int, int]]:
+    """Return (tp, pp, ep) of all ranks."""
+    return [(t, p, e) for p in range(pp) for t in range(tp) for e in range(ep)]
+
+
+def _style(ranks: _Ranks) -> int:
+    """Return the style that most files have."""
+    styles = [rank["style"] for rank in ranks.values()]
+    return max(sorted(set(styles)), key=styles.count)
 
 
 def _is_one(path: Path) -> bool:
-    return bool(_ranks(path / "model"))
+    return bool(_ranks(path / "model") or _older(path))
 
 
 def _tags(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if each.is_dir() and _is_one(each)) if path.is_dir() else []
 
 
-def _ranks(folder: Path) -> list[tuple[int, int, int, int]]:
+def _ranks(folder: Path) -> _Ranks:
     """Data-, expert- and tensor-parallel rank and pipeline stage of each file."""
-    names = (each.name for each in folder.iterdir()) if folder.is_dir() else ()
-    matches = (_RANK.fullmatch(name) for name in names)
-    return [(int(m[1]), int(m[2] or 0), int(m[3]), int(m[4])) for m in matches if m is not None]
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    found = {name: _RANK.fullmatch(name) for name in names}
+    return {
+        f"{folder.name}/{name}": {
+            **{of: int(rank or 0) for of, rank in m.groupdict().items()},
+            "style": int(m["ep"] is not None),
+        }
+        for name, m in found.items()
+        if m is not None
+    }
 
 
-def _name(dp: int, tp: int, pp: int) -> str:
-    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+def _older(path: Path) -> _Ranks:
+    """The same of the older functions' files."""
+    found: _Ranks = {}
+    for each in path.iterdir() if path.is_dir() else ():
+        match, inside = _OLDER.fullmatch(each.name), each / "checkpoint.pt"
+        if match is None or not (each.is_file() or inside.is_file()):
+            continue
+        style = 2 if inside.is_file() else 4 if match["pt"] else 3
+        ranks = {"tp": int(match["tp"]), "pp": int(match["pp"]), "dp": 0, "ep": 0, "style": style}
+        found[str((inside if style == 2 else each).relative_to(path))] = ranks
+    return found

@@ -1,22 +1,22 @@
 """Shards of all ranks into whole tensors under their Hugging Face names.
 
 The models of ``model_source: hf`` keep Hugging Face's names, with global layer numbers on every pipeline stage, but for
-the fused projections. How each is cut, attention heads among them, is known from the layers that NxD builds; nothing in
-the files says it.
+the fused projections and the experts, which :mod:`rank_tensors` has renamed. How each is cut, attention heads among
+them, is known from the layers that NxD builds; nothing in the files says it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from nxdt_core.protocols.plan import AttentionHeads
+from nxdt_plugin_migrate.checkpoint.rank_tensors import Stages, equal, hf_name, renamed
 from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, concatenated
-from nxdt_plugin_migrate.errors import NeuronxReplicasDiffer
+from nxdt_plugin_migrate.errors import NeuronxMisfit, NeuronxReplicasDiffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class KeyValueSlots:
     kv_heads: int
     copies: int
     """Slots that hold the same head."""
+    padded: int
+    """Query heads on all ranks; those beyond ``query_heads`` fill up the last slots of each key head."""
     adjacent: bool
     """Whether copies are adjacent."""
 
@@ -43,8 +45,9 @@ class KeyValueSlots:
 
     def queries(self) -> list[int]:
         """Return the position of each query head of the whole model among those of all ranks."""
-        each = self.query_heads // self.count
-        return [slot * each + at for head in range(self.kv_heads) for slot in self.of(head) for at in range(each)]
+        each, wanted = self.padded // self.count, self.query_heads // self.kv_heads
+        groups = ([slot * each + at for slot in self.of(head) for at in range(each)] for head in range(self.kv_heads))
+        return [position for group in groups for position in group[:wanted]]
 
     def same(self, heads: torch.Tensor) -> bool:
         """Return whether ``heads`` [slot, …] are equal wherever they should be copies."""
@@ -55,23 +58,21 @@ class KeyValueSlots:
         )
 
 
-def order_of(heads: torch.Tensor, *, query_heads: int, kv_heads: int, copies: int) -> KeyValueSlots | None:
-    """Return the slots whose order makes the copies of ``heads`` [slot, …] equal; None if neither order does."""
-    for adjacent in (False, True):
-        slots = KeyValueSlots(query_heads=query_heads, kv_heads=kv_heads, copies=copies, adjacent=adjacent)
-        if slots.same(heads):
-            return slots
-    return None
-
-
-Stages = Sequence[Sequence[Mapping[str, LazyTensor]]]
-"""By pipeline stage and tensor-parallel rank: that rank's tensors by name."""
-
-_ROWS = ("embed_tokens.weight", "lm_head.weight")
+_ROWS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    *(f"{name}_proj.{kind}" for name in ("gate", "up") for kind in ("weight", "bias")),
+)
 _COLUMNS = ("down_proj.weight",)
-_WHOLE = ("norm.weight", "layernorm.weight")
-_HALVES = "gate_up_proj.weight"
-_ATTENTION = re.compile(r"(.*self_attn\.)(?:qkv_proj\.weight(_qkv|_q|_k|_v)?|([qkvo])_proj\.weight)")
+_WHOLE = (
+    *(f"norm.{kind}" for kind in ("weight", "bias")),
+    "embed_positions.weight",
+    "down_proj.bias",
+    "block_sparse_moe.gate.weight",
+)
+_HALVES = re.compile(r"(.*)gate_up_proj\.(weight|bias)")
+_ATTENTION = re.compile(r"(.*self_attn\.)(?:(qkv|kv|[qkvo])_proj|(qkv|kv)_by_head)\.(weight|bias)(_qkv|_q|_k|_v)?")
+_TIED = ("embed_tokens.weight", "lm_head.weight")
 _TABLES = ("inv_freq",)
 """Buffers of old checkpoints, computed and not learned."""
 
@@ -87,8 +88,12 @@ class Merger:
     The first family that is merged must be the weights: the order of replicated heads is read off their keys.
     """
 
-    def __init__(self, heads: AttentionHeads, directory: str) -> None:
+    def __init__(self, heads: AttentionHeads, wanted: Mapping[str, tuple[int, ...]], directory: str) -> None:
+        """``wanted``: the shapes of the model's tensors by Hugging Face name."""
         self._heads = heads
+        self._wanted = wanted
+        widths = [shape[1] for name, shape in wanted.items() if name.endswith("o_proj.weight")]
+        self._size = widths[0] // heads.query_heads if widths else 0
         self._directory = directory
         self._keys: list[tuple[LazyTensor, int, int]] = []
         self._adjacent: bool | None = None
@@ -100,14 +105,17 @@ class Merger:
             NeuronxMisfit: shards do not make up a tensor, or one has a name that is not known.
         """
         merged: dict[str, LazyTensor] = {}
-        for ranks in stages:
+        for ranks in ([renamed(rank, self._wanted) for rank in stage] for stage in stages):
             for name in parameters_of(dict.fromkeys(name for rank in ranks for name in rank)):
                 parts = [rank[name] for rank in ranks if name in rank]
                 if len(parts) != len(ranks):
                     raise parts[0].misfit("some tensor-parallel ranks lack it")
                 for leaf in self._named(name, parts, ranks):
-                    twice = merged.get(leaf.name)  # a tied embedding is on the first and on the last stage
-                    merged[leaf.name] = leaf if twice is None else self._equal([twice, leaf])
+                    leaf = replace(leaf, name=hf_name(leaf.name))
+                    twice = merged.get(leaf.name)
+                    if twice is not None and not leaf.name.endswith(_TIED):
+                        raise leaf.misfit(f"'{twice.where}' of another pipeline stage holds it, too")
+                    merged[leaf.name] = leaf if twice is None else equal([twice, leaf])
         return merged
 
     def _named(
@@ -115,50 +123,72 @@ class Merger:
     ) -> Iterable[LazyTensor]:
         attention = _ATTENTION.fullmatch(name)
         if attention is not None:
-            prefix, fused, single = attention.groups()
+            prefix, plain, by_head, form, suffix = attention.groups()
+            if plain == "o" and form == "bias":
+                return [equal(parts)]
+            if by_head:
+                return self._by_head(prefix, by_head, form, parts)
             output = [rank.get(f"{prefix}o_proj.weight") for rank in ranks]
             found = [leaf for leaf in output if leaf is not None]
-            return self._attention(prefix, fused, single, parts, concatenated(found or parts, 1).shape[1])
-        if name.endswith(_HALVES):
-            return _halves(name, parts)
+            kind = (suffix or "").removeprefix("_") or plain
+            return self._attention(prefix, kind, form, parts, concatenated(found or parts, 1).shape[1])
+        if halves := _HALVES.fullmatch(name):
+            return _halves(halves[1], halves[2], parts)
         if name.endswith(_ROWS):
             return [concatenated(parts, 0)]
         if name.endswith(_COLUMNS):
             return [concatenated(parts, 1)]
         if name.endswith(_WHOLE):
-            return [self._equal(parts)]
-        if name.startswith("language_model."):
-            raise parts[0].misfit("it is of a model of 'model_source: megatron', of which 'hf' models only are read")
+            return [equal(parts)]
         raise parts[0].misfit("how tensors of this name are cut is not known")
 
-    def _attention(
-        self, prefix: str, fused: str | None, single: str | None, parts: list[LazyTensor], width: int
-    ) -> Iterable[LazyTensor]:
-        """``width`` is that of all query heads."""
-        queries, kv_heads = self._heads.query_heads, self._heads.kv_heads
-        size, rest = divmod(width, queries)
+    def _by_head(self, prefix: str, kinds: str, form: str, parts: list[LazyTensor]) -> Iterable[LazyTensor]:
+        """Megatron's projection, in which the rows of one head are adjacent, those of its query, key and value."""
+        whole = concatenated(parts, 0, f"{prefix}{kinds}_proj.{form}")
+        if whole.name in self._wanted:
+            return [whole]
+        heads, rest = divmod(whole.shape[0], len(kinds) * self._size)
         if rest:
-            raise parts[0].misfit(f"{width} columns of the output projection are not {queries} heads")
-        kind = single or (fused or "").removeprefix("_")
+            raise whole.misfit(f"{whole.shape[0]} rows are not {len(kinds)} times heads of {self._size}")
+
+        def of(at: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda tensor: tensor.reshape(heads, len(kinds), self._size, *tensor.shape[1:])[:, at].flatten(0, 1)
+
+        shape = (heads * self._size, *whole.shape[1:])
+        return [
+            replace(whole.changed(of(at), shape), name=f"{prefix}{letter}_proj.{form}")
+            for at, letter in enumerate(kinds)
+        ]
+
+    def _attention(
+        self, prefix: str, kind: str, form: str, parts: list[LazyTensor], width: int
+    ) -> Iterable[LazyTensor]:
+        """``width`` is that of all query heads, also those that only fill up ranks."""
+        size = self._size
+        padded, rest = divmod(width, size)
+        if rest or padded < self._heads.query_heads:
+            heads = f"{self._heads.query_heads} heads of {size}"
+            raise parts[0].misfit(f"{width} columns of the output projection are not {heads}")
+        once = self._heads.kv_heads * size
         if kind == "o":
-            return [self._outputs(concatenated(parts, 1), size)]
+            return [self._outputs(concatenated(parts, 1), padded)]
         rows = sum(part.shape[0] for part in parts)
         if kind == "q":
-            return [self._queries(concatenated(parts, 0, f"{prefix}q_proj.weight"), size)]
+            return [self._queries(concatenated(parts, 0, f"{prefix}q_proj.{form}"), padded)]
         if kind in ("k", "v"):
-            copies = self._copies(parts[0], rows, kv_heads * size)
-            return [self._keys_of(concatenated(parts, 0, f"{prefix}{kind}_proj.weight"), size, copies)]
-        copies = self._copies(parts[0], rows - width, 2 * kv_heads * size)
-        own, each = width // len(parts), kv_heads * size * copies // len(parts)
+            copies = self._copies(parts[0], rows, once)
+            return [self._keys_of(concatenated(parts, 0, f"{prefix}{kind}_proj.{form}"), copies, padded)]
+        copies = self._copies(parts[0], rows - width, 2 * once)
+        own, each = width // len(parts), once * copies // len(parts)
         cuts = (("q", 0, own), ("k", own, each), ("v", own + each, each))
         thirds = {
             letter: concatenated(
-                [part.rows(start, count, part.name) for part in parts], 0, f"{prefix}{letter}_proj.weight"
+                [part.rows(start, count, part.name) for part in parts], 0, f"{prefix}{letter}_proj.{form}"
             )
             for letter, start, count in cuts
         }
-        keys = [self._keys_of(thirds[letter], size, copies) for letter in "kv"]
-        return [self._queries(thirds["q"], size), *keys]
+        keys = [self._keys_of(thirds[letter], copies, padded) for letter in "kv"]
+        return [self._queries(thirds["q"], padded), *keys]
 
     def _copies(self, part: LazyTensor, rows: int, once: int) -> int:
         copies, rest = divmod(rows, once)
@@ -166,72 +196,71 @@ class Merger:
             raise part.misfit(f"{rows} rows of keys or values are not a multiple of the {once} that the model has")
         return copies
 
-    def _keys_of(self, leaf: LazyTensor, size: int, copies: int) -> LazyTensor:
+    def _keys_of(self, leaf: LazyTensor, copies: int, padded: int) -> LazyTensor:
         if copies == 1:
             return leaf
         if leaf.name.endswith("k_proj.weight"):
-            self._keys.append((leaf, size, copies))
+            self._keys.append((leaf, copies, padded))
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
-            slots = self._slots(copies)
-            heads = tensor.reshape(slots.count, size, -1)
+            slots = self._slots(copies, padded)
+            heads = tensor.reshape(slots.count, self._size, *tensor.shape[1:])
             if not slots.same(heads):
                 raise NeuronxReplicasDiffer(tensor=leaf.name, path=self._directory)
             return torch.cat([heads[slots.of(head)[0]] for head in range(slots.kv_heads)])
 
         return leaf.changed(once, (leaf.shape[0] // copies, *leaf.shape[1:]))
 
-    def _queries(self, leaf: LazyTensor, size: int) -> LazyTensor:
-        if leaf.shape[0] != self._heads.query_heads * size:
-            raise leaf.misfit(f"{leaf.shape[0]} rows are not {self._heads.query_heads} heads of {size}")
-        return leaf.changed(lambda tensor: self._in_order(tensor, size))
+    def _queries(self, leaf: LazyTensor, padded: int) -> LazyTensor:
+        if leaf.shape[0] != padded * self._size:
+            raise leaf.misfit(f"{leaf.shape[0]} rows are not {padded} heads of {self._size}")
+        shape = (self._heads.query_heads * self._size, *leaf.shape[1:])
+        return leaf.changed(lambda tensor: self._in_order(tensor, padded), shape)
 
-    def _outputs(self, leaf: LazyTensor, size: int) -> LazyTensor:
-        return leaf.changed(lambda tensor: self._in_order(tensor.t(), size).t().contiguous())
+    def _outputs(self, leaf: LazyTensor, padded: int) -> LazyTensor:
+        shape = (leaf.shape[0], self._heads.query_heads * self._size)
+        return leaf.changed(lambda tensor: self._in_order(tensor.t(), padded).t().contiguous(), shape)
 
-    def _in_order(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        copies = self._keys[0][2] if self._keys else 1
-        if copies == 1:
+    def _in_order(self, tensor: torch.Tensor, padded: int) -> torch.Tensor:
+        """The query heads of the model, in its order, of ``tensor`` [padded · size, …]."""
+        copies = self._keys[0][1] if self._keys else 1
+        if copies == 1 and padded == self._heads.query_heads:
             return tensor
-        return tensor.reshape(-1, size, tensor.shape[1])[self._slots(copies).queries()].reshape(tensor.shape)
+        slots = self._slots(copies, padded)
+        if padded % slots.count:
+            reason = f"{padded} query heads do not divide among {slots.count} key heads"
+            raise NeuronxMisfit(tensor="self_attn.q_proj", path=self._directory, reason=reason)
+        return tensor.reshape(padded, self._size, *tensor.shape[1:])[slots.queries()].flatten(0, 1)
 
-    def _slots(self, copies: int) -> KeyValueSlots:
+    def _slots(self, copies: int, padded: int) -> KeyValueSlots:
         """The order of the first layer whose heads distinguish the two orders; all layers have the same."""
-        shape = {"query_heads": self._heads.query_heads, "kv_heads": self._heads.kv_heads, "copies": copies}
+
+        def slots(adjacent: bool) -> KeyValueSlots:
+            heads, kv_heads = self._heads.query_heads, self._heads.kv_heads
+            return KeyValueSlots(query_heads=heads, kv_heads=kv_heads, copies=copies, padded=padded, adjacent=adjacent)
+
         if self._adjacent is None:
-            for leaf, size, _ in self._keys:
-                heads = leaf.read().reshape(-1, size, leaf.shape[1])
-                found = order_of(heads, **shape)
-                if found is None:
+            for leaf, _, _ in self._keys:
+                heads = leaf.read().reshape(-1, self._size, *leaf.shape[1:])
+                fitting = [adjacent for adjacent in (False, True) if slots(adjacent).same(heads)]
+                if not fitting:
                     raise NeuronxReplicasDiffer(tensor=leaf.name, path=self._directory)
-                self._adjacent = found.adjacent
-                if not KeyValueSlots(**shape, adjacent=not found.adjacent).same(heads):
+                self._adjacent = fitting[0]
+                if len(fitting) == 1:
                     break
-        return KeyValueSlots(**shape, adjacent=bool(self._adjacent))
-
-    def _equal(self, parts: Sequence[LazyTensor]) -> LazyTensor:
-        """One of the parts, once it has been compared with the others."""
-        first = parts[0]
-        if any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
-            raise first.misfit("its copies have different shapes")
-        return replace(first, read=partial(self._compared, parts), stored=all(part.stored for part in parts))
-
-    def _compared(self, parts: Sequence[LazyTensor]) -> torch.Tensor:
-        first = parts[0].read()
-        if not all(torch.equal(first, part.read()) for part in parts[1:]):
-            raise NeuronxReplicasDiffer(tensor=parts[0].name, path=self._directory)
-        return first
+        return slots(bool(self._adjacent))
 
 
-def _halves(name: str, parts: Sequence[LazyTensor]) -> list[LazyTensor]:
+def _halves(stem: str, form: str, parts: Sequence[LazyTensor]) -> list[LazyTensor]:
     """The gate and the up projection, of which each rank holds a share of the one above a share of the other."""
     rows = [part.shape[0] // 2 for part in parts]
     if any(part.shape[0] % 2 for part in parts):
         raise parts[0].misfit("its two halves are of different sizes")
-    stem = name.removesuffix(_HALVES)
     return [
         concatenated(
-            [part.rows(at * half, half, name) for part, half in zip(parts, rows, strict=True)], 0, stem + half_name
+            [part.rows(at * half, half, part.name) for part, half in zip(parts, rows, strict=True)],
+            0,
+            f"{stem}{half_name}_proj.{form}",
         )
-        for at, half_name in enumerate(("gate_proj.weight", "up_proj.weight"))
+        for at, half_name in enumerate(("gate", "up"))
     ]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from nxdt_plugin_migrate.checkpoint.layout import NeuronxLayout
-from nxdt_plugin_migrate.checkpoint.merge import Stages, parameters_of
+from nxdt_plugin_migrate.checkpoint.merge import parameters_of
+from nxdt_plugin_migrate.checkpoint.rank_tensors import Stages
 from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, RankFile, concatenated
 
 MASTER = "master"
@@ -55,6 +56,12 @@ def read_optimizer(layout: NeuronxLayout, weights: Stages) -> OptimizerState | N
         Unmergeable: a run saved it, and it is missing, not complete, or ambiguous.
         PickleRefused, NeuronxFileDamaged: a file of it cannot be read.
     """
+    if layout.ep > 1:
+        raise Unmergeable("expert-parallel ranks saved it")
+    if layout.older:
+        if any(layout.directory.glob("optim*")):
+            raise Unmergeable("the functions before NxD's save_checkpoint wrote it")
+        return None
     if not layout.optimizer_dp and layout.of_run:
         raise Unmergeable("a run saved it, but optim/ has no dp_rank_…_tp_rank_…_pp_rank_….pt")
     if not layout.optimizer_dp:

@@ -1,48 +1,66 @@
 """A checkpoint of NxD Training or NxD Core as one that can be imported, read without NxD, torch-xla or a Neuron device.
 
 Names, layouts and pickles were checked against files that NxD Core 0.18 itself wrote (its ``save_checkpoint``, its
-converter for trn1, torch-xla 2.9's ZeRO-1 and xser, on a CPU, one process in the part of every rank). From its sources
-alone, and not from files, are: the order of heads on trn2, padded vocabularies, the contents of ``user_content.pt``.
+converter, torch-xla 2.9's ZeRO-1 and xser, on a CPU, one process in the part of every rank). From its sources alone,
+and not from files, are: padded vocabularies, the contents of ``user_content.pt``.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
+from nxdt_core.checkpoint.hf.source import read_optional_json
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.protocols.plan import AttentionHeads
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
-from nxdt_plugin_migrate.checkpoint.merge import Merger, Stages
+from nxdt_plugin_migrate.checkpoint.merge import Merger
 from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
+from nxdt_plugin_migrate.checkpoint.rank_tensors import (
+    GPT_KEYS,
+    MEGATRON,
+    Stages,
+    adapted,
+    expert_ranks_joined,
+    renamed,
+    scaling_of,
+)
 from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, RankFile, read_pt
-from nxdt_plugin_migrate.errors import NeuronxStateUnread, NeuronxStepUnknown, NeuronxUnreadable
+from nxdt_plugin_migrate.errors import (
+    NeuronxStateUnread,
+    NeuronxStepUnknown,
+    NeuronxUnreadable,
+)
 
 _log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step=(\d+)")
 _SAMPLES = re.compile(r"consumed_samples=(\d+)")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_FUSED = ("query_key_value.weight", "key_value.weight")
+_DOWN, _OUTPUT = ("down_proj.weight", ".w2.weight"), "o_proj.weight"
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PADDING = 128
 """Rows of the vocabulary are padded to multiples of as many a rank (``model.make_vocab_size_divisible_by``)."""
 
 
 class NeuronxCheckpoint:
-    """A :class:`~nxdt_core.protocols.format.CheckpointReader`, of ``model_source: hf``.
+    """A :class:`~nxdt_core.protocols.format.CheckpointReader`, of ``model_source: hf`` and ``megatron``.
 
     Weights are the fp32 master weights where these were saved. Without the optimizer's state, which includes them, it
     can be listed with ``weights_only`` alone.
 
     Raises:
-        NeuronxUnreadable: the directory is none, or has expert-parallel ranks.
+        NeuronxUnreadable: the directory is none, or has files of ranks that cannot be of one save.
         NeuronxUnfinished: its save did not end.
         NeuronxRanksMissing: files of some ranks are not there.
         PickleRefused: ``user_content.pt`` names something that could run code.
@@ -56,6 +74,7 @@ class NeuronxCheckpoint:
         samples = _SAMPLES.search(path.name)
         self.consumed_samples = int(samples[1]) if samples else 0
         self._reads: dict[TensorKey, Callable[[], torch.Tensor]] = {}
+        self._adapted = False
 
     def model_config(self) -> Mapping[str, Any] | None:
         """Return None: the model's configuration is a file elsewhere, which the run's configuration names."""
@@ -76,8 +95,14 @@ class NeuronxCheckpoint:
         if heads is None:
             raise NeuronxUnreadable(path=path, reason="the model's plan has no attention heads to merge")
         weights = self._weights()
+        megatron = any(MEGATRON in name for stage in weights for rank in stage for name in rank)
+        gpt = megatron and "embedding.tokens" in builder.plan().tensor
+        wanted = sources(builder, GPT_KEYS) if gpt else sources(builder)
+        shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
+        self._check_order(weights, heads)
+        self._check_ranks(weights, shapes)
         optimizer = self._optimizer(weights, weights_only)
-        merger = Merger(heads, path)
+        merger = Merger(heads, shapes, path)
         found = {"weights": merger.merge(weights)}
         if optimizer is not None:
             found |= {name: merger.merge(stages) for name, stages in optimizer.families.items()}
@@ -85,7 +110,6 @@ class NeuronxCheckpoint:
         model = found.pop(MASTER, model)
         if weights_only:
             found.clear()
-        wanted = sources(builder)
         self._check_names(wanted, model, exchange_of(builder).hf_ignored)
         listing: dict[TensorKey, ShardInfo] = {}
         for source in wanted:
@@ -112,17 +136,53 @@ class NeuronxCheckpoint:
 
     def _weights(self) -> Stages:
         layout = self._layout
-        stages = []
-        for pp in range(layout.pp):
-            files = [RankFile(layout.model_file(tp, pp)) for tp in range(layout.tp)]
-            stages.append(
-                [{str(name): file.leaf(str(name), each) for name, each in file.content.items()} for file in files]
-            )
-        return stages
+        return [[self._rank(tp, pp) for tp in range(layout.tp)] for pp in range(layout.pp)]
+
+    def _rank(self, tp: int, pp: int) -> Mapping[str, LazyTensor]:
+        """Return what one tensor-parallel rank of a stage saved, in a file of each expert-parallel rank."""
+        layout = self._layout
+        ranks = [self._file(layout.model_file(tp, pp, ep)) for ep in range(layout.ep)]
+        return ranks[0] if len(ranks) == 1 else expert_ranks_joined(ranks)
+
+    def _file(self, path: Path) -> dict[str, LazyTensor]:
+        file = RankFile(path)
+        content = file.content["model"] if isinstance(file.content.get("model"), dict) else file.content
+        lora = content.get("lora_config")
+        rank = {str(name): file.leaf(str(name), each) for name, each in content.items() if name != "lora_config"}
+        if not any(".base_layer." in name or ".lora_" in name for name in rank):
+            return rank
+        self._adapted = True
+        return adapted(rank, scaling_of(lora or read_optional_json(self._layout.directory, "adapter_config.json")))
+
+    def _check_order(self, weights: Stages, heads: AttentionHeads) -> None:
+        """See that the order of the rows of Megatron's fused projections is known.
+
+        A model that trains has those of a head adjacent. NxD's converter writes those of all queries of a rank first,
+        which is the same only where a rank has one head.
+        """
+        fused = any(name.endswith(_FUSED) for stage in weights for rank in stage for name in rank)
+        if fused and not self._layout.of_run and heads.kv_heads > self._layout.tp:
+            reason = "nothing shows whether a run of 'model_source: megatron' or NxD's converter wrote it, and these "
+            reason += "differ in the order of heads; copy the run's markers 'checkpoint' and 'done' next to model/, or "
+            reason += "import the Hugging Face model that was converted"
+            raise NeuronxUnreadable(path=str(self._layout.directory), reason=reason)
+
+    def _check_ranks(self, weights: Stages, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """See that the files are those of all ranks, as the model's sizes show where they agree."""
+        layout, first, last = self._layout, renamed(weights[0][0], wanted), renamed(weights[-1][0], wanted)
+        counts = {_ranks_of(first, wanted, names) for names in (_DOWN, (_OUTPUT,))} - {0}
+        tp = counts.pop() if len(counts) == 1 else layout.tp
+        pp = layout.pp + ("model.norm.weight" in wanted and "model.norm.weight" not in last)
+        held, experts = _experts(first) // layout.ep, _experts(wanted)
+        ep = experts // held if held and not experts % held else layout.ep
+        if (tp, pp, ep) != (layout.tp, layout.pp, layout.ep):
+            raise layout.of_other_ranks(tp=tp, pp=pp, ep=ep)
 
     def _optimizer(self, weights: Stages, weights_only: bool) -> OptimizerState | None:
         path = str(self._layout.directory)
         try:
+            if self._adapted:
+                raise Unmergeable("it is that of an adapter, whose updates are added to the weights")
             state = read_optimizer(self._layout, weights)
         except Unmergeable as reason:
             if not weights_only:
@@ -138,7 +198,8 @@ class NeuronxCheckpoint:
         missing = sorted(names - model.keys())
         extra = sorted(name for name in model.keys() - names if not matches_any(ignored, name))
         if missing or extra:
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], directory=str(self._layout.directory))
+            where = model[extra[0]].where if extra else str(self._layout.directory)
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], directory=where)
         absent = next((name for name in sorted(names) if not model[name].stored), None)
         if absent is not None:
             raise model[absent].misfit("its tensor is in no file")
@@ -158,6 +219,17 @@ class NeuronxCheckpoint:
             wrong = [f"{source.name}: {leaf.shape} instead of {shape}"]
             raise WeightsDoNotFit(missing=[], extra=[], shapes=wrong, directory=str(self._layout.directory))
         return leaf
+
+
+def _ranks_of(rank: Mapping[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], names: tuple[str, ...]) -> int:
+    """Return how many ranks share the columns of the matrices of these names; 0 if the sizes do not show it."""
+    whole = next((shape[1] for name, shape in wanted.items() if name.endswith(names)), 0)
+    own = next((leaf.shape[1] for name, leaf in rank.items() if name.endswith(names) and leaf.shape[1:]), 0)
+    return 0 if not own or whole % own else whole // own
+
+
+def _experts(names: Iterable[str]) -> int:
+    return max((1 + int(found[1]) for found in map(_EXPERT.search, names) if found), default=0)
 
 
 def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> ShardInfo:

@@ -1,0 +1,188 @@
+"""Tensors of one rank under Hugging Face's names, still cut: adapters added, Megatron's names and experts translated.
+
+Megatron's models keep the rows of one head adjacent, its query, key and value in that order (``models/megatron`` of NxD
+Training: ``[heads, 3 · size]``). Projections in this order are renamed to ``qkv_by_head`` and ``kv_by_head``. NxD's
+experts are stacked, [experts, in, out]. Here each has a name, and its matrix is [out, in].
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from nxdt_core.protocols.model import KeyMap
+from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor
+from nxdt_plugin_migrate.errors import NeuronxReplicasDiffer
+
+Stages = Sequence[Sequence[Mapping[str, LazyTensor]]]
+"""By pipeline stage and tensor-parallel rank: that rank's tensors by name."""
+
+MEGATRON = "language_model."
+"""What the names of a model of ``model_source: megatron`` begin with."""
+
+_NAMES = {
+    f"{MEGATRON}embedding.word_embeddings.": "model.embed_tokens.",
+    f"{MEGATRON}embedding.position_embeddings.": "model.embed_positions.",
+    f"{MEGATRON}encoder.final_layernorm.": "model.norm.",
+    f"{MEGATRON}encoder.": "model.",
+    f"{MEGATRON}output_layer.": "lm_head.",
+    ".self_attention.query_key_value.": ".self_attn.qkv_by_head.",
+    ".self_attention.key_value.": ".self_attn.kv_by_head.",
+    ".self_attention.query.": ".self_attn.q_proj.",
+    ".self_attention.dense.": ".self_attn.o_proj.",
+    ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.",
+    ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+    ".mlp.moe.": ".mlp.",
+    ".mlp.router.linear_router.": ".block_sparse_moe.gate.",
+}
+_EXPERTS = re.compile(r"(.*)\.mlp\.expert_mlps\.mlp_op\.(gate_up_proj|down_proj)\.weight")
+_ONE_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.weight")
+_HF_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+
+GPT_KEYS = tuple(
+    KeyMap(name=f"{ours}.{kind}", hf_names=(f"{theirs}.{kind}",))
+    for ours, theirs in {
+        "embedding.tokens": "model.embed_tokens",
+        "embedding.positions": "model.embed_positions",
+        "layers.*.attention_norm": "model.layers.*.input_layernorm",
+        "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+        **{f"layers.*.attention.{name}_proj": f"model.layers.*.self_attn.{name}_proj" for name in ("qkv", *"qkvo")},
+        **{f"layers.*.mlp.{name}_proj": f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")},
+        "norm": "model.norm",
+        "lm_head": "lm_head",
+    }.items()
+    for kind in ("weight", "bias")
+)
+"""Parameters of the model ``gpt``, whose forms Hugging Face mostly lacks, by the names of :func:`renamed`."""
+
+
+def renamed(rank: Mapping[str, LazyTensor], wanted: Iterable[str]) -> dict[str, LazyTensor]:
+    """Return the tensors of a rank by Hugging Face's names; those of ``wanted`` show whether blocks are gated."""
+    gated = any(name.endswith(("mlp.gate_proj.weight", ".w1.weight")) for name in wanted)
+    found: dict[str, LazyTensor] = {}
+    for name, leaf in rank.items():
+        for theirs, ours in _NAMES.items():
+            if theirs in name:
+                name = name.replace(theirs, ours if gated or "gate" not in ours else ".mlp.up_proj.")
+        found |= unstacked(name, leaf)
+    return found
+
+
+def unstacked(name: str, leaf: LazyTensor, first: int = 0) -> dict[str, LazyTensor]:
+    """Return the matrices of experts, from the number ``first`` on, by name; any other tensor as it is.
+
+    Raises:
+        NeuronxMisfit: the experts are not stacked.
+    """
+    match = _EXPERTS.fullmatch(name.replace(".mlp.moe.", ".mlp."))
+    if match is None:
+        return {name: replace(leaf, name=name)}
+    if len(leaf.shape) != 3:
+        raise leaf.misfit(f"experts have three dimensions, not the shape {leaf.shape}")
+    count, inner, outer = leaf.shape
+    stem = f"{match[1].replace(f'{MEGATRON}encoder', 'model')}.block_sparse_moe.experts"
+    names = [f"{stem}.{first + at}.{match[2]}.weight" for at in range(count)]
+    return {
+        each: replace(leaf.changed(partial(_expert, at), (outer, inner)), name=each) for at, each in enumerate(names)
+    }
+
+
+def _expert(at: int, stack: torch.Tensor) -> torch.Tensor:
+    return stack[at].t()
+
+
+def hf_name(name: str) -> str:
+    """Return Mixtral's name of a matrix of an expert; any other name as it is."""
+    match = _ONE_EXPERT.fullmatch(name)
+    return name if match is None else f"{match[1]}.{_HF_EXPERT[match[2]]}.weight"
+
+
+def expert_ranks_joined(ranks: Sequence[Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
+    """Return the tensors of all expert-parallel ranks of one tensor-parallel rank: experts numbered, others once.
+
+    With ``save_xser``, only the first rank stores what is not of experts; the others refer to nothing.
+    """
+    found: dict[str, list[LazyTensor]] = {}
+    for at, rank in enumerate(ranks):
+        for name, leaf in rank.items():
+            count = leaf.shape[0] if leaf.shape else 0
+            for each, own in unstacked(name, leaf, at * count).items():
+                found.setdefault(each, []).append(own)
+    stored = {name: [leaf for leaf in leaves if leaf.stored] or leaves for name, leaves in found.items()}
+    return {name: equal(leaves) for name, leaves in stored.items()}
+
+
+def equal(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Return one of the parts, which is compared with the others when it is read.
+
+    Raises:
+        NeuronxMisfit: they have different shapes.
+    """
+    first = parts[0]
+    other = next((part for part in parts if (part.shape, part.dtype) != (first.shape, first.dtype)), None)
+    if other is not None:
+        raise first.misfit(f"its copies have different shapes: {first.shape}, and {other.shape} in '{other.where}'")
+
+    def compared() -> torch.Tensor:
+        tensor = first.read()
+        for part in parts[1:]:
+            if not torch.equal(tensor, part.read()):
+                raise NeuronxReplicasDiffer(tensor=first.name, path=part.where)
+        return tensor
+
+    return replace(first, read=compared, stored=all(part.stored for part in parts))
+
+
+def adapted(rank: Mapping[str, LazyTensor], scaling: float | None) -> dict[str, LazyTensor]:
+    """Return the tensors of a rank with the updates of its adapter added, in the wider dtype of the two.
+
+    A layer ``X`` that has an adapter is saved as ``X.base_layer``, ``X.lora_A`` and ``X.lora_B``. Where tensor
+    parallelism shards one of the two, the product of a rank's parts is its part of the update.
+
+    Raises:
+        NeuronxMisfit: an adapter without its layer or its scaling, or of a layer that is not linear.
+    """
+    found, used = {}, set()
+    for name, leaf in rank.items():
+        path, base, kind = name.partition(".base_layer.")
+        a, b = f"{path}.lora_A.weight", f"{path}.lora_B.{kind}"
+        if base and a in rank and b in rank:
+            used |= {a, b}
+            found[f"{path}.{kind}"] = _updated(leaf, rank[a], rank[b], scaling)
+        else:
+            found[f"{path}.{kind}" if base else name] = leaf
+    left = next((leaf for name, leaf in found.items() if ".lora_" in name and name not in used), None)
+    if left is not None:
+        raise left.misfit(
+            "it is of an adapter, and the weights of its layer are not there or not those of a projection"
+        )
+    return {name: leaf for name, leaf in found.items() if name not in used}
+
+
+def _updated(leaf: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: float | None) -> LazyTensor:
+    if scaling is None:
+        raise a.misfit("neither its file nor an adapter_config.json in the directory says what scales the adapter")
+    if a.shape[:1] != b.shape[1:] or (*b.shape[:1], *a.shape[1:]) != leaf.shape:
+        raise a.misfit(f"matrices of the shapes {b.shape} and {a.shape} do not update one of {leaf.shape}")
+    dtype = torch.promote_types(leaf.dtype, torch.promote_types(a.dtype, b.dtype))
+
+    def read() -> torch.Tensor:
+        return leaf.read().to(dtype) + b.read().to(dtype) @ a.read().to(dtype) * scaling
+
+    return replace(leaf, dtype=dtype, read=read, stored=leaf.stored and a.stored and b.stored)
+
+
+def scaling_of(config: object) -> float | None:
+    """Return what ``lora_config`` of a file, or ``adapter_config.json``, multiplies updates with; None if it does not
+    say it."""
+    if not isinstance(config, dict):
+        return None
+    alpha, rank = config.get("lora_alpha"), config.get("lora_rank")
+    if not isinstance(alpha, int | float) or not isinstance(rank, int) or rank < 1:
+        return None
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
