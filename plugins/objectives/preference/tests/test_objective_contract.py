@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from nxdt_plugin_preference.config import DpoConfig, OrpoConfig
-from nxdt_plugin_preference.objectives import Dpo, Orpo
+from nxdt_plugin_preference.config import CpoConfig, DpoConfig, OrpoConfig
+from nxdt_plugin_preference.objectives import Cpo, Dpo, Orpo
 from nxdt_testing.objective_contract import ObjectiveContract
 
 
@@ -21,6 +21,29 @@ class TestDpo(ObjectiveContract):
 
     def tries(self, layout, config):
         return layout == "cp" or config.getoption("samples", default=None) == "all"
+
+
+class TestIpo(TestDpo):
+    """Means over an answer's tokens."""
+
+    @pytest.fixture
+    def section(self):
+        return DpoConfig(kl_beta=0.1, loss_type="ipo")
+
+
+class TestSimpo(TestDpo):
+    """The same, without a reference."""
+
+    @pytest.fixture
+    def factory(self):
+        return Cpo
+
+    @pytest.fixture
+    def section(self):
+        return CpoConfig(beta=2.0, loss_type="simpo", cpo_alpha=0.5, label_smoothing=0.1)
+
+    def tries(self, layout, config):
+        return layout == "tp" or config.getoption("samples", default=None) == "all"
 
 
 class TestOrpo(ObjectiveContract):

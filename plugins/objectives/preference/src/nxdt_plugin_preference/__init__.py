@@ -13,14 +13,20 @@ if TYPE_CHECKING:
 
 @hookimpl
 def nxdt_objectives() -> list[Component]:
-    """Declare the two losses."""
+    """Declare the losses."""
     return [
         Component(
             name="dpo",
             target="nxdt_plugin_preference.objectives:Dpo",
             config="nxdt_plugin_preference.config:DpoConfig",
             requires=frozenset({"reference"}),
-            summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)",
+            summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), IPO, cDPO, robust DPO",
+        ),
+        Component(
+            name="cpo",
+            target="nxdt_plugin_preference.objectives:Cpo",
+            config="nxdt_plugin_preference.config:CpoConfig",
+            summary="contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), SimPO",
         ),
         Component(
             name="orpo",
@@ -33,7 +39,7 @@ def nxdt_objectives() -> list[Component]:
 
 @hookimpl
 def nxdt_datasets() -> list[Component]:
-    """Declare the pairs that both are trained on."""
+    """Declare the pairs that they are trained on."""
     return [
         Component(
             name="preference",
@@ -49,5 +55,5 @@ def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
     """Give all weights the learning rate of TRL's DPO, and an adapter's five times as much."""
     if context.find("model.optim.name") not in (None, "adam", "adamw"):
         return {}
-    tuned = context.find("objective.name") in ("dpo", "orpo")
+    tuned = context.find("objective.name") in ("dpo", "cpo", "orpo")
     return {"model": {"optim": {"lr": 5e-6 if context.find("adapter.name") else 1e-6}}} if tuned else {}
