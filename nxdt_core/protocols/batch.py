@@ -36,6 +36,9 @@ class Sample:
     reference_log_probs: np.ndarray | None = None
     """float32 [seq]: log-probability of each label under the model that the run began with; 0 where it is not needed.
     None where it is not requested."""
+    answer_scores: np.ndarray | None = None
+    """float32 [seq]: what the record says of the answer that a token belongs to, such as KTO's 1 or −1. None where it
+    says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Batch:
     """int64; None means that each row is one document."""
     reference_log_probs: torch.Tensor | None = None
     """float32: of each label under the model that the run began with; None where it is not requested."""
+    answer_scores: torch.Tensor | None = None
+    """float32: what records say of the answer that a token belongs to; None where they say nothing."""
     rows_per_sample: int = 1
     """Adjacent rows that are one sample."""
     first_row: int | None = None

@@ -10,7 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -21,7 +21,9 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "traits_of"]
+    from nxdt_core.protocols.parallel_model import ParallelModel
+
+__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "prepare", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,10 @@ class ObjectiveTraits:
     reference: Literal["before", "step"] | None = None
     """Whether it wants the log-probabilities of the labels under another model: ``before`` the first step, under the
     weights that the run begins with; or at each ``step``, under the frozen base of an adapter."""
+    scores: bool = False
+    """Whether it takes ``answer_scores``."""
+    loss_rows: int | None = None
+    """Rows of a sample that its call takes, the first ones, where its ``prepare`` leaves out others; None: all."""
 
 
 @runtime_checkable
@@ -55,6 +61,7 @@ class Objective(Protocol):
     """The target of the kind, called as ``Target(config)`` with the section ``objective``.
 
     One that is not a mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
+    One whose loss needs a figure of the whole global batch has a method like :func:`prepare`, without ``objective``.
     """
 
     def __init__(self, config: Any) -> None: ...
@@ -78,6 +85,18 @@ def traits_of(objective: Objective) -> ObjectiveTraits:
     """Return the traits of ``objective``; the default are those of a mean over tokens."""
     found: ObjectiveTraits = getattr(objective, "traits", ObjectiveTraits())
     return found
+
+
+def prepare(
+    objective: Objective, micro_batches: Sequence[Batch], model: ParallelModel
+) -> tuple[Objective, Sequence[Batch]]:
+    """Return the objective and the micro-batches of one pass over a global batch: these, or what the objective's own
+    ``prepare(micro_batches, model)`` returns, which may run ``model`` without gradients. Collective."""
+    own = getattr(objective, "prepare", None)
+    prepared: tuple[Objective, Sequence[Batch]] = (
+        (objective, micro_batches) if own is None else own(micro_batches, model)
+    )
+    return prepared
 
 
 def check_weight(objective: Objective, output: ObjectiveOutput, batch: Batch) -> None:

@@ -82,4 +82,4 @@ def test_every_field_of_a_pair_is_read(title, tmp_path):
         pair = read_preference(record, place)
         assert pair.unused == ()
         assert pair.prompt
-        assert isinstance(pair.chosen, tuple) == ("messages" in title)
+        assert isinstance(pair.answers["chosen"], tuple) == ("messages" in title)

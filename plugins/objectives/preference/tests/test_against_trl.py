@@ -36,6 +36,11 @@ CHATS = [
     for pair in PAIRS
 ]
 """The same under a template of ChatML, which writes a newline after each turn."""
+LABELS = (True, False, True, True)
+UNPAIRED = [
+    {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
+    for pair, label in zip(PAIRS, LABELS, strict=True)
+]
 PACKING = pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 
 
@@ -87,7 +92,7 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
             "name": "against-trl",
             "trainer": {"max_steps": STEPS, "accelerator": "cpu", "gradient_clip_val": None},
             "data": {
-                "name": "preference",
+                "name": "unpaired-preference" if objective["name"] == "kto" else "preference",
                 "train_files": [str(file)],
                 "packing": packing,
                 "seq_length": SEQ,
@@ -246,6 +251,22 @@ def test_cpo_equals_trl(models, write, tmp_path, packing, loss_type, options):
     if not options.get("cpo_alpha", 1):
         del wanted.metrics["nll_loss"]  # TRL does not compute it
     assert_same(found, wanted)
+
+
+@PACKING
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 1.5)], ids=["no-kl", "weighted"])
+def test_kto_equals_trl(models, write, tmp_path, packing, weights):
+    weighted = weights != (1.0, 1.0)
+    if weighted:  # the other way round, the estimate of the KL is below 0, and 0 is taken
+        models = {"policy": models["reference"], "reference": models["policy"]}
+    reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
+    options = dict(zip(("desirable_weight", "undesirable_weight"), weights, strict=True))
+    settings = arguments(trl.KTOConfig, tmp_path, precompute_ref_log_probs=True, **options)
+    wanted = theirs(trainer_of(trl.KTOTrainer, models, settings, UNPAIRED, ref_model=reference))
+    found = ours(models, write(UNPAIRED), packing, {"name": "kto", "beta": BETA, **options})
+    assert found.metrics.keys() - wanted.metrics.keys() == {"rewards/accuracies"}  # KTO has no pairs
+    assert_same(found, wanted)
+    assert (found.metrics["kl"] > 0.1) == weighted
 
 
 @PACKING

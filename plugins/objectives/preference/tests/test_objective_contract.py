@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from nxdt_plugin_preference.config import CpoConfig, DpoConfig, OrpoConfig
+import torch
+from nxdt_plugin_preference.config import CpoConfig, DpoConfig, KtoConfig, OrpoConfig
 from nxdt_plugin_preference.objectives import Cpo, Dpo, Orpo
+from nxdt_plugin_preference.unpaired import Kto
 from nxdt_testing.objective_contract import ObjectiveContract
 
 
@@ -44,6 +48,18 @@ class TestSimpo(TestDpo):
 
     def tries(self, layout, config):
         return layout == "tp" or config.getoption("samples", default=None) == "all"
+
+
+class TestKto(TestDpo):
+    """With the KL of its global batch."""
+
+    @pytest.fixture
+    def factory(self):
+        return partial(Kto, kl=torch.tensor(0.5))
+
+    @pytest.fixture
+    def section(self):
+        return KtoConfig(desirable_weight=0.7)
 
 
 class TestOrpo(ObjectiveContract):

@@ -29,6 +29,13 @@ def nxdt_objectives() -> list[Component]:
             summary="contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), SimPO",
         ),
         Component(
+            name="kto",
+            target="nxdt_plugin_preference.unpaired:Kto",
+            config="nxdt_plugin_preference.config:KtoConfig",
+            requires=frozenset({"reference"}),
+            summary="Kahneman-Tversky optimisation of unpaired answers (Ethayarajh et al. 2024, arXiv:2402.01306)",
+        ),
+        Component(
             name="orpo",
             target="nxdt_plugin_preference.objectives:Orpo",
             config="nxdt_plugin_preference.config:OrpoConfig",
@@ -39,14 +46,20 @@ def nxdt_objectives() -> list[Component]:
 
 @hookimpl
 def nxdt_datasets() -> list[Component]:
-    """Declare the pairs that they are trained on."""
+    """Declare the answers that they are trained on."""
     return [
         Component(
             name="preference",
             target="nxdt_plugin_preference.loader:PreferenceData",
             config="nxdt_plugin_preference.config:PreferenceConfig",
             summary="prompts with a chosen and a rejected answer",
-        )
+        ),
+        Component(
+            name="unpaired-preference",
+            target="nxdt_plugin_preference.loader:UnpairedData",
+            config="nxdt_plugin_preference.config:UnpairedConfig",
+            summary="prompts with an answer that is desirable or not",
+        ),
     ]
 
 
@@ -55,5 +68,5 @@ def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
     """Give all weights the learning rate of TRL's DPO, and an adapter's five times as much."""
     if context.find("model.optim.name") not in (None, "adam", "adamw"):
         return {}
-    tuned = context.find("objective.name") in ("dpo", "cpo", "orpo")
+    tuned = context.find("objective.name") in ("dpo", "cpo", "kto", "orpo")
     return {"model": {"optim": {"lr": 5e-6 if context.find("adapter.name") else 1e-6}}} if tuned else {}

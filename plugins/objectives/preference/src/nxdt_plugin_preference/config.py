@@ -74,11 +74,25 @@ class OrpoConfig(Section):
     as in the paper."""
 
 
-class PreferenceConfig(ChatKeys):
-    """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
+class KtoConfig(Section):
+    """``objective: {name: kto}``: desirable answers become likelier than under the model that the run began with, and
+    others less likely; no pairs."""
 
-    Files are JSONL, JSON with a list, CSV, TSV, Arrow or Parquet, or directories of one of these; all may be compressed
-    (``.gz``, ``.zst``). A path may be a pattern. Texts are used unchanged; a chat template renders messages.
+    beta: NonNegativeFloat = 0.1
+    """β of the paper: how dearly the model pays for leaving the reference."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Factor of the loss of desirable answers. The paper keeps its product with their number at 1 to 4/3 times that of
+    undesirable ones."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Factor of the loss of undesirable answers."""
+    precompute_ref_log_probs: bool = True
+    """As of ``dpo``."""
+
+
+class UnpairedConfig(ChatKeys):
+    """``data: {name: unpaired-preference}``: records with ``prompt``, ``completion`` and ``label``, true or false.
+
+    Files and messages are read as ``preference`` reads them. A record with ``chosen`` and ``rejected`` is two.
     """
 
     packing: bool = False
@@ -92,3 +106,14 @@ class PreferenceConfig(ChatKeys):
     ``null``: half of that length. Answers are then cut at their end to what is left."""
     truncation_mode: TruncationMode = "keep_start"
     """Which end of such a prompt stays."""
+
+
+class PreferenceConfig(UnpairedConfig):
+    """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
+
+    Files are JSONL, JSON with a list, CSV, TSV, Arrow or Parquet, or directories of one of these; all may be compressed
+    (``.gz``, ``.zst``). A path may be a pattern. Texts are used unchanged; a chat template renders messages.
+    """
+
+    margins: bool = False
+    """Read the number ``margin`` of each pair, by which ``reward`` wants the scores of its answers to differ."""

@@ -85,9 +85,10 @@ def check_paired(objective: str, batch: Batch) -> None:
     """Let a batch of pairs pass.
 
     Raises:
-        RowsNotPaired: its samples are something else.
+        RowsNotPaired: its samples are something else, such as answers apart from each other.
     """
-    if batch.rows_per_sample != PAIR:
+    scores = batch.answer_scores
+    if batch.rows_per_sample != PAIR or (scores is not None and scores[::PAIR].any() and not scores[1::PAIR].any()):
         raise RowsNotPaired(objective=objective, rows=batch.rows_per_sample)
 
 
@@ -98,8 +99,8 @@ def answer_mask(batch: Batch) -> torch.Tensor:
 
 
 def sums_by_answer(values: torch.Tensor, batch: Batch, shards: SequenceShards) -> torch.Tensor:
-    """Return the sums of ``values`` [figures, rows, seq] over the tokens of each answer: [figures, samples, 2,
-    documents].
+    """Return the sums of ``values`` [figures, rows, seq] over the tokens of each answer: [figures, samples, rows of a
+    sample, documents].
 
     Of whole answers also where ranks share sequences; then collective.
     """
@@ -109,7 +110,7 @@ def sums_by_answer(values: torch.Tensor, batch: Batch, shards: SequenceShards) -
     else:
         documents = batch.document_ids.clamp(min=0).expand(figures, rows, seq)  # padding, −1, has no values
         partial = values.new_zeros(figures, rows, seq * shards.ranks).scatter_add(2, documents, values)
-    return shards.total(partial).view(figures, rows // PAIR, PAIR, -1)
+    return shards.total(partial).view(figures, batch.samples, batch.rows_per_sample, -1)
 
 
 class Dpo:
