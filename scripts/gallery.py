@@ -52,6 +52,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "llama-tiny-dpo": ("nxdt train recipe:llama-tiny-dpo",),
     "llama-tiny-kto": ("nxdt train recipe:llama-tiny-kto",),
     "llama-tiny-orpo": ("nxdt train recipe:llama-tiny-orpo",),
+    "llama-tiny-reward": ("nxdt train recipe:llama-tiny-reward",),
 }
 """Recipe → commands that train it; the last one is the run that is shown."""
 

@@ -48,6 +48,9 @@ class RotaryDecoderConfig(Section):
     """Added to the mean square in RMSNorm (``rms_norm_eps`` of Hugging Face)."""
     share_embeddings_and_output_weights: bool = False
     """One matrix for embedding and head (``tie_word_embeddings`` of Hugging Face)."""
+    score_head: bool = False
+    """One score per token in place of logits, for the objective ``reward``: transformers'
+    ``AutoModelForSequenceClassification`` with one label."""
     init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of fresh weights (``initializer_range`` of Hugging Face)."""
     use_scaled_init_method: bool = True
@@ -62,6 +65,16 @@ class RotaryDecoderConfig(Section):
     def head_size(self) -> int:
         """``head_dim`` with its default applied."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding's matrix."""
+        return self.share_embeddings_and_output_weights and not self.score_head
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head's module."""
+        return "score" if self.score_head else "lm_head"
 
     @property
     def window(self) -> int | None:

@@ -50,6 +50,9 @@ class ObjectiveTraits:
     reference: Literal["before", "step"] | None = None
     """Whether it wants the log-probabilities of the labels under another model: ``before`` the first step, under the
     weights that the run begins with; or at each ``step``, under the frozen base of an adapter."""
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """What its call takes: logits [rows, seq, vocab], or scores [rows, seq, 1] of a model whose section has
+    ``score_head``."""
     scores: bool = False
     """Whether it takes ``answer_scores``."""
     loss_rows: int | None = None

@@ -230,7 +230,8 @@ class TrainSession:
         refuse_foreign(build.trusted_keys(self.config), path)
         weights = {name: weight for name, weight in self.model.state_dict().items() if name not in self.model.added}
         builder = build.model_builder(self.config)
-        load_format_into(path, builder, self.config.kernel, weights, ranks=self.engine.ranks)
+        strict = self.config.run.checkpoint.strict
+        load_format_into(path, builder, self.config.kernel, weights, ranks=self.engine.ranks, strict=strict)
         self.model.load_state_dict(weights, strict=False)
 
     # Data.

@@ -71,7 +71,12 @@ class HFWeights:
             WeightsDoNotFit: names or shapes differ.
             WeightsUnusable: the head of a tied model is not its embedding.
         """
-        wanted, known = sources(builder), exchange_of(builder).hf_ignored
+        wanted, exchange = sources(builder), exchange_of(builder)
+        known = exchange.hf_ignored
+        may_lack = getattr(exchange, "hf_may_lack", ())
+        wanted = [
+            source for source in wanted if source.hf_names[0] not in may_lack or source.hf_names[0] in self._located
+        ]
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
         ignored = [*known, *map(_without_prefix, known)]

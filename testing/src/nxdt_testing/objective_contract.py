@@ -103,6 +103,8 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
 
     def test_ignored_labels_do_not_count(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """Change the logits where the label is −100: loss and metrics stay, and no gradient is there."""
+        if traits.head == "score":
+            pytest.skip("the last token of a text has no label, and may have a score")
         batch, logits = _batch(traits)
         ignored = batch.labels == IGNORE_INDEX
         before = _figures(_output(objective, logits, batch))
@@ -178,6 +180,8 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
         pytestconfig: pytest.Config,
     ) -> None:
         """On two ranks that share the vocabulary (TP), the tokens (CP), the samples or the layers of a model."""
+        if traits.head == "score":
+            pytest.skip("the decoder of these tests gives logits")
         builder = small_decoder()
         own = documents(traits, (8, 7, 9, 6, 7, 8, 8, 8), vocabulary=builder.vocab_size)
         batches = [in_rows([own[number : number + 2]], 16, traits)[0] for number in range(0, 8, 2)]

@@ -32,6 +32,7 @@ OBJECTIVES = {
     "ipo": ("dpo", "objective.loss_type=ipo"),
     "simpo": ("orpo", "objective={name: cpo, beta: 2, loss_type: simpo, label_smoothing: 0.1, cpo_alpha: 0.5}"),
     "kto": ("kto",),
+    "reward": ("reward",),
 }
 """Recipe and overrides of each."""
 

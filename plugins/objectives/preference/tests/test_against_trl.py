@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
             "model": {
                 "name": "llama",
                 "model_config": str(models["policy"] / "config.json"),
+                "score_head": objective["name"] == "reward",
                 "optim": {"name": "sgd", "lr": RATE, "sched": {"name": "constant"}},
             },
             "objective": objective,
@@ -126,8 +127,8 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
     def look_and_apply() -> None:
         if not gradients:
             held = dict(session.model.named_parameters())
-            names = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
-            gradients.extend(held[name].grad.detach().clone() for name in names)
+            head = "score" if "score.weight" in held else "lm_head"
+            gradients.extend(held[f"{name}.weight"].grad.detach().clone() for name in ("embed_tokens", "norm", head))
         session.optimizer.step()
 
     found = [session.step([batch], apply=look_and_apply).loss for _ in range(STEPS)]
@@ -143,11 +144,11 @@ def pairs_of(config: ResolvedConfig) -> MapDataset:
 
 
 def arguments(kind: Any, directory: Path, **more: Any) -> Any:
+    more = more if kind is trl.RewardConfig else {"beta": BETA, **more}
     return kind(
         output_dir=str(directory),
         per_device_train_batch_size=len(PAIRS),
         max_length=SEQ,
-        beta=BETA,
         report_to=[],
         use_cpu=True,
         bf16=False,
@@ -160,8 +161,10 @@ def arguments(kind: Any, directory: Path, **more: Any) -> Any:
 def trainer_of(
     kind: Any, models: dict[str, Path], settings: Any, pairs: Sequence[Mapping[str, Any]] = PAIRS, **more: Any
 ) -> Any:
+    classifies = kind is trl.RewardTrainer
+    cls = transformers.LlamaForSequenceClassification if classifies else transformers.LlamaForCausalLM
     return kind(
-        model=transformers.LlamaForCausalLM.from_pretrained(models["policy"]).eval(),
+        model=cls.from_pretrained(models["policy"]).eval(),
         args=settings,
         train_dataset=datasets.Dataset.from_list(list(pairs)),
         processing_class=transformers.AutoTokenizer.from_pretrained(models["policy"]),
@@ -182,8 +185,9 @@ def theirs(trainer: Any) -> Seen:
         if not step:
             kept = trainer._metrics["train"] if hasattr(trainer, "_metrics") else trainer._stored_metrics["train"]
             metrics = {"loss": losses[0], **{name: float(values[-1]) for name, values in kept.items()}}
-            weights = (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight)
-            gradients = [weight.grad.clone() for weight in weights]
+            head = model.score if hasattr(model, "score") else model.lm_head
+            modules = (model.model.embed_tokens, model.model.norm, head)
+            gradients = [module.weight.grad.clone() for module in modules]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= RATE * parameter.grad
@@ -278,6 +282,38 @@ def test_orpo_equals_trl(models, write, tmp_path, packing):
     assert found.metrics.keys() <= wanted.metrics.keys()
     assert len(found.metrics) == 10
     assert_same(found, wanted)
+
+
+@pytest.fixture(scope="module")
+def scorer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A sequence classifier with one label, saved by transformers."""
+    torch.manual_seed(2)
+    config = transformers.AutoConfig.from_pretrained(models["policy"], num_labels=1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models["policy"])
+    config.pad_token_id = tokenizer.pad_token_id
+    directory = tmp_path_factory.mktemp("scorer")
+    transformers.LlamaForSequenceClassification(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return {"policy": directory}
+
+
+MARGINS = (0.3, 0.0, 1.5, 0.2)
+
+
+@PACKING
+@pytest.mark.parametrize("margins", [False, True], ids=["plain", "margins"])
+def test_a_reward_model_equals_trl(scorer, write, tmp_path, packing, margins):
+    pairs = [{**pair, **({"margin": margin} if margins else {})} for pair, margin in zip(PAIRS, MARGINS, strict=True)]
+    center = 0.05 if margins else 0.0
+    settings = arguments(trl.RewardConfig, tmp_path, center_rewards_coefficient=center or None)
+    wanted = theirs(trainer_of(trl.RewardTrainer, scorer, settings, pairs))
+    objective = {"name": "reward", "center_rewards_coefficient": center}
+    found = ours(scorer, write(pairs), packing, objective, margins=margins)
+    assert found.metrics.keys() == {"loss", *REWARDS}
+    mean = (found.metrics["rewards/chosen"] + found.metrics["rewards/rejected"]) / 2
+    renamed = {"margin": found.metrics["rewards/margins"], "accuracy": found.metrics["rewards/accuracies"]}
+    assert_same(replace(found, metrics={"loss": found.metrics["loss"], "mean_reward": mean, **renamed}), wanted)
+    assert abs(found.metrics["rewards/margins"]) > 0.01
 
 
 def test_dpo_of_chats_equals_trl_where_answers_end_with_the_space_after_turns(models, write, tmp_path):

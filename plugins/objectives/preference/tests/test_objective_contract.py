@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from nxdt_plugin_preference.config import CpoConfig, DpoConfig, KtoConfig, OrpoConfig
+from nxdt_plugin_preference.config import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, RewardConfig
 from nxdt_plugin_preference.objectives import Cpo, Dpo, Orpo
+from nxdt_plugin_preference.reward import Reward
 from nxdt_plugin_preference.unpaired import Kto
 from nxdt_testing.objective_contract import ObjectiveContract
 
@@ -60,6 +61,18 @@ class TestKto(TestDpo):
     @pytest.fixture
     def section(self):
         return KtoConfig(desirable_weight=0.7)
+
+
+class TestReward(ObjectiveContract):
+    """Scores; tests/engine/layouts trains by them."""
+
+    @pytest.fixture
+    def factory(self):
+        return Reward
+
+    @pytest.fixture
+    def section(self):
+        return RewardConfig(center_rewards_coefficient=0.1)
 
 
 class TestOrpo(ObjectiveContract):

@@ -19,7 +19,7 @@ def nxdt_models() -> list[ModelComponent]:
             aliases=("hf_llama",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
             tried_before_launch=False,
-            hf_architectures=("LlamaForCausalLM",),
+            hf_architectures=("LlamaForCausalLM", "LlamaForSequenceClassification"),
             recompute_names=_RECOMPUTE_NAMES,
         ),
         ModelComponent(
@@ -30,7 +30,7 @@ def nxdt_models() -> list[ModelComponent]:
             aliases=("hf_mistral",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
             tried_before_launch=False,
-            hf_architectures=("MistralForCausalLM",),
+            hf_architectures=("MistralForCausalLM", "MistralForSequenceClassification"),
             recompute_names=_RECOMPUTE_NAMES,
         ),
     ]

@@ -41,6 +41,12 @@ def nxdt_objectives() -> list[Component]:
             config="nxdt_plugin_preference.config:OrpoConfig",
             summary="odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691)",
         ),
+        Component(
+            name="reward",
+            target="nxdt_plugin_preference.reward:Reward",
+            config="nxdt_plugin_preference.config:RewardConfig",
+            summary="reward model: one score per answer (Ouyang et al. 2022, arXiv:2203.02155)",
+        ),
     ]
 
 
@@ -65,8 +71,12 @@ def nxdt_datasets() -> list[Component]:
 
 @hookimpl
 def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
-    """Give all weights the learning rate of TRL's DPO, and an adapter's five times as much."""
+    """Give all weights the learning rate of TRL's trainer, and an adapter's five times DPO's; a reward model's head
+    trains next to an adapter."""
+    objective, adapter = context.find("objective.name"), context.find("adapter.name")
+    saved = {"adapter": {"modules_to_save": ["score"]}} if objective == "reward" and adapter == "lora" else {}
     if context.find("model.optim.name") not in (None, "adam", "adamw"):
-        return {}
-    tuned = context.find("objective.name") in ("dpo", "cpo", "kto", "orpo")
-    return {"model": {"optim": {"lr": 5e-6 if context.find("adapter.name") else 1e-6}}} if tuned else {}
+        return saved
+    of_answers = dict.fromkeys(("dpo", "cpo", "kto", "orpo"), 5e-6 if adapter else 1e-6)
+    rate = {"reward": 1e-4, **of_answers}.get(objective)
+    return saved if rate is None else {**saved, "model": {"optim": {"lr": rate}}}

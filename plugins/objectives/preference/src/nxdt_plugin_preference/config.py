@@ -89,6 +89,14 @@ class KtoConfig(Section):
     """As of ``dpo``."""
 
 
+class RewardConfig(Section):
+    """``objective: {name: reward}``: a model with ``model.score_head`` gives chosen answers greater scores."""
+
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps their mean near 0 (Eisenstein et al. 2023,
+    arXiv:2312.09244, which has 0.01)."""
+
+
 class UnpairedConfig(ChatKeys):
     """``data: {name: unpaired-preference}``: records with ``prompt``, ``completion`` and ``label``, true or false.
 
