@@ -82,7 +82,7 @@ class Kto:
         of_kinds = {"chosen": (side > 0).to(ratios), "rejected": (side < 0).to(ratios)}
 
         def summed(figure: torch.Tensor) -> dict[str, torch.Tensor]:
-            """Of each kind: its sum over desirable answers, then over others, each divided by their own number."""
+            """Return the sums over desirable answers, and over others, in the places of their numbers."""
             chosen, rejected = ((figure.detach() * kind).sum() * share for kind in of_kinds.values())
             return {"chosen": torch.stack([none, chosen, none]), "rejected": torch.stack([none, none, rejected])}
 
