@@ -10,7 +10,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -21,9 +21,7 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     import torch
 
-    from nxdt_core.protocols.parallel_model import ParallelModel
-
-__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "prepare", "traits_of"]
+__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "traits_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,8 @@ class Objective(Protocol):
     """The target of the kind, called as ``Target(config)`` with the section ``objective``.
 
     One that is not a mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
-    One whose loss needs a figure of the whole global batch has a method like :func:`prepare`, without ``objective``.
+    One whose loss needs a figure of the whole global batch has a method ``prepare``
+    (:func:`nxdt_core.protocols.parallel_model.prepare`).
     """
 
     def __init__(self, config: Any) -> None: ...
@@ -88,18 +87,6 @@ def traits_of(objective: Objective) -> ObjectiveTraits:
     """Return the traits of ``objective``; the default are those of a mean over tokens."""
     found: ObjectiveTraits = getattr(objective, "traits", ObjectiveTraits())
     return found
-
-
-def prepare(
-    objective: Objective, micro_batches: Sequence[Batch], model: ParallelModel
-) -> tuple[Objective, Sequence[Batch]]:
-    """Return the objective and the micro-batches of one pass over a global batch: these, or what the objective's own
-    ``prepare(micro_batches, model)`` returns, which may run ``model`` without gradients. Collective."""
-    own = getattr(objective, "prepare", None)
-    prepared: tuple[Objective, Sequence[Batch]] = (
-        (objective, micro_batches) if own is None else own(micro_batches, model)
-    )
-    return prepared
 
 
 def check_weight(objective: Objective, output: ObjectiveOutput, batch: Batch) -> None:

@@ -37,8 +37,8 @@ from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import Objective, ObjectiveTraits, prepare, traits_of
-from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.objective import Objective, ObjectiveTraits, traits_of
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, prepare
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader

@@ -11,7 +11,8 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.protocols.objective import prepare, traits_of
+from nxdt_core.protocols.objective import traits_of
+from nxdt_core.protocols.parallel_model import prepare
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step

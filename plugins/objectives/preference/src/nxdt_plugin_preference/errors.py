@@ -117,5 +117,5 @@ LabelsNotRead = NxdtError.define(
     "NXDT-A022",
     "KTO received samples that are not answers with labels, or a batch that its prepare has not seen.",
     "The objective 'kto' takes answers with labels and a KL over the global batch, and the batch has none.",
-    "Set data.name to unpaired-preference. In a custom loop, call nxdt_core.protocols.objective.prepare first.",
+    "Set data.name to unpaired-preference. In a custom loop, call nxdt_core.protocols.parallel_model.prepare first.",
 )
