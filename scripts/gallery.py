@@ -50,7 +50,9 @@ STEPS: dict[str, tuple[str, ...]] = {
         "checkpoint.weight_init_only=true",
     ),
     "llama-tiny-dpo": ("nxdt train recipe:llama-tiny-dpo",),
+    "llama-tiny-kto": ("nxdt train recipe:llama-tiny-kto",),
     "llama-tiny-orpo": ("nxdt train recipe:llama-tiny-orpo",),
+    "llama-tiny-reward": ("nxdt train recipe:llama-tiny-reward",),
 }
 """Recipe → commands that train it; the last one is the run that is shown."""
 

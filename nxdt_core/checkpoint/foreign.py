@@ -15,6 +15,7 @@ from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import ForeignFormatUnknown
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.plugin import GUARDED, describe_failure
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader, FillsRows
@@ -93,6 +94,7 @@ def load_format_into(
     *,
     ranks: RankAgreement | None = None,
     fill_rows: bool = False,
+    strict: bool = True,
 ) -> None:
     """Fill parameters in place, in any layout. A rank reads those that it holds a part of, one at a time.
 
@@ -105,6 +107,7 @@ def load_format_into(
         tensors: of this rank by global name, DTensors or pieces where they are sharded.
         ranks: of the run; None for a process that is alone.
         fill_rows: as in :func:`open_checkpoint`.
+        strict: refuse a checkpoint that lacks parameters of the model or has others.
 
     Raises:
         ForeignFormatUnknown: nothing there is recognised.
@@ -125,7 +128,12 @@ def load_format_into(
         for (section, name), held in listing.items()
         if section == "model"
     }
-    check_model(index, tensors, ranks)
+    unmatched = check_model(index, tensors, ranks, strict=False)
+    if unmatched.missing or unmatched.extra:
+        if strict:
+            raise WeightsDoNotFit(missing=unmatched.missing, extra=unmatched.extra, shapes=[], saved=[])
+        said = "%s: parameters that it lacks keep their fresh values: %s; those that the model lacks are left out: %s"
+        _log.warning(said, path, ", ".join(unmatched.missing) or "none", ", ".join(unmatched.extra) or "none")
     on_all_ranks(ranks, lambda: _fill(found, [name for name in index if name in tensors], tensors), where=str(path))
 
 

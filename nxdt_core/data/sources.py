@@ -79,7 +79,10 @@ _OPTIONAL: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]]
         lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
     ),
     "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
-    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
+    **dict.fromkeys(
+        ("reference_log_probs", "answer_scores"),
+        (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
+    ),
 }
 """By field: its dtype, and what its absence means."""
 

@@ -99,7 +99,8 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
 
 def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
     """Return the names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
-    vocabulary = [pattern for pattern, style in plan.tensor.items() if style in ("vocab_embedding", "vocab_head")]
+    rows = ("vocab_embedding", "vocab_head", "score_head")
+    vocabulary = [pattern for pattern, style in plan.tensor.items() if style in rows]
     found = {
         f"{path}.{leaf}" if path else leaf
         for module in modules

@@ -31,7 +31,7 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import LinearProduct
 
 _WITH_SLOT = (ProductLinear, ColumnParallelLinear, RowParallelLinear)
-_NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
+_NOT_LINEAR = ("vocab_embedding", "score_head", "replicate", "heads", "channels")
 
 
 def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct) -> None:

@@ -259,6 +259,13 @@ LogitsAreSharded = NxdtError.define(
     "plain tensors, or set distributed_strategy.tensor_model_parallel_size=1.",
 )
 
+HeadDoesNotFit = NxdtError.define(
+    "NXDT-M095",
+    "An objective on scores and a model with a vocabulary, or the other way round.",
+    "The objective {objective!r} takes {takes}, which the head of the model {model!r} does not give.",
+    "{advice}, or choose another objective.",
+)
+
 ObjectiveWeightsDiffer = NxdtError.define(
     "NXDT-M094",
     "An objective whose call reports another weight than the one that the step divides by.",

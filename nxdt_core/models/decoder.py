@@ -89,9 +89,11 @@ class RotaryDecoder(nn.Module):
         )
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
         self.norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.share_embeddings_and_output_weights:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.head_name = config.head_name
+        rows = 1 if config.score_head else config.vocab_size
+        self.add_module(self.head_name, nn.Linear(config.hidden_size, rows, bias=False))
+        if config.tied:
+            getattr(self, self.head_name).weight = self.embed_tokens.weight
 
     def forward(
         self,
@@ -100,7 +102,7 @@ class RotaryDecoder(nn.Module):
         document_ids: torch.Tensor | None = None,
         step: StepContext | None = None,
     ) -> torch.Tensor:
-        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab], or scores [batch, seq, 1], of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens.
@@ -114,4 +116,4 @@ class RotaryDecoder(nn.Module):
         hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, document_ids, step=step)
-        return head_output(self.lm_head, self.norm(hidden), step)
+        return head_output(getattr(self, self.head_name), self.norm(hidden), step)

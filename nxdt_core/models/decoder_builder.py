@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from nxdt_core.errors.models import BadModelConfig, NoHFForm
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.huggingface import FEATURES, IGNORED, bias_key
+from nxdt_core.models.huggingface import FEATURES, IGNORED, SCORE, architecture_to_hf, bias_key
 from nxdt_core.models.rope_scaling import scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
@@ -72,9 +72,9 @@ def rotary_decoder_plan(
             f"{ATTENTION}.v_proj": "column",
             f"{ATTENTION}.o_proj": "row",
             **projections,
-            "lm_head": "vocab_head",
+            config.head_name: "score_head" if config.score_head else "vocab_head",
         },
-        tensor_blocks=(ATTENTION, *feed_forward, "lm_head"),
+        tensor_blocks=(ATTENTION, *feed_forward, *(() if config.score_head else (config.head_name,))),
         sequence_norms=NORMS,
         heads=AttentionHeads(
             query_heads=config.num_attention_heads,
@@ -84,7 +84,7 @@ def rotary_decoder_plan(
             output=(f"{ATTENTION}.o_proj",),
         ),
         pipeline=PipelinePlan(
-            hidden_size=config.hidden_size, first=("embed_tokens",), layers="layers", last=("norm", "lm_head")
+            hidden_size=config.hidden_size, first=("embed_tokens",), layers="layers", last=("norm", config.head_name)
         ),
         attention_cores=(f"{ATTENTION}.core",),
         recompute={"CoreAttention": (f"{ATTENTION}.core",), **recompute},
@@ -95,7 +95,7 @@ def rotary_decoder_plan(
         ),
         recompute_layer=LAYER,
         norms=tuple(f"{norm}.weight" for norm in (*NORMS, *head_norms)),
-        tied=(("embed_tokens.weight", "lm_head.weight"),) if config.share_embeddings_and_output_weights else (),
+        tied=(("embed_tokens.weight", "lm_head.weight"),) if config.tied else (),
         refused=config.rope_scaling.refused(config.max_position_embeddings) if config.rope_scaling else {},
     )
 
@@ -121,6 +121,8 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
     hf_architectures: ClassVar[tuple[str, ...]]
     """The first is written to ``config.json``."""
     hf_ignored: ClassVar[tuple[str, ...]] = IGNORED
+    hf_may_lack: ClassVar[tuple[str, ...]] = (SCORE.hf_names[0],)
+    """Tensors that a directory may lack where ``checkpoint.strict`` is false: a language model has no scores."""
 
     def __init__(self, config: Config) -> None:
         """Check ``config``.
@@ -168,7 +170,7 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
             self.config,
             sequence_length,
             feed_forward=self.feed_forward_weights(),
-            vocab_rows=self.config.vocab_size,
+            vocab_rows=1 if self.config.score_head else self.config.vocab_size,
             window=self.config.window,
         )
 
@@ -184,7 +186,7 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
             if key not in family.values.names and found != wanted:
                 raise NoHFForm(key=f"model.{key}", architecture=self.hf_architectures[0], found=found, wanted=wanted)
         return {
-            "architectures": list(self.hf_architectures[:1]),
+            **architecture_to_hf(self.hf_architectures[0], scores=self.config.score_head),
             "model_type": family.values.model,
             **family.values.write(self.config),
             "num_key_value_heads": self.config.kv_heads,
@@ -195,12 +197,14 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
 
     def hf_key_map(self) -> Sequence[KeyMap]:
         """Return one entry for each parameter; a tied head has no separate entry."""
-        lacking = {"lm_head.weight"} if self.config.share_embeddings_and_output_weights else set()
-        if not self.config.qk_norm:
+        config = self.config
+        lacking = {"lm_head.weight"} if config.tied or config.score_head else set()
+        if not config.qk_norm:
             lacking |= {f"{norm}.weight" for norm in _HEAD_NORMS}
-        biased = {f"{LAYER}.{name}.weight" for name in self.config.biased}
-        weights = [key for key in self.config.hf_family.keys if key.name not in lacking]
-        return (*weights, *(bias_key(key) for key in weights if key.name in biased))
+        biased = {f"{LAYER}.{name}.weight" for name in config.biased}
+        weights = [key for key in config.hf_family.keys if key.name not in lacking]
+        scores = (SCORE,) if config.score_head else ()
+        return (*weights, *(bias_key(key) for key in weights if key.name in biased), *scores)
 
 
 def residual_init_rules(

@@ -56,6 +56,9 @@ class RotaryDecoderConfig(Section):
     """Added to the mean square in RMSNorm (``rms_norm_eps`` of Hugging Face)."""
     share_embeddings_and_output_weights: bool = False
     """One matrix for embedding and head (``tie_word_embeddings`` of Hugging Face)."""
+    score_head: bool = False
+    """One score per token in place of logits, for the objective ``reward``: transformers'
+    ``AutoModelForSequenceClassification`` with one label."""
     init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of fresh weights (``initializer_range`` of Hugging Face)."""
     use_scaled_init_method: bool = True
@@ -75,6 +78,16 @@ class RotaryDecoderConfig(Section):
     def biased(self) -> tuple[str, ...]:
         """Names within a layer of the modules that have biases."""
         return tuple(f"attention.{n}_proj" for n in ("qkvo" if self.attention_bias else "qkv" if self.qkv_bias else ""))
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding's matrix."""
+        return self.share_embeddings_and_output_weights and not self.score_head
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head's module."""
+        return "score" if self.score_head else "lm_head"
 
     @property
     def window(self) -> int | None:

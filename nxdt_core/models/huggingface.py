@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.config.huggingface import HFValues, number_of, rope_of
+from nxdt_core.config.huggingface import HFValues, architectures_of, number_of, rope_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.models.rope_scaling import scaling_from_hf
 from nxdt_core.protocols.model import KeyMap
@@ -18,8 +18,10 @@ __all__ = [
     "ONLY",
     "OPTIONAL",
     "REQUIRED",
+    "SCORE",
     "SWIGLU_MODULES",
     "HFFamily",
+    "architecture_to_hf",
     "bias_key",
     "weight_keys",
 ]
@@ -80,6 +82,20 @@ SWIGLU_MODULES: Mapping[str, str] = {
 """Modules of dense SwiGLU blocks: ours → theirs."""
 
 
+SCORE = KeyMap(name="score.weight", hf_names=("score.weight",))
+"""The head of a sequence classifier of transformers."""
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def architecture_to_hf(causal_lm: str, *, scores: bool) -> dict[str, Any]:
+    """Return the keys of a ``config.json`` that name the class of a model: ``causal_lm``, or with ``scores`` the
+    classifier of that family with one label."""
+    if not scores:
+        return {"architectures": [causal_lm]}
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [causal_lm.replace("ForCausalLM", _CLASSIFIER)], **labels}
+
+
 def weight_keys(modules: Mapping[str, str]) -> tuple[KeyMap, ...]:
     """Return one entry for the ``weight`` of each module; ``modules`` maps our names to theirs."""
     return tuple(KeyMap(name=f"{ours}.weight", hf_names=(f"{theirs}.weight",)) for ours, theirs in modules.items())
@@ -124,4 +140,11 @@ class HFFamily:
         ours["rope_theta"] = number_of(rope, "rope_theta", self.rope_theta)
         longest = ours["max_position_embeddings"]
         ours |= scaling_from_hf(rope, model=self.values.model, max_position_embeddings=longest)
-        return {**ours, **dict.fromkeys(self.always, True), "use_scaled_init_method": False}
+        ours |= {**dict.fromkeys(self.always, True), "use_scaled_init_method": False}
+        if any(name.endswith(_CLASSIFIER) for name in architectures_of(hf_config)):
+            labels = hf_config.get("id2label") or {"0": "", "1": ""}  # transformers writes them unless there are two
+            if len(labels) != 1:
+                found = f"{len(labels)} labels"
+                raise HFUnsupported(model=self.values.model, key="id2label", found=found, supported="one label")
+            ours["score_head"] = True
+        return ours

@@ -38,6 +38,9 @@ class Sample:
     None where it is not requested."""
     origin: Any = None
     """What an objective that generates needs of the record behind the sample; it stays on the host."""
+    answer_scores: np.ndarray | None = None
+    """float32 [seq]: what the record says of the answer that a token belongs to, such as KTO's 1 or −1. None where it
+    says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Batch:
     """float32: what an objective that makes its batches wants of each position, by its own names."""
     origins: tuple[Any, ...] = ()
     """Of each sample, where the dataset says one: :attr:`Sample.origin`."""
+    answer_scores: torch.Tensor | None = None
+    """float32: what records say of the answer that a token belongs to; None where they say nothing."""
     rows_per_sample: int = 1
     """Adjacent rows that are one sample."""
     first_row: int | None = None

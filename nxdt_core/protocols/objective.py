@@ -52,6 +52,13 @@ class ObjectiveTraits:
     reference: Literal["before", "step"] | None = None
     """Whether it wants the log-probabilities of the labels under another model: ``before`` the first step, under the
     weights that the run begins with; or at each ``step``, under the frozen base of an adapter."""
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """What its call takes: logits [rows, seq, vocab], or scores [rows, seq, 1] of a model whose section has
+    ``score_head``."""
+    scores: bool = False
+    """Whether it takes ``answer_scores``."""
+    loss_rows: int | None = None
+    """Rows of a sample that its call takes, the first ones, where its ``prepare`` leaves out others; None: all."""
 
 
 @runtime_checkable
@@ -59,6 +66,8 @@ class Objective(Protocol):
     """The target of the kind, called as ``Target(config)`` with the section ``objective``.
 
     One that is not a mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
+    One whose loss needs a figure of the whole global batch has a method ``prepare``
+    (:func:`nxdt_core.protocols.parallel_model.prepare`).
     """
 
     def __init__(self, config: Any) -> None: ...

@@ -13,7 +13,7 @@ from nxdt_core.protocols.piece import Piece
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Decoding", "DecodingModel", "ParallelModel", "ParallelOptimizer", "Replicas", "StepLoss"]
+__all__ = ["Decoding", "DecodingModel", "ParallelModel", "ParallelOptimizer", "Replicas", "StepLoss", "prepare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,18 @@ class ParallelModel(Protocol):
     def local_modules(self) -> Sequence[torch.nn.Module]:
         """Return the plain modules of this rank: one a pipeline stage."""
         ...
+
+
+def prepare(
+    objective: Objective, micro_batches: Sequence[Batch], model: ParallelModel
+) -> tuple[Objective, Sequence[Batch]]:
+    """Return the objective and the micro-batches of one pass over a global batch: these, or what the objective's own
+    ``prepare(micro_batches, model)`` returns, which may run ``model`` without gradients. Collective."""
+    own = getattr(objective, "prepare", None)
+    prepared: tuple[Objective, Sequence[Batch]] = (
+        (objective, micro_batches) if own is None else own(micro_batches, model)
+    )
+    return prepared
 
 
 class Decoding(Protocol):

@@ -28,13 +28,16 @@ TensorStyle = Literal[
     "channels",
     "vocab_embedding",
     "vocab_head",
+    "score_head",
     "replicate",
 ]
 """How a module's weight is distributed over the tensor-parallel ranks.
 
 ``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``: an
 embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary, feeding a
-vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``column_gathered`` and ``row_split``: the same
+vocabulary-parallel loss. (Shoeybi et al. 2019, arXiv:1909.08053.) ``score_head``: an output projection to a few
+scores, in no tensor block, whole on each rank; under sequence parallelism the scores of all tokens are gathered.
+``column_gathered`` and ``row_split``: the same
 cuts where the module between them needs all features on each rank, such as a norm over all heads: outputs of the one
 are gathered, the other takes its part of whole inputs. ``column_whole``: as ``column_gathered``, as the end of a
 tensor block: what follows is the same on each rank. ``row_partial``: as ``row`` without a bias and without the

@@ -20,7 +20,7 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.errors.layouts import ShardNotComputed
-from nxdt_core.errors.models import SequenceTooLongForModel, VocabularyTooSmall
+from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.optimizers import NoMasterWeights
 from nxdt_core.kernel.plugin import LOCAL
 from nxdt_core.protocols.adapter import Adapter
@@ -174,8 +174,16 @@ def objective(config: ResolvedConfig) -> Objective:
 
     Raises:
         ConfigError: it compares with a reference, which the engine does not declare.
+        HeadDoesNotFit: the model's head gives something else than it takes.
     """
     made = cast(Objective, _construct(config, "objective"))
+    wanted, model = traits_of(made).head == "score", config.selected("model")
+    if getattr(model.config, "score_head", False) != wanted:
+        takes = "scores" if wanted else "logits of a vocabulary"
+        name, advice = model.component.record.name, f"Set model.score_head to {str(wanted).lower()}"
+        if wanted and not hasattr(model.config, "score_head"):
+            advice = "Set model.name to a model with the key score_head, such as llama"
+        raise HeadDoesNotFit(objective=config.run.objective.name, takes=takes, model=name, advice=advice)
     check_objective(config, () if traits_of(made).reference is None else ("reference",))
     return made
 

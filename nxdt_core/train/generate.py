@@ -110,6 +110,8 @@ def load_model(
     tokenizer = build.tokenizer(found.run)
     if tokenizer is None:
         raise CannotGenerate(reason="its run names no tokenizer")
+    if getattr(found.run.selected("model").config, "score_head", False):
+        raise CannotGenerate(reason="its model gives scores (model.score_head)")
     engine = build.engine(found.run)
     engine.start()
     model = initialize_parallel_model(found.run, engine, materialise=False)

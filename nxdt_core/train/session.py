@@ -39,8 +39,8 @@ from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import GeneratingObjective, ObjectiveTraits, traits_of
-from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
+from nxdt_core.protocols.objective import GeneratingObjective, Objective, ObjectiveTraits, traits_of
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, prepare
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
@@ -252,8 +252,10 @@ class TrainSession:
         refuse_foreign(build.trusted_keys(self.config), path)
         weights = {name: weight for name, weight in self.model.state_dict().items() if name not in self.model.added}
         builder = build.model_builder(self.config)
-        fill_rows = bool(build.added_tokens(self.config))
-        load_format_into(path, builder, self.config.kernel, weights, ranks=self.engine.ranks, fill_rows=fill_rows)
+        strict, fill_rows = self.config.run.checkpoint.strict, bool(build.added_tokens(self.config))
+        load_format_into(
+            path, builder, self.config.kernel, weights, ranks=self.engine.ranks, fill_rows=fill_rows, strict=strict
+        )
         self.model.load_state_dict(weights, strict=False)
 
     # Data.
@@ -329,11 +331,12 @@ class TrainSession:
         self.collections.begin(profile_of(self.engine.device).gc_interval)
         micro_batches, generated = self._generated(batch, train=True)
         with build.plan_errors_named(self.config):
+            objective, micro_batches = self._prepared(micro_batches)
             result = train_step(
                 self.model,
                 self.optimizer,
-                self._with_base(micro_batches),
-                self.objective,
+                micro_batches,
+                objective,
                 self.schedule,
                 self.state,
                 max_norm=self.config.run.trainer.gradient_clip_val,
@@ -352,7 +355,8 @@ class TrainSession:
     def evaluate_batch(self, batch: StepInput | Sequence[Batch]) -> StepLoss:
         """Return the loss of one global batch, forward only. Collective."""
         micro_batches, _ = self._generated(batch, train=False)
-        return self.model.run_eval(self._with_base(micro_batches), self.objective)
+        objective, micro_batches = self._prepared(micro_batches)
+        return self.model.run_eval(micro_batches, objective)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of each validation set by its name, which is empty where there is one. Collective."""
@@ -383,9 +387,12 @@ class TrainSession:
             return micro_batches, None
         return self.objective.generate(self, micro_batches, train=train)
 
-    def _with_base(self, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the micro-batches; where the objective needs them at each step, with log-probabilities of the base."""
-        return with_base(micro_batches, self.model) if self._traits.reference == "step" else micro_batches
+    def _prepared(self, micro_batches: Sequence[Batch]) -> tuple[Objective, Sequence[Batch]]:
+        """Return the objective and the micro-batches of a pass; where the objective needs them at each step, with
+        log-probabilities of the base."""
+        if self._traits.reference == "step":
+            micro_batches = with_base(micro_batches, self.model)
+        return prepare(self.objective, micro_batches, self.model)
 
     # Checkpoints.
 

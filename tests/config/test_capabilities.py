@@ -289,8 +289,8 @@ def test_records_of_adapters_and_objectives_say_what_they_need(everything):
     for component in registry.all("adapter"):
         assert component.record.requires_of_model == {component.record.name}
     found = {component.record.name: set(component.record.requires) for component in registry.all("objective")}
-    assert {name for name, needed in found.items() if needed} == found.keys() & {"dpo"}
-    assert found.get("dpo", {"reference"}) == {"reference"}
+    assert {name for name, needed in found.items() if needed} == found.keys() & {"dpo", "kto"}
+    assert all(found.get(name, {"reference"}) == {"reference"} for name in ("dpo", "kto"))
 
 
 def test_checking_what_an_engine_declares_imports_no_torch(good, tmp_path):

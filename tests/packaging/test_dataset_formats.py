@@ -28,7 +28,7 @@ def rows(path):
 def test_every_section_has_a_record_keys_and_a_command():
     lacking = [title for title, body in SECTIONS.items() if not RECORDS[title]]
     assert lacking == []
-    assert len(RECORDS) == 10
+    assert len(RECORDS) == 11
     for body in SECTIONS.values():
         own = "```yaml\ndata:" in body and "\nnxdt data preview " in body
         assert own or re.search(r"command\s+are\s+those\s+of", body)
@@ -82,4 +82,13 @@ def test_every_field_of_a_pair_is_read(title, tmp_path):
         pair = read_preference(record, place)
         assert pair.unused == ()
         assert pair.prompt
-        assert isinstance(pair.chosen, tuple) == ("messages" in title)
+        assert isinstance(pair.answers["chosen"], tuple) == ("messages" in title)
+
+
+def test_every_field_of_an_answer_with_a_label_is_read(tmp_path):
+    read_unpaired = pytest.importorskip("nxdt_plugin_preference.records").read_unpaired
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(RECORDS["Answers with labels"]))
+    for place, record in read_records([file], "train_files")[0]:
+        found = read_unpaired(record, place)
+        assert (found.unused, found.scores, found.answers) == ((), (1.0,), {"completion": "4"})

@@ -73,7 +73,14 @@ class HFWeights:
             WeightsDoNotFit: names or shapes differ.
             WeightsUnusable: the head of a tied model is not its embedding.
         """
-        wanted, known = [self._filled(each, builder) for each in sources(builder)], exchange_of(builder).hf_ignored
+        exchange = exchange_of(builder)
+        may_lack = getattr(exchange, "hf_may_lack", ())
+        wanted = [
+            self._filled(source, builder)
+            for source in sources(builder)
+            if source.hf_names[0] not in may_lack or source.hf_names[0] in self._located
+        ]
+        known = exchange.hf_ignored
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
         ignored = [*known, *map(_without_prefix, known)]

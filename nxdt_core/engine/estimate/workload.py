@@ -53,7 +53,12 @@ class Workload:
     @property
     def rows(self) -> int:
         """Return the number of sequences per micro-batch."""
-        return self.micro_batch_size * traits_of(self.objective).rows_per_sample
+        return self.micro_batch_size * self._rows_per_sample
+
+    @property
+    def _rows_per_sample(self) -> int:
+        traits = traits_of(self.objective)
+        return traits.loss_rows or traits.rows_per_sample
 
     def batch(self) -> Batch:
         """Return one micro-batch as a rank sees it, on the meta device."""
@@ -71,7 +76,8 @@ class Workload:
             document_ids=tokens() if self.packed else None,
             reference_log_probs=tokens().float() if traits.reference else None,
             values={name: tokens().float() for name in traits.values},
-            rows_per_sample=traits.rows_per_sample,
+            answer_scores=tokens().float() if traits.scores else None,
+            rows_per_sample=self._rows_per_sample,
         )
 
     def hidden(self, size: int) -> torch.Tensor:

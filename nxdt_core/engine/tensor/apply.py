@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from nxdt_core.distributed.collectives import reduce_from_group
+from nxdt_core.distributed.collectives import gather_whole, reduce_from_group
 from nxdt_core.distributed.placement import sharded_over
 from nxdt_core.engine.discarded import with_block_entry
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
 from nxdt_core.engine.tensor.layers import (
+    SEQUENCE_DIM,
     BlockEntry,
     ColumnParallelLinear,
     FeatureShard,
@@ -165,7 +166,7 @@ def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list
     """Check that the sequence is sharded at the embeddings and gathered at the head."""
     styled = dict(_styled(module, plan))
     gathering = any(styled.get(block) in ("column", "column_whole") for block in blocks)
-    if "vocab_head" not in plan.tensor.values() and not gathering:
+    if not {"vocab_head", "score_head"} & {*plan.tensor.values()} and not gathering:
         raise TensorPlanUnusable(problem="sequence parallelism needs a vocab_head, whose logits are whole sequences")
     for path, part in module.named_modules():
         outside = not any(_inside(path, block) for block in blocks)
@@ -251,6 +252,10 @@ class TensorSharder:
 
     def replacement(self, path: str, module: nn.Module, style: TensorStyle) -> nn.Module | None:
         """Return the module to put at ``path``; None where the existing one may stay."""
+        if style == "score_head":
+            if self._sequence_parallel:
+                module.register_forward_hook(lambda _, args, scores: gather_whole(scores, SEQUENCE_DIM, self._group))
+            return None
         if style == "replicate":
             if not self._sequence_parallel or not isinstance(module, nn.Embedding):
                 return None

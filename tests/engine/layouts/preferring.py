@@ -1,4 +1,4 @@
-"""What each rank does in the tests of pairs: some steps of DPO or ORPO on shuffled pairs, and a validation."""
+"""What each rank does in the tests of preferences: some steps on shuffled samples, and a validation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from nxdt_core.config import load
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.objective import traits_of
+from nxdt_core.protocols.parallel_model import prepare
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
@@ -25,6 +26,16 @@ FLOAT64 = (
     f"plugins.local=[{Path(__file__).parents[1] / 'matrix' / 'components.py'}]",
     "precision.type=float64",
 )
+
+OBJECTIVES = {
+    "dpo": ("dpo",),
+    "orpo": ("orpo",),
+    "ipo": ("dpo", "objective.loss_type=ipo"),
+    "simpo": ("orpo", "objective={name: cpo, beta: 2, loss_type: simpo, label_smoothing: 0.1, cpo_alpha: 0.5}"),
+    "kto": ("kto",),
+    "reward": ("reward",),
+}
+"""Recipe and overrides of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +53,14 @@ def follow(
     objective: str, devices: int, overrides: Iterable[str] = (), model: Mapping[str, Any] | None = None
 ) -> Followed:
     """Train on this rank in a layout of ``devices``; ``model`` is another architecture than a small Llama."""
-    recipe: dict[str, Any] = {"base": f"recipe:llama-tiny-{objective}"}
+    name, *options = OBJECTIVES[objective]
+    recipe: dict[str, Any] = {"base": f"recipe:llama-tiny-{name}"}
     config = load(
         recipe if model is None else {**recipe, "model": model},
         [
             *(f"trainer.devices={devices}", "trainer.accelerator=cpu"),
             *(SMALL if model is None else ()),
-            *(f"data.global_batch_size={BATCH}", "data.micro_batch_size=1", *overrides),
+            *(f"data.global_batch_size={BATCH}", "data.micro_batch_size=1", *overrides, *options),
         ],
     )
     engine = build.engine(config)
@@ -78,10 +90,12 @@ def follow(
     batches = iter(GlobalBatchLoader(dataset, shuffle=True, **cut))
     for _ in range(STEPS):
         taken = with_base(next(batches), model_) if reference == "step" else next(batches)
-        step = train_step(model_, optimizer, taken, loss, schedule, state, apply=look_and_apply)
+        prepared, taken = prepare(loss, taken, model_)
+        step = train_step(model_, optimizer, taken, prepared, schedule, state, apply=look_and_apply)
         found.append({"loss": step.loss.loss, "norm": step.grad_norm, **step.loss.metrics})
     for taken in GlobalBatchLoader(dataset, shuffle=False, repeat=False, **cut):
-        judged = model_.run_eval(with_base(taken, model_) if reference == "step" else taken, loss)
+        prepared, taken = prepare(loss, with_base(taken, model_) if reference == "step" else taken, model_)
+        judged = model_.run_eval(taken, prepared)
         found.append({"loss": judged.loss, "weight": judged.weight, **judged.metrics})
     assert state.consumed_samples == STEPS * data.global_batch_size
     engine.shutdown()

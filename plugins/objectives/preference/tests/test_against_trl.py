@@ -1,8 +1,9 @@
-"""The same pairs, model and reference give the losses, rewards and log-probabilities of TRL's trainers."""
+"""The same pairs, model and reference give the losses, gradients, rewards and log-probabilities of TRL's trainers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.sources import collate
 from nxdt_core.protocols.dataset import MapDataset
+from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights.reference import DatasetWithReference, compute_log_probs
@@ -34,6 +36,11 @@ CHATS = [
     for pair in PAIRS
 ]
 """The same under a template of ChatML, which writes a newline after each turn."""
+LABELS = (True, False, True, True)
+UNPAIRED = [
+    {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
+    for pair, label in zip(PAIRS, LABELS, strict=True)
+]
 PACKING = pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 
 
@@ -63,16 +70,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def ours(
-    models: dict[str, Path], file: Path, packing: bool, objective: dict[str, Any], **data: Any
-) -> dict[str, float]:
-    """Loss and metrics of our objective over all pairs, of our own model with the policy's weights."""
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What some steps on one batch of all pairs gave."""
+
+    metrics: dict[str, float]
+    """Loss and metrics of the first step."""
+    losses: list[float]
+    """Of each step."""
+    gradients: list[torch.Tensor]
+    """Of embedding, norm and head in the first step."""
+
+
+STEPS, RATE = 5, 1e-2
+
+
+def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str, Any], **data: Any) -> Seen:
+    """Steps of gradient descent by our objective on all pairs, of our own model with the policy's weights."""
     config = load(
         {
             "name": "against-trl",
-            "trainer": {"max_steps": 1, "accelerator": "cpu"},
+            "trainer": {"max_steps": STEPS, "accelerator": "cpu", "gradient_clip_val": None},
             "data": {
-                "name": "preference",
+                "name": "unpaired-preference" if objective["name"] == "kto" else "preference",
                 "train_files": [str(file)],
                 "packing": packing,
                 "seq_length": SEQ,
@@ -84,25 +104,37 @@ def ours(
             "model": {
                 "name": "llama",
                 "model_config": str(models["policy"] / "config.json"),
-                "optim": {"lr": 1e-3, "sched": {"name": "constant"}},
+                "score_head": objective["name"] == "reward",
+                "optim": {"name": "sgd", "lr": RATE, "sched": {"name": "constant"}},
             },
             "objective": objective,
         }
     )
     engine = build.engine(config)
     engine.start()
-    model = initialize_parallel_model(config, engine)
+    session = TrainSession(config, engine=engine, model=initialize_parallel_model(config, engine))
     dataset = pairs_of(config)
     assert len(dataset) == (2 if packing else len(PAIRS))
-    if objective["name"] == "dpo":
-        TrainSession(config, engine=engine, model=model).load_foreign(models["reference"])
-        log_probs = compute_log_probs(dataset, config=config, engine=engine, model=model)
+    if traits_of(session.objective).reference:
+        session.load_foreign(models["reference"])
+        log_probs = compute_log_probs(dataset, config=config, engine=engine, model=session.model)
         dataset = DatasetWithReference(dataset, log_probs, model="reference")
-    TrainSession(config, engine=engine, model=model).load_foreign(models["policy"])
+    session.load_foreign(models["policy"])
+    session.build_optimizer()
     batch = collate([dataset[index] for index in range(len(dataset))])
-    found = model.run_eval([batch], build.objective(config))
+    gradients: list[torch.Tensor] = []
+
+    def look_and_apply() -> None:
+        if not gradients:
+            held = dict(session.model.named_parameters())
+            head = "score" if "score.weight" in held else "lm_head"
+            gradients.extend(held[f"{name}.weight"].grad.detach().clone() for name in ("embed_tokens", "norm", head))
+        session.optimizer.step()
+
+    found = [session.step([batch], apply=look_and_apply).loss for _ in range(STEPS)]
     engine.shutdown()
-    return {"loss": float(found.loss), **{name: float(value) for name, value in found.metrics.items()}}
+    first = {"loss": float(found[0].loss), **{name: float(value) for name, value in found[0].metrics.items()}}
+    return Seen(metrics=first, losses=[float(each.loss) for each in found], gradients=gradients)
 
 
 def pairs_of(config: ResolvedConfig) -> MapDataset:
@@ -112,11 +144,11 @@ def pairs_of(config: ResolvedConfig) -> MapDataset:
 
 
 def arguments(kind: Any, directory: Path, **more: Any) -> Any:
+    more = more if kind is trl.RewardConfig else {"beta": BETA, **more}
     return kind(
         output_dir=str(directory),
         per_device_train_batch_size=len(PAIRS),
         max_length=SEQ,
-        beta=BETA,
         report_to=[],
         use_cpu=True,
         bf16=False,
@@ -129,8 +161,10 @@ def arguments(kind: Any, directory: Path, **more: Any) -> Any:
 def trainer_of(
     kind: Any, models: dict[str, Path], settings: Any, pairs: Sequence[Mapping[str, Any]] = PAIRS, **more: Any
 ) -> Any:
+    classifies = kind is trl.RewardTrainer
+    cls = transformers.LlamaForSequenceClassification if classifies else transformers.LlamaForCausalLM
     return kind(
-        model=transformers.LlamaForCausalLM.from_pretrained(models["policy"]).eval(),
+        model=cls.from_pretrained(models["policy"]).eval(),
         args=settings,
         train_dataset=datasets.Dataset.from_list(list(pairs)),
         processing_class=transformers.AutoTokenizer.from_pretrained(models["policy"]),
@@ -138,47 +172,155 @@ def trainer_of(
     )
 
 
-def logged(trainer: Any) -> dict[str, float]:
-    """What TRL's trainer finds in one batch of all pairs."""
+def theirs(trainer: Any) -> Seen:
+    """The same steps by TRL's trainer."""
     batch = next(iter(trainer.get_train_dataloader()))
-    trainer.model.eval()
-    with torch.no_grad():
-        loss = trainer.compute_loss(trainer.model, batch)
-    kept = trainer._metrics["eval"] if hasattr(trainer, "_metrics") else trainer._stored_metrics["train"]
-    return {"loss": float(loss), **{name: float(values[-1]) for name, values in kept.items()}}
+    model = trainer.model.train()  # which has no dropout
+    losses: list[float] = []
+    for step in range(STEPS):
+        loss = trainer.compute_loss(model, dict(batch))
+        losses.append(float(loss))
+        model.zero_grad()
+        loss.backward()
+        if not step:
+            kept = trainer._metrics["train"] if hasattr(trainer, "_metrics") else trainer._stored_metrics["train"]
+            metrics = {"loss": losses[0], **{name: float(values[-1]) for name, values in kept.items()}}
+            head = model.score if hasattr(model, "score") else model.lm_head
+            modules = (model.model.embed_tokens, model.model.norm, head)
+            gradients = [module.weight.grad.clone() for module in modules]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad
+    return Seen(metrics=metrics, losses=losses, gradients=gradients)
+
+
+def assert_same(found: Seen, wanted: Seen) -> None:
+    """Metrics that both have, the losses of all steps, and the gradients of the first."""
+    of_both = found.metrics.keys() & wanted.metrics.keys()
+    assert {name: found.metrics[name] for name in of_both} == pytest.approx(
+        {name: wanted.metrics[name] for name in of_both}, **CLOSE
+    )
+    assert found.losses == pytest.approx(wanted.losses, **CLOSE)
+    for one, other in zip(found.gradients, wanted.gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-5, rtol=1e-5)
+    assert max(float(gradient.abs().max()) for gradient in found.gradients) > 1e-3
+    assert found.losses[0] - found.losses[-1] > 1e-3
+
+
+REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 
 
 @PACKING
-def test_dpo_equals_trl(models, write, tmp_path, packing):
+@pytest.mark.parametrize(
+    ("loss_type", "smoothing"),
+    [("sigmoid", 0.0), ("sigmoid", 0.1), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1)],
+)
+def test_dpo_equals_trl(models, write, tmp_path, packing, loss_type, smoothing):
     reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
-    settings = arguments(trl.DPOConfig, tmp_path, precompute_ref_log_probs=True)
-    wanted = logged(trainer_of(trl.DPOTrainer, models, settings, ref_model=reference))
-    found = ours(models, write(PAIRS), packing, {"name": "dpo", "kl_beta": BETA})
-    names = [name for name in found if name in wanted]
-    assert set(names) == {
-        *("loss", "logps/chosen", "logps/rejected"),
-        *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")),
-    }
-    assert {name: found[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, **CLOSE)
-    assert abs(found["rewards/margins"]) > 0.1  # the two models differ, or all this would be 0 = 0
+    # TRL's own sigmoid does not smooth. Its aot does, of sorted log-ratios: as one pair does not need to be.
+    aot = loss_type == "sigmoid" and smoothing
+    settings = arguments(
+        trl.DPOConfig,
+        tmp_path,
+        precompute_ref_log_probs=True,
+        loss_type="aot" if aot else loss_type,
+        label_smoothing=smoothing,
+    )
+    pairs = PAIRS[:1] * len(PAIRS) if aot else PAIRS
+    wanted = theirs(trainer_of(trl.DPOTrainer, models, settings, pairs, ref_model=reference))
+    objective = {"name": "dpo", "kl_beta": BETA, "loss_type": loss_type, "label_smoothing": smoothing}
+    found = ours(models, write(pairs), packing, objective)
+    assert found.metrics.keys() == {"loss", "logps/chosen", "logps/rejected", *REWARDS}
+    assert_same(found, wanted)
+    assert abs(found.metrics["rewards/margins"]) > 0.1  # the two models differ, or all this would be 0 = 0
+
+
+@PACKING
+@pytest.mark.parametrize(
+    ("loss_type", "options"),
+    [
+        ("sigmoid", {}),
+        ("sigmoid", {"label_smoothing": 0.1, "cpo_alpha": 0.5}),
+        ("hinge", {}),
+        ("ipo", {}),
+        ("simpo", {"cpo_alpha": 0.0, "simpo_gamma": 0.4}),
+    ],
+)
+def test_cpo_equals_trl(models, write, tmp_path, packing, loss_type, options):
+    cpo = pytest.importorskip("trl.experimental.cpo")
+    settings = arguments(cpo.CPOConfig, tmp_path, loss_type=loss_type, **options)
+    wanted = theirs(trainer_of(cpo.CPOTrainer, models, settings))
+    found = ours(models, write(PAIRS), packing, {"name": "cpo", "beta": BETA, "loss_type": loss_type, **options})
+    assert found.metrics.keys() == {"loss", "logps/chosen", "logps/rejected", "nll_loss", *REWARDS}
+    if not options.get("cpo_alpha", 1):
+        del wanted.metrics["nll_loss"]  # TRL does not compute it
+    assert_same(found, wanted)
+
+
+@PACKING
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 1.5)], ids=["no-kl", "weighted"])
+def test_kto_equals_trl(models, write, tmp_path, packing, weights):
+    weighted = weights != (1.0, 1.0)
+    if weighted:  # the other way round, the estimate of the KL is below 0, and 0 is taken
+        models = {"policy": models["reference"], "reference": models["policy"]}
+    reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
+    options = dict(zip(("desirable_weight", "undesirable_weight"), weights, strict=True))
+    settings = arguments(trl.KTOConfig, tmp_path, precompute_ref_log_probs=True, **options)
+    wanted = theirs(trainer_of(trl.KTOTrainer, models, settings, UNPAIRED, ref_model=reference))
+    found = ours(models, write(UNPAIRED), packing, {"name": "kto", "beta": BETA, **options})
+    assert found.metrics.keys() - wanted.metrics.keys() == {"rewards/accuracies"}  # KTO has no pairs
+    assert_same(found, wanted)
+    assert (found.metrics["kl"] > 0.1) == weighted
 
 
 @PACKING
 def test_orpo_equals_trl(models, write, tmp_path, packing):
     orpo = pytest.importorskip("trl.experimental.orpo")
     settings = arguments(orpo.ORPOConfig, tmp_path)
-    wanted = logged(trainer_of(orpo.ORPOTrainer, models, settings))
+    wanted = theirs(trainer_of(orpo.ORPOTrainer, models, settings))
     found = ours(models, write(PAIRS), packing, {"name": "orpo", "beta": BETA})
-    assert found == pytest.approx({name: wanted[name] for name in found}, **CLOSE)
-    assert len(found) == 10
+    assert found.metrics.keys() <= wanted.metrics.keys()
+    assert len(found.metrics) == 10
+    assert_same(found, wanted)
+
+
+@pytest.fixture(scope="module")
+def scorer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A sequence classifier with one label, saved by transformers."""
+    torch.manual_seed(2)
+    config = transformers.AutoConfig.from_pretrained(models["policy"], num_labels=1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models["policy"])
+    config.pad_token_id = tokenizer.pad_token_id
+    directory = tmp_path_factory.mktemp("scorer")
+    transformers.LlamaForSequenceClassification(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return {"policy": directory}
+
+
+MARGINS = (0.3, 0.0, 1.5, 0.2)
+
+
+@PACKING
+@pytest.mark.parametrize("margins", [False, True], ids=["plain", "margins"])
+def test_a_reward_model_equals_trl(scorer, write, tmp_path, packing, margins):
+    pairs = [{**pair, **({"margin": margin} if margins else {})} for pair, margin in zip(PAIRS, MARGINS, strict=True)]
+    center = 0.05 if margins else 0.0
+    settings = arguments(trl.RewardConfig, tmp_path, center_rewards_coefficient=center or None)
+    wanted = theirs(trainer_of(trl.RewardTrainer, scorer, settings, pairs))
+    objective = {"name": "reward", "center_rewards_coefficient": center}
+    found = ours(scorer, write(pairs), packing, objective, margins=margins)
+    assert found.metrics.keys() == {"loss", *REWARDS}
+    mean = (found.metrics["rewards/chosen"] + found.metrics["rewards/rejected"]) / 2
+    renamed = {"margin": found.metrics["rewards/margins"], "accuracy": found.metrics["rewards/accuracies"]}
+    assert_same(replace(found, metrics={"loss": found.metrics["loss"], "mean_reward": mean, **renamed}), wanted)
+    assert abs(found.metrics["rewards/margins"]) > 0.01
 
 
 def test_dpo_of_chats_equals_trl_where_answers_end_with_the_space_after_turns(models, write, tmp_path):
     reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
     settings = arguments(trl.DPOConfig, tmp_path, precompute_ref_log_probs=True)
-    wanted = logged(trainer_of(trl.DPOTrainer, models, settings, CHATS, ref_model=reference))
+    wanted = theirs(trainer_of(trl.DPOTrainer, models, settings, CHATS, ref_model=reference))
     file, objective = write(CHATS), {"name": "dpo", "kl_beta": BETA}
-    found = ours(models, file, False, objective, space_after_turns=True)
-    names = [name for name in found if name in wanted]
-    assert {name: found[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, **CLOSE)
-    assert abs(ours(models, file, False, objective)["logps/chosen"] - wanted["logps/chosen"]) > 0.1
+    assert_same(ours(models, file, False, objective, space_after_turns=True), wanted)
+    found = ours(models, file, False, objective)
+    assert abs(found.metrics["logps/chosen"] - wanted.metrics["logps/chosen"]) > 0.1

@@ -11,6 +11,7 @@ from nxdt_plugin_preference.config import DpoConfig, PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_preference.objectives import Dpo
 
+from nxdt_core.config import load
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.sources import collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
@@ -164,3 +165,20 @@ def test_a_preference_loss_refuses_other_data_and_a_reference_that_nobody_is():
     batch = collate([Sample(input_ids=np.stack([row, row]), labels=np.stack([row, row]))])
     with pytest.raises(NxdtError, match="A020"):
         Dpo(DpoConfig())(torch.zeros(2, 2, 4), batch, StepContext())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss_type": "ipo", "kl_beta": 0}, "objective.kl_beta.*above 0"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "objective.label_smoothing.*must be 0"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "objective.label_smoothing.*below 0.5"),
+        ({"name": "cpo", "loss_type": "simpo", "beta": 0}, "objective.beta.*above 0"),
+        ({"loss_type": "simpo"}, "objective.loss_type.*'sigmoid', 'hinge', 'ipo'"),
+    ],
+)
+def test_options_that_cannot_work_together_are_refused(options, said):
+    overrides = [f"objective.{key}={value}" for key, value in options.items() if key != "name"]
+    base = f"recipe:llama-tiny-{'orpo' if 'name' in options else 'dpo'}"
+    with pytest.raises(NxdtError, match=said):
+        load(base, [f"objective.name={options.get('name', 'dpo')}", *overrides])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from nxdt_plugin_preference.config import DpoConfig, OrpoConfig
-from nxdt_plugin_preference.objectives import Dpo, Orpo
+import torch
+from nxdt_plugin_preference.config import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, RewardConfig
+from nxdt_plugin_preference.objectives import Cpo, Dpo, Orpo
+from nxdt_plugin_preference.reward import Reward
+from nxdt_plugin_preference.unpaired import Kto
 from nxdt_testing.objective_contract import ObjectiveContract
 
 
@@ -21,6 +26,53 @@ class TestDpo(ObjectiveContract):
 
     def tries(self, layout, config):
         return layout == "cp" or config.getoption("samples", default=None) == "all"
+
+
+class TestIpo(TestDpo):
+    """Means over an answer's tokens."""
+
+    @pytest.fixture
+    def section(self):
+        return DpoConfig(kl_beta=0.1, loss_type="ipo")
+
+
+class TestSimpo(TestDpo):
+    """The same, without a reference."""
+
+    @pytest.fixture
+    def factory(self):
+        return Cpo
+
+    @pytest.fixture
+    def section(self):
+        return CpoConfig(beta=2.0, loss_type="simpo", cpo_alpha=0.5, label_smoothing=0.1)
+
+    def tries(self, layout, config):
+        return layout == "tp" or config.getoption("samples", default=None) == "all"
+
+
+class TestKto(TestDpo):
+    """With the KL of its global batch."""
+
+    @pytest.fixture
+    def factory(self):
+        return partial(Kto, kl=torch.tensor(0.5))
+
+    @pytest.fixture
+    def section(self):
+        return KtoConfig(desirable_weight=0.7)
+
+
+class TestReward(ObjectiveContract):
+    """Scores; tests/engine/layouts trains by them."""
+
+    @pytest.fixture
+    def factory(self):
+        return Reward
+
+    @pytest.fixture
+    def section(self):
+        return RewardConfig(center_rewards_coefficient=0.1)
 
 
 class TestOrpo(ObjectiveContract):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 
 import pytest
-from nxdt_plugin_preference.config import PreferenceConfig
-from nxdt_plugin_preference.loader import PreferenceData
+from nxdt_plugin_preference.config import PreferenceConfig, UnpairedConfig
+from nxdt_plugin_preference.loader import PreferenceData, UnpairedData
 from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
@@ -17,11 +17,12 @@ SHIPPED = files("nxdt_plugin_preference").joinpath("data", "pairs-train.jsonl")
 
 class Pairs(DatasetContract):
     packing = False
+    data, section = PreferenceData, PreferenceConfig
 
     def pairs(self, **settings):
-        config = PreferenceConfig(train_files=(SHIPPED,) * 4, packing=self.packing, **settings)
+        config = self.section(train_files=(SHIPPED,) * 4, packing=self.packing, **settings)
         context = DataContext(seq_length=128, seed=0, tokenizer=ByteTokenizer())
-        return PreferenceData(config, context).split("train")
+        return self.data(config, context).split("train")
 
     @pytest.fixture
     def make(self):
@@ -37,4 +38,16 @@ class TestPadded(Pairs):
 
 
 class TestPacked(Pairs):
+    packing = True
+
+
+class TestUnpaired(Pairs):
+    data, section = UnpairedData, UnpairedConfig
+
+    @pytest.fixture
+    def changed(self):
+        return self.pairs(dev_choose_samples=90)
+
+
+class TestUnpairedPacked(TestUnpaired):
     packing = True

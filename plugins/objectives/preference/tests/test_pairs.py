@@ -212,9 +212,9 @@ class _Spelling:
 @pytest.mark.parametrize(("mode", "prompt"), [("keep_start", [1, 2, 3]), ("keep_end", [4, 5, 6])])
 def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
     fitting = TruncatedPairs(seq_length=8, max_prompt_length=3, mode=mode)
-    long = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7] * 3, rejected=[8] * 9)
-    assert fitting.fit(long) == Pair(prompt=prompt, chosen=[7] * 3, rejected=[8] * 5, cut=True)
-    fits = Pair(prompt=[1, 2, 3, 4, 5, 6], chosen=[7], rejected=[8, 8])
+    long = Pair(prompt=[1, 2, 3, 4, 5, 6], answers=([7] * 3, [8] * 9))
+    assert fitting.fit(long) == Pair(prompt=prompt, answers=([7] * 3, [8] * 5), cut=True)
+    fits = Pair(prompt=[1, 2, 3, 4, 5, 6], answers=([7], [8, 8]))
     assert fitting.fit(fits) is fits
 
 
@@ -376,4 +376,4 @@ def test_texts_without_a_prompt_are_parted_as_trl_parts_them(chosen, rejected, p
     pair = read_preference(record, Place(path="a.jsonl", number=1))
     assert pair.prompt == prompt
     trl = pytest.importorskip("trl.data_utils", reason="trl is not installed")
-    assert trl.extract_prompt(record) == {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
+    assert trl.extract_prompt(record) == {"prompt": pair.prompt, **pair.answers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 
@@ -53,9 +54,9 @@ class Hinge:
 def small(tmp_path):
     """``small(objective, *overrides, name=…)``: a run of two layers and narrow ones."""
 
-    def made(*overrides, name="run"):
+    def made(*overrides, name="run", objective="dpo"):
         return load(
-            "recipe:llama-tiny-dpo",
+            f"recipe:llama-tiny-{objective}",
             [
                 *(f"exp_manager.exp_dir={tmp_path}", f"name={name}", "trainer.accelerator=cpu"),
                 *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48"),
@@ -128,7 +129,9 @@ def test_a_reference_is_not_kept_in_the_directory_that_a_link_leads_to(small, tm
     assert not list((tmp_path / "theirs").iterdir())
 
 
-def test_under_an_adapter_the_frozen_base_may_be_the_reference_of_each_step(small):
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_under_an_adapter_the_frozen_base_may_be_the_reference_of_each_step(small, objective):
+    small = partial(small, objective=objective)
     precomputed, each_step = (
         small("adapter.name=lora", f"objective.precompute_ref_log_probs={before}", name=f"before-{before}")
         for before in ("true", "false")

@@ -21,9 +21,9 @@ _PROMPT = 3
 def documents(
     traits: ObjectiveTraits, lengths: Sequence[int], *, vocabulary: int, seed: int = 0
 ) -> list[tuple[Document, ...]]:
-    """Return a document for each of ``lengths``, of as many rows as a sample of the objective has."""
+    """Return a document for each of ``lengths``, of as many rows as the objective's call takes of a sample."""
     numbers = torch.Generator().manual_seed(seed)
-    rows = traits.rows_per_sample
+    rows = _rows(traits)
     return [
         tuple(_document(length - row % 2, vocabulary, numbers, halves=rows == 1) for row in range(rows))
         for length in lengths
@@ -37,14 +37,20 @@ def in_rows(
 
     Rows are filled up to ``length``; a sample without documents is a blank one.
     """
-    rows = [_row([each[row] for each in sample], length) for sample in samples for row in range(traits.rows_per_sample)]
+    rows = [_row([each[row] for each in sample], length) for sample in samples for row in range(_rows(traits))]
     logits = [row.pop("logits") for row in rows]
     fields: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     if traits.reference is None:
         del fields["reference_log_probs"]
+    if not traits.scores:
+        del fields["answer_scores"]
     vocabulary = max(each.shape[1] for each in logits)
-    batch = Batch(**fields, rows_per_sample=traits.rows_per_sample)
+    batch = Batch(**fields, rows_per_sample=_rows(traits))
     return batch, torch.stack([each.expand(-1, vocabulary) for each in logits])
+
+
+def _rows(traits: ObjectiveTraits) -> int:
+    return traits.loss_rows or traits.rows_per_sample
 
 
 def _document(length: int, vocabulary: int, numbers: torch.Generator, *, halves: bool) -> Document:
@@ -61,6 +67,7 @@ def _document(length: int, vocabulary: int, numbers: torch.Generator, *, halves:
         "loss_weights": weights,
         "position_ids": torch.arange(length),
         "reference_log_probs": -3 * torch.rand(length, generator=numbers) * (labels != IGNORE_INDEX),
+        "answer_scores": torch.full((length,), 1.0 - 2 * (length % 2)),
         "logits": torch.randn(length, vocabulary, generator=numbers, dtype=torch.float64),
     }
 
@@ -75,6 +82,7 @@ def _row(parts: Sequence[Document], length: int) -> dict[str, torch.Tensor]:
         "loss_weights": fill.float(),
         "position_ids": fill,
         "reference_log_probs": fill.float(),
+        "answer_scores": fill.float(),
         "document_ids": fill - 1,
         "logits": torch.ones(len(fill), vocabulary, dtype=torch.float64),
     }

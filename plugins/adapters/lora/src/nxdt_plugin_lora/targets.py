@@ -53,7 +53,7 @@ def chosen_targets(
         TargetSavedWhole: one means nothing else than what trains whole.
     """
     candidates = adaptable(module)
-    heads = [pattern for pattern, style in plan.tensor.items() if style == "vocab_head"]
+    heads = [pattern for pattern, style in plan.tensor.items() if style in ("vocab_head", "score_head")]
     linear = [
         path
         for path, part in candidates.items()

@@ -32,6 +32,6 @@ def _model(name: str, summary: str, *, aliases: tuple[str, ...] = ()) -> ModelCo
         aliases=aliases,
         capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
         tried_before_launch=False,
-        hf_architectures=(f"{kind}ForCausalLM",),
+        hf_architectures=(f"{kind}ForCausalLM", f"{kind}ForSequenceClassification"),
         recompute_names=_RECOMPUTE_NAMES,
     )

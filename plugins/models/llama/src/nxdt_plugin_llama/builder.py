@@ -13,7 +13,7 @@ from nxdt_plugin_llama.modeling import Llama
 class LlamaBuilder(RotaryDecoderBuilder[LlamaConfig]):
     """A decoder with dense feed-forward blocks."""
 
-    hf_architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
+    hf_architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "LlamaForSequenceClassification")
 
     def build(self) -> Llama:
         """Return the whole model."""
@@ -36,7 +36,7 @@ class LlamaBuilder(RotaryDecoderBuilder[LlamaConfig]):
 class MistralBuilder(LlamaBuilder):
     """A Llama whose attention has a window, after a family of Hugging Face's own."""
 
-    hf_architectures: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
+    hf_architectures: ClassVar[tuple[str, ...]] = ("MistralForCausalLM", "MistralForSequenceClassification")
 
     def __init__(self, config: MistralConfig) -> None:
         super().__init__(config)

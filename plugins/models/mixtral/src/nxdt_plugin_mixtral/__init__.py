@@ -25,7 +25,7 @@ def nxdt_models() -> list[ModelComponent]:
             aliases=_NAMES[1:],
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep", "lora"}),
             tried_before_launch=False,
-            hf_architectures=("MixtralForCausalLM",),
+            hf_architectures=("MixtralForCausalLM", "MixtralForSequenceClassification"),
             recompute_names=(
                 "CoreAttention",
                 "LlamaMLP",

@@ -18,7 +18,7 @@ _EXPERTS = f"{_MOE}.experts"
 class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
     """A decoder whose feed-forward blocks are mixtures of experts."""
 
-    hf_architectures: ClassVar[tuple[str, ...]] = ("MixtralForCausalLM",)
+    hf_architectures: ClassVar[tuple[str, ...]] = ("MixtralForCausalLM", "MixtralForSequenceClassification")
 
     @property
     def residual_writers(self) -> tuple[str, ...]:

@@ -13,14 +13,27 @@ if TYPE_CHECKING:
 
 @hookimpl
 def nxdt_objectives() -> list[Component]:
-    """Declare the two losses."""
+    """Declare the losses."""
     return [
         Component(
             name="dpo",
             target="nxdt_plugin_preference.objectives:Dpo",
             config="nxdt_plugin_preference.config:DpoConfig",
             requires=frozenset({"reference"}),
-            summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290)",
+            summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), IPO, cDPO, robust DPO",
+        ),
+        Component(
+            name="cpo",
+            target="nxdt_plugin_preference.objectives:Cpo",
+            config="nxdt_plugin_preference.config:CpoConfig",
+            summary="contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), SimPO",
+        ),
+        Component(
+            name="kto",
+            target="nxdt_plugin_preference.unpaired:Kto",
+            config="nxdt_plugin_preference.config:KtoConfig",
+            requires=frozenset({"reference"}),
+            summary="Kahneman-Tversky optimisation of unpaired answers (Ethayarajh et al. 2024, arXiv:2402.01306)",
         ),
         Component(
             name="orpo",
@@ -28,26 +41,42 @@ def nxdt_objectives() -> list[Component]:
             config="nxdt_plugin_preference.config:OrpoConfig",
             summary="odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691)",
         ),
+        Component(
+            name="reward",
+            target="nxdt_plugin_preference.reward:Reward",
+            config="nxdt_plugin_preference.config:RewardConfig",
+            summary="reward model: one score per answer (Ouyang et al. 2022, arXiv:2203.02155)",
+        ),
     ]
 
 
 @hookimpl
 def nxdt_datasets() -> list[Component]:
-    """Declare the pairs that both are trained on."""
+    """Declare the answers that they are trained on."""
     return [
         Component(
             name="preference",
             target="nxdt_plugin_preference.loader:PreferenceData",
             config="nxdt_plugin_preference.config:PreferenceConfig",
             summary="prompts with a chosen and a rejected answer",
-        )
+        ),
+        Component(
+            name="unpaired-preference",
+            target="nxdt_plugin_preference.loader:UnpairedData",
+            config="nxdt_plugin_preference.config:UnpairedConfig",
+            summary="prompts with an answer that is desirable or not",
+        ),
     ]
 
 
 @hookimpl
 def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
-    """Give all weights the learning rate of TRL's DPO, and an adapter's five times as much."""
+    """Give all weights the learning rate of TRL's trainer, and an adapter's five times DPO's; a reward model's head
+    trains next to an adapter."""
+    objective, adapter = context.find("objective.name"), context.find("adapter.name")
+    saved = {"adapter": {"modules_to_save": ["score"]}} if objective == "reward" and adapter == "lora" else {}
     if context.find("model.optim.name") not in (None, "adam", "adamw"):
-        return {}
-    tuned = context.find("objective.name") in ("dpo", "orpo")
-    return {"model": {"optim": {"lr": 5e-6 if context.find("adapter.name") else 1e-6}}} if tuned else {}
+        return saved
+    of_answers = dict.fromkeys(("dpo", "cpo", "kto", "orpo"), 5e-6 if adapter else 1e-6)
+    rate = {"reward": 1e-4, **of_answers}.get(objective)
+    return saved if rate is None else {**saved, "model": {"optim": {"lr": rate}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
@@ -15,12 +16,52 @@ class DpoConfig(Section):
     """``objective: {name: dpo}``: answers become likelier or less so than under the model that the run began with."""
 
     kl_beta: NonNegativeFloat = 0.01
-    """β of the paper: how dearly the model pays for leaving the reference."""
-    loss_type: Literal["sigmoid"] = "sigmoid"
-    """Form of the loss: −log σ(β · difference of the two log-ratios)."""
+    """β of the paper: how dearly the model pays for leaving the reference. τ of IPO."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    """Form of the loss of a pair, by TRL's names. With Δ, the log-ratio of the chosen answer less that of the rejected
+    one: ``sigmoid`` −log σ(β · Δ), ``hinge`` max(0, 1 − β · Δ), ``ipo`` (Δ of ratios per token − 1 / (2 · β))²,
+    ``robust`` the first without the bias of ``label_smoothing``."""
+    label_smoothing: NonNegativeFloat = 0.0
+    """Share of pairs whose preference is assumed to be wrong, below 0.5. ``sigmoid`` is then conservative DPO, and
+    ``robust`` corrects its bias; the other forms have none."""
     precompute_ref_log_probs: bool = True
     """Compute the reference's log-probabilities once, from the weights that the run begins with, and keep them in the
     run's directory. ``false`` computes them at every step from the frozen base of an adapter, which must be there."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work together."""
+        return _problems(self.loss_type, self.label_smoothing, "kl_beta", self.kl_beta)
+
+
+class CpoConfig(Section):
+    """``objective: {name: cpo}``: a preference between log-probabilities and fine-tuning on the chosen answer; no
+    reference. ``loss_type: simpo`` with ``cpo_alpha: 0`` is SimPO."""
+
+    beta: NonNegativeFloat = 0.1
+    """Factor of the log-probabilities. ``simpo`` averages them over an answer's tokens, and its paper has 2 to 10."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
+    """Form of the loss of a pair, by TRL's names, as of ``dpo`` with log-probabilities in place of log-ratios.
+    ``simpo``: −log σ(β · Δ per token − ``simpo_gamma``)."""
+    label_smoothing: NonNegativeFloat = 0.0
+    """Share of pairs whose preference is assumed to be wrong, below 0.5; of ``sigmoid`` and ``simpo``."""
+    cpo_alpha: NonNegativeFloat = 1.0
+    """Weight of the chosen answers' cross-entropy, a mean over their tokens."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """Margin between the two rewards that ``simpo`` aims at."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work together."""
+        return _problems(self.loss_type, self.label_smoothing, "beta", self.beta)
+
+
+def _problems(loss_type: str, smoothing: float, key: str, beta: float) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the form of a loss on pairs, whose β is ``key``."""
+    if loss_type in ("ipo", "simpo") and not beta:
+        yield key, f"must be above 0: loss_type {loss_type} divides by it"
+    if smoothing >= 0.5:
+        yield "label_smoothing", "must be below 0.5: more wrong preferences than right ones teach the opposite"
+    if smoothing and loss_type in ("hinge", "ipo"):
+        yield "label_smoothing", f"must be 0: loss_type {loss_type} does not smooth"
 
 
 class OrpoConfig(Section):
@@ -33,11 +74,33 @@ class OrpoConfig(Section):
     as in the paper."""
 
 
-class PreferenceConfig(ChatKeys):
-    """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
+class KtoConfig(Section):
+    """``objective: {name: kto}``: desirable answers become likelier than under the model that the run began with, and
+    others less likely; no pairs."""
 
-    Files are JSONL, JSON with a list, CSV, TSV, Arrow or Parquet, or directories of one of these; all may be compressed
-    (``.gz``, ``.zst``). A path may be a pattern. Texts are used unchanged; a chat template renders messages.
+    beta: NonNegativeFloat = 0.1
+    """β of the paper: how dearly the model pays for leaving the reference."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Factor of the loss of desirable answers. The paper keeps its product with their number at 1 to 4/3 times that of
+    undesirable ones."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Factor of the loss of undesirable answers."""
+    precompute_ref_log_probs: bool = True
+    """As of ``dpo``."""
+
+
+class RewardConfig(Section):
+    """``objective: {name: reward}``: a model with ``model.score_head`` gives chosen answers greater scores."""
+
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps their mean near 0 (Eisenstein et al. 2023,
+    arXiv:2312.09244, which has 0.01)."""
+
+
+class UnpairedConfig(ChatKeys):
+    """``data: {name: unpaired-preference}``: records with ``prompt``, ``completion`` and ``label``, true or false.
+
+    Files and messages are read as ``preference`` reads them. A record with ``chosen`` and ``rejected`` is two.
     """
 
     packing: bool = False
@@ -51,3 +114,14 @@ class PreferenceConfig(ChatKeys):
     ``null``: half of that length. Answers are then cut at their end to what is left."""
     truncation_mode: TruncationMode = "keep_start"
     """Which end of such a prompt stays."""
+
+
+class PreferenceConfig(UnpairedConfig):
+    """``data: {name: preference}``: records with ``chosen`` and ``rejected``, and mostly ``prompt``.
+
+    Files are JSONL, JSON with a list, CSV, TSV, Arrow or Parquet, or directories of one of these; all may be compressed
+    (``.gz``, ``.zst``). A path may be a pattern. Texts are used unchanged; a chat template renders messages.
+    """
+
+    margins: bool = False
+    """Read the number ``margin`` of each pair, by which ``reward`` wants the scores of its answers to differ."""

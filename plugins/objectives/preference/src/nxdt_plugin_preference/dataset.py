@@ -1,4 +1,7 @@
-"""Pairs in compact arrays, and as samples of two rows: chosen answers in one, rejected ones in the other."""
+"""Pairs in compact arrays, and as samples of two rows: chosen answers in one, rejected ones in the other.
+
+Of answers apart from each other, one row has each, and the other row its prompt with another's answer.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,22 @@ from nxdt_plugin_preference.rendering import Pair
 
 ALIKE = "cut to the sequence length, both answers are the same"
 _REASONS = (ALIKE, "they cannot be used")
-_PARTS = 3
-"""Prompt, chosen answer and rejected answer of a pair."""
 _PADDING = -1
 """Document number of padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairArrays:
-    """Pairs, as arrays alone, which processes can share."""
+    """Pairs, or answers apart from each other, as arrays alone, which processes can share."""
 
     tokens: NDArray[np.unsignedinteger]
-    """[tokens] of each pair's prompt, chosen answer and rejected answer."""
+    """[tokens] of each pair's prompt, chosen answer and rejected answer; of each prompt and answer."""
     starts: NDArray[np.int64]
-    """[3 × pairs + 1] place of the first token of each part, and the number of all tokens."""
+    """[3 × pairs + 1] or [2 × answers + 1] place of the first token of each part, and the number of all tokens."""
+    others: NDArray[np.int64]
+    """[answers] number of the one whose answer is in the second row; empty of pairs."""
+    scores: NDArray[np.float32]
+    """[pairs] margins, or [answers] 1 where it is desirable, else −1."""
     cut: NDArray[np.bool_]
     """[pairs] whether it was longer."""
     left_out: NDArray[np.int64]
@@ -49,26 +54,36 @@ class PairArrays:
         return len(self.cut)
 
     def parts(self, pair: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the tokens of the prompt, of the chosen and of the rejected answer."""
-        first, second, third, end = self.starts[_PARTS * pair : _PARTS * pair + _PARTS + 1]
-        borders = (first, second), (second, third), (third, end)
-        prompt, chosen, rejected = (self.tokens[one:other].astype(np.int64) for one, other in borders)
-        return prompt, chosen, rejected
+        """Return the tokens of the prompt and of the answers of both rows."""
+        if len(self.others):
+            second = 2 * int(self.others[pair]) + 1
+            return self._part(2 * pair), self._part(2 * pair + 1), self._part(second)
+        return self._part(3 * pair), self._part(3 * pair + 1), self._part(3 * pair + 2)
+
+    def _part(self, number: int) -> NDArray[np.int64]:
+        begin, end = self.starts[number : number + 2]
+        return self.tokens[begin:end].astype(np.int64)
+
+    @property
+    def _sizes(self) -> NDArray[np.int64]:
+        """[parts, pairs] tokens of the prompts and of the answers."""
+        return np.diff(self.starts).reshape(-1, 2 if len(self.others) else 3).T
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[pairs, 2] tokens of the prompt with each answer."""
-        prompt, chosen, rejected = np.diff(self.starts).reshape(-1, _PARTS).T
-        return np.stack([prompt + chosen, prompt + rejected], axis=1)
+        """[pairs, 2] tokens of the prompt with the answer of each row."""
+        prompt, first, *second = self._sizes
+        return np.stack([prompt + first, prompt + (second[0] if second else first[self.others])], axis=1)
 
     @property
     def report(self) -> DataReport:
         """Return statistics of them; the length of a pair is that of its longer row."""
-        answers = np.diff(self.starts).reshape(-1, _PARTS)[:, 1:]
+        prompt, *answers = self._sizes
+        lengths = np.stack([prompt + answer for answer in answers])
         return DataReport(
             records=len(self),
-            tokens=TokenCount(tokens=int(self.lengths.sum()), trained=int(answers.sum())),
-            lengths=self.lengths.max(axis=1),
+            tokens=TokenCount(tokens=int(lengths.sum()), trained=int(np.sum(answers))),
+            lengths=lengths.max(axis=0),
             truncated=int(self.cut.sum()),
             left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
             bad=self.bad.tolist(),
@@ -77,26 +92,43 @@ class PairArrays:
 
 
 def gather(
-    pairs: Iterable[Pair], bad: BadRecords, unused: UnusedFields, settings: Callable[[], str], *, vocab_size: int
+    pairs: Iterable[Pair],
+    bad: BadRecords,
+    unused: UnusedFields,
+    settings: Callable[[], str],
+    *,
+    vocab_size: int,
+    apart: bool = False,
 ) -> PairArrays:
-    """Put the pairs whose answers differ end to end; ``bad`` and ``unused`` count while ``pairs`` are made, after which
-    ``settings`` knows what decided them."""
+    """Put the pairs whose answers differ end to end, or all answers ``apart`` from each other.
+
+    ``bad`` and ``unused`` count while ``pairs`` are made, after which ``settings`` knows what decided them."""
     dtype = compact_dtype(vocab_size)
     tokens = bytearray()  # which grows in place, where arrays would be held twice
     lengths: list[int] = []
     cut: list[bool] = []
+    scores: list[float] = []
+    of_records: list[range] = []
     alike = 0
     for pair in pairs:
-        if pair.chosen == pair.rejected:
+        if not apart and pair.answers[0] == pair.answers[1]:
             alike += 1
             continue
-        for part in (pair.prompt, pair.chosen, pair.rejected):
+        entries = [(pair.prompt, answer) for answer in pair.answers] if apart else [(pair.prompt, *pair.answers)]
+        of_records.append(range(len(cut), len(cut) + len(entries)))
+        for part in (part for entry in entries for part in entry):
             tokens += np.array(part, dtype).tobytes()
             lengths.append(len(part))
-        cut.append(pair.cut)
+        cut += [pair.cut] * len(entries)
+        scores += pair.scores or [0.0]
+    # Rotated by a record, so that the answers of the second rows are those of the first (TRL's estimate of the KL).
+    around = zip(of_records, [*of_records[-1:], *of_records], strict=False) if apart else ()
+    others = [before[place % len(before)] for own, before in around for place in range(len(own))]
     return PairArrays(
         tokens=np.frombuffer(tokens, dtype),
         starts=np.cumsum([0, *lengths]),
+        others=np.array(others, np.int64),
+        scores=np.array(scores, np.float32),
         cut=np.array(cut, np.bool_),
         left_out=np.array([alike, bad.count]),
         bad=np.array(bad.reasons, np.str_),
@@ -109,11 +141,11 @@ def gather(
 class PairDataset:
     """A map-style dataset of samples [2, seq_length].
 
-    ``labels`` are those of prompt and answer; ``loss_weights`` say which are the answer's. Answers of one pair have the
-    same document number.
+    ``labels`` are those of prompt and answer; ``loss_weights`` say which are the answer's, and ``answer_scores`` its
+    margin or label. Answers of one pair have the same document number.
 
     Args:
-        pairs: prompts that have at most ``seq_length`` tokens with either answer.
+        pairs: prompts that have at most ``seq_length`` tokens with their own answers.
         packs: numbers of the pairs in each sample, which fit into its rows. None puts each pair into its own sample,
             without document numbers: no token attends to the padding after it.
         seq_length: tokens of a row.
@@ -134,6 +166,7 @@ class PairDataset:
     ) -> None:
         self._pairs = pairs
         self._packs = packs
+        self._scored = bool(pairs.scores.any())
         self._seq_length = seq_length
         self._pad_id = pad_id
         self._source = source
@@ -148,18 +181,20 @@ class PairDataset:
         shape = PAIR, self._seq_length
         ids, labels = np.full(shape, self._pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         weights, positions = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-        documents = np.full(shape, _PADDING, np.int64)
+        documents, scores = np.full(shape, _PADDING, np.int64), np.zeros(shape, np.float32)
         ends = [0] * PAIR
         for number, place in enumerate([index] if self._packs is None else self._packs[index]):
             prompt, *answers = self._pairs.parts(int(place))
             for row, answer in enumerate(answers):
-                begin, end = ends[row], ends[row] + len(prompt) + len(answer)
-                tokens = np.concatenate([prompt, answer])
+                tokens = np.concatenate([prompt, answer])[: self._seq_length]
+                begin, end = ends[row], ends[row] + len(tokens)
                 ids[row, begin:end] = tokens
                 labels[row, begin : end - 1] = tokens[1:]
                 weights[row, begin + max(0, len(prompt) - 1) : end - 1] = 1
                 positions[row, begin:end] = np.arange(end - begin)
                 documents[row, begin:end] = number
+                if row == 0 or not len(self._pairs.others):
+                    scores[row, begin:end] = self._pairs.scores[place]
                 ends[row] = end
         packed = self._packs is not None
         return Sample(
@@ -168,6 +203,7 @@ class PairDataset:
             loss_weights=weights,
             position_ids=positions if packed else None,
             document_ids=documents if packed else None,
+            answer_scores=scores if self._scored else None,
         )
 
     def fingerprint(self) -> str:
@@ -175,6 +211,7 @@ class PairDataset:
         return self._source if self._packs is None else digest(self._source, *self._packs)
 
     def report(self) -> DataReport:
-        """Return a report of the pairs, and of the places that they fill."""
-        report, places = self._pairs.report, len(self) * PAIR * self._seq_length
+        """Return a report of the pairs, and of the places that they fill; of answers apart, in the first row."""
+        report, rows = self._pairs.report, 1 if len(self._pairs.others) else PAIR
+        places = len(self) * rows * self._seq_length
         return replace(report, efficiency=report.tokens.tokens / places, of_records=self._of_records)

@@ -8,7 +8,8 @@ AnswerMissing = NxdtError.define(
     "NXDT-A001",
     "A record that does not say which answer is preferred, or to which.",
     "{place} has no {key!r} answer; its keys are {keys}.",
-    "Give every record 'chosen' and 'rejected', or take the record out.",
+    "Give every record {wanted}, or take the record out.",
+    defaults={"wanted": "'chosen' and 'rejected'"},
 )
 
 AnswerEmpty = NxdtError.define(
@@ -62,6 +63,13 @@ PromptDiffers = NxdtError.define(
     "Correct it, or take it out: conversations with a common beginning have their prompt.",
 )
 
+LabelMissing = NxdtError.define(
+    "NXDT-A009",
+    "An answer of which the record does not say whether it is desirable.",
+    "The 'label' of {place} {found}.",
+    "Write true for a desirable answer and false for an undesirable one, or name the field: data.columns.label=NAME.",
+)
+
 NoRoomForAnswers = NxdtError.define(
     "NXDT-A011",
     "Prompts may be as long as a sequence.",
@@ -83,11 +91,19 @@ PairsCutAlike = NxdtError.define(
     "Raise data.seq_length, or lower data.max_prompt_length.",
 )
 
+LabelsAlike = NxdtError.define(
+    "NXDT-A014",
+    "Training data with desirable answers alone, or with undesirable ones alone.",
+    "The 'label' of all {records} records of {split} data is {label}: KTO learns from answers of both kinds.",
+    "Add records of the other kind to data.{split}_files.",
+)
+
 ReferenceMissing = NxdtError.define(
     "NXDT-A020",
     "DPO received a batch without log-probabilities of the reference.",
-    "The objective 'dpo' got a batch without log-probabilities of the reference.",
+    "The objective {objective!r} got a batch without log-probabilities of the reference.",
     "In a custom loop, wrap the dataset with nxdt_core.train.weights.reference before the first step.",
+    defaults={"objective": "dpo"},
 )
 
 RowsNotPaired = NxdtError.define(
@@ -95,4 +111,11 @@ RowsNotPaired = NxdtError.define(
     "A preference loss received samples that are not pairs.",
     "The objective {objective!r} compares two answers, and the samples of the data have {rows} row(s).",
     "Set data.name to preference, or choose another objective.",
+)
+
+LabelsNotRead = NxdtError.define(
+    "NXDT-A022",
+    "KTO received samples that are not answers with labels, or a batch that its prepare has not seen.",
+    "The objective 'kto' takes answers with labels and a KL over the global batch, and the batch has none.",
+    "Set data.name to unpaired-preference. In a custom loop, call nxdt_core.protocols.parallel_model.prepare first.",
 )

@@ -1,11 +1,15 @@
-"""The dataloader ``preference``: reads, renders and cuts a split's records when the run starts."""
+"""The dataloaders ``preference`` and ``unpaired-preference``: they read, render and cut a split's records when the run
+starts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
 
 from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.chat.rendering import runner_of
@@ -25,10 +29,10 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_plugin_preference.config import PreferenceConfig, TruncationMode
+from nxdt_plugin_preference.config import PreferenceConfig, TruncationMode, UnpairedConfig
 from nxdt_plugin_preference.dataset import ALIKE, PairArrays, PairDataset, gather
-from nxdt_plugin_preference.errors import EmptySplit, NoRoomForAnswers, PairsCutAlike
-from nxdt_plugin_preference.records import read_preference
+from nxdt_plugin_preference.errors import EmptySplit, LabelsAlike, NoRoomForAnswers, PairsCutAlike
+from nxdt_plugin_preference.records import Preference, read_preference, read_unpaired
 from nxdt_plugin_preference.rendering import Pair, Renderer
 
 
@@ -50,16 +54,15 @@ class TruncatedPairs:
 
     def fit(self, pair: Pair) -> Pair:
         """Return as much of the prompt and of the answers as a sequence holds; ``pair`` itself where that is all."""
-        if max(pair.lengths) <= self.seq_length:
+        if pair.length <= self.seq_length:
             return pair
         limit = self.max_prompt_length
         prompt = pair.prompt[:limit] if self.mode == "keep_start" else pair.prompt[-limit:]
         left = self.seq_length - len(prompt)
-        return replace(pair, prompt=prompt, chosen=pair.chosen[:left], rejected=pair.rejected[:left], cut=True)
+        return replace(pair, prompt=prompt, answers=tuple(answer[:left] for answer in pair.answers), cut=True)
 
 
 _log = logging.getLogger(__name__)
-_EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 
 
 class PreferenceData:
@@ -70,10 +73,15 @@ class PreferenceData:
         NoRoomForAnswers: a prompt may be as long as a sequence.
     """
 
-    def __init__(self, config: PreferenceConfig, context: DataContext) -> None:
+    kind: ClassVar[str] = "preference"
+    _apart: ClassVar[bool] = False
+    example: ClassVar[str] = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+
+    def __init__(self, config: UnpairedConfig, context: DataContext) -> None:
         if context.tokenizer is None:
-            raise DataNeedsTokenizer(dataloader="preference")
+            raise DataNeedsTokenizer(dataloader=self.kind)
         self._config = config
+        self._margins = isinstance(config, PreferenceConfig) and config.margins
         self._context = context
         self._tokenizer: Tokenizer = context.tokenizer
         limit = config.max_prompt_length
@@ -115,7 +123,7 @@ class PreferenceData:
     def _read(self, name: SplitName) -> tuple[Records, str]:
         config = self._config
         paths, key = config.files(name), f"data.{name}_files"
-        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
+        records, source = read_records(paths, key, example=self.example, split=name, columns=config.columns)
         return records[: config.dev_choose_samples], source
 
     def _dataset(self, records: Records, source: str, name: SplitName) -> PairDataset:
@@ -131,14 +139,18 @@ class PreferenceData:
             _log.warning("%s data: %d records are left out: %s", name, left_out, ALIKE)
         if report.truncated:
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, report.truncated, len(pairs))
+        if self._apart and name == "train" and len(records) == found and len(set(pairs.scores.tolist())) == 1:
+            raise LabelsAlike(split=name, records=len(pairs), label="true" if pairs.scores[0] > 0 else "false")
         if report.unused:
             _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
         return PairDataset(
             pairs,
-            shuffled_bins(pairs.lengths, seq_length, seed=self._context.seed) if self._config.packing else None,
+            shuffled_bins(np.minimum(pairs.lengths, seq_length), seq_length, seed=self._context.seed)
+            if self._config.packing
+            else None,
             seq_length=seq_length,
             pad_id=padding_id(self._tokenizer),
-            source=digest("preference", source, str(pairs.settings[0]), self._fitting, len(pairs)),
+            source=digest(*self._what, source, str(pairs.settings[0]), self._fitting, len(pairs)),
             of_records=found if len(records) < found else None,
         )
 
@@ -152,22 +164,30 @@ class PreferenceData:
 
             def fitted(record: Record) -> tuple[Place, Pair]:
                 place, content = record
-                preference = read_preference(content, place, merge=config.turn_order == "merge")
-                return place, self._fitting.fit(renderer.render(preference))
+                return place, self._fitting.fit(renderer.render(self._read_record(content, place)))
 
             def counted() -> Iterator[Pair]:
                 for place, pair in bad.usable(records, fitted):
                     unused.add(place, pair.unused)
                     yield pair
 
-            return gather(counted(), bad, unused, renderer.fingerprint, vocab_size=self._tokenizer.vocab_size)
+            vocab_size = self._tokenizer.vocab_size
+            return gather(counted(), bad, unused, renderer.fingerprint, vocab_size=vocab_size, apart=self._apart)
 
         if directory is None:
             return pairs()
         decided = (len(records), config.special_tokens_in_text, config.space_after_turns, config.unused_fields)
         policy = (config.bad_records, config.max_bad_share, config.turn_order, self._template())
-        name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting)
+        name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
         return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, _unkept, most_bytes=config.cache_bytes)
+
+    @property
+    def _what(self) -> tuple[str, ...]:
+        """What the samples are, for their fingerprint."""
+        return (self.kind, "margins") if self._margins else (self.kind,)
+
+    def _read_record(self, record: Mapping[str, Any], place: Place) -> Preference:
+        return read_preference(record, place, merge=self._config.turn_order == "merge", margins=self._margins)
 
     def _template(self) -> object:
         """All that decides what messages become; None where no message could be rendered."""
@@ -176,6 +196,22 @@ class PreferenceData:
         except NxdtError:  # of which records of messages say more
             return None
         return runner and runner.settings
+
+
+class UnpairedData(PreferenceData):
+    """Answers apart from each other, each desirable or not; the second row of a sample is its prompt with the answer of
+    another record.
+
+    Raises:
+        DataNeedsTokenizer, NoRoomForAnswers: as of :class:`PreferenceData`.
+    """
+
+    kind = "unpaired-preference"
+    _apart = True
+    example = '{"prompt": "...", "completion": "...", "label": true}'
+
+    def _read_record(self, record: Mapping[str, Any], place: Place) -> Preference:
+        return read_unpaired(record, place, merge=self._config.turn_order == "merge")
 
 
 def _unkept(error: OSError) -> None:

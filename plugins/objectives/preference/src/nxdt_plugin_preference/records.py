@@ -1,9 +1,10 @@
-"""One record of a file → a prompt and two answers, from the forms in which preferences are published."""
+"""One record of a file → a prompt and its answers, from the forms in which preferences are published."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nxdt_core.data.chat.conversation import Conversation, Message, check_order, in_order_of_calls, merged
@@ -23,6 +24,7 @@ from nxdt_plugin_preference.errors import (
     AnswerOfOthers,
     AnswersEqual,
     BadPreference,
+    LabelMissing,
     PromptDiffers,
     PromptMissing,
 )
@@ -32,17 +34,21 @@ Turns = tuple[Message, ...]
 Text = str | Turns
 """A text to use unchanged, or messages for a chat template."""
 
-_KEYS = ("prompt", "chosen", "rejected")
+_PAIR, _ONE = ("chosen", "rejected"), ("completion",)
+_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "0": -1.0, "0.0": -1.0}
+"""Scores by the text of a label: tables have texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """A prompt and two answers, all texts or all messages."""
+    """A prompt and its answers, all texts or all messages."""
 
     place: Place
     prompt: Text
-    chosen: Text
-    rejected: Text
+    answers: Mapping[str, Text]
+    """By key of the record: ``chosen`` and ``rejected``, or ``completion``."""
+    scores: tuple[float, ...] = ()
+    """Of a pair, its margin; of answers apart from each other, 1 or −1 for each."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """JSON schemas of functions that the assistant may call."""
     unused: tuple[str, ...] = ()
@@ -59,7 +65,27 @@ class _Part(Place):
         return f"{Place.__str__(self)}, {self.part}"
 
 
-def read_preference(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Preference:
+def read_unpaired(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Preference:
+    """Return the answer of a record and its ``label``: ``completion``, in the forms of :func:`read_preference`, or
+    ``chosen`` and ``rejected``, which are one desirable answer and one undesirable.
+
+    Raises:
+        LabelMissing: it is not there, or not true or false.
+        NxdtError: as of :func:`read_preference`.
+    """
+    if record.get("completion") is None and record.get("chosen") is not None:
+        return replace(read_preference(record, place, merge=merge), scores=(1.0, -1.0))
+    found = _read(record, place, _ONE, ("label",), merge=merge)
+    label = record.get("label")
+    score = _LABELS.get(str(label).strip().lower())
+    if score is None:
+        raise LabelMissing(place=str(place), found="is missing" if label is None else f"is {label!r}")
+    return replace(found, scores=(score,))
+
+
+def read_preference(
+    record: Mapping[str, Any], place: Place, *, merge: bool = False, margins: bool = False
+) -> Preference:
     """Return the pair of a record.
 
     ``prompt``, ``chosen`` and ``rejected`` are texts or lists of messages. An answer that is a text is a turn of the
@@ -68,19 +94,40 @@ def read_preference(record: Mapping[str, Any], place: Place, *, merge: bool = Fa
     conversations, and what they have in common is the prompt. So is the common beginning of two texts without a prompt,
     as in TRL. In place of ``prompt`` there may be a conversation or a question, as of
     :func:`~nxdt_core.data.chat.records.read_question`. ``merge`` joins the prompt's messages that are out of turn.
+    ``margins`` reads the number ``margin``, which is 0 where there is none.
 
     Raises:
         AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference: each
             names the place.
         BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: of messages; each names the place and the message.
     """
+    found = _read(record, place, _PAIR, ("margin",) if margins else (), merge=merge)
+    return replace(found, scores=(_margin(record, place),)) if margins else found
+
+
+def _margin(record: Mapping[str, Any], place: Place) -> float:
+    value = record.get("margin")
+    try:
+        margin = float(0.0 if value is None else value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise BadPreference(place=str(place), key="margin", reason=f"{value!r} is not a finite number")
+    return margin
+
+
+def _read(
+    record: Mapping[str, Any], place: Place, keys: Sequence[str], more: tuple[str, ...], *, merge: bool
+) -> Preference:
+    """The prompt and the answers ``keys`` of a record; ``more`` are further keys that the caller reads."""
     check_text_only(record, place)
-    answers = {key: _answer(record, key, place) for key in ("chosen", "rejected")}
-    read: tuple[str, ...] = _KEYS
+    answers = {key: _answer(record, key, place, keys) for key in keys}
+    known = ("prompt", *keys, *more)
+    read: tuple[str, ...] = known
     prompt: Text | None = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
     if prompt is None:
         asked, question = read_question(record, place)
-        read, prompt = (*_KEYS, *asked), tuple(question) or _common(answers)
+        read, prompt = (*known, *asked), tuple(question) or _common(answers)
     if merge and not isinstance(prompt, str) and prompt:
         prompt = tuple(merged(prompt))
     if isinstance(prompt, tuple) or any(isinstance(answer, tuple) for answer in answers.values()):
@@ -88,22 +135,27 @@ def read_preference(record: Mapping[str, Any], place: Place, *, merge: bool = Fa
         return _conversation(record, read, prompt, turns, place)
     if not prompt:
         raise PromptMissing(place=str(place), found="the key is not there" if prompt is None else "it is empty")
-    if answers["chosen"] == answers["rejected"]:
-        raise AnswersEqual(place=str(place))
+    _check_differ(answers, place)
     begin = 0 if record.get("prompt") is not None else len(prompt)
     return Preference(
         place=place,
         prompt=prompt,
-        chosen=answers["chosen"][begin:],
-        rejected=answers["rejected"][begin:],
-        unused=tuple(unread(record, _KEYS)),
+        answers={key: answer[begin:] for key, answer in answers.items()},
+        unused=tuple(unread(record, known)),
     )
+
+
+def _check_differ(answers: Mapping[str, Text], place: Place) -> None:
+    if len(answers) > 1 and answers["chosen"] == answers["rejected"]:
+        raise AnswersEqual(place=str(place))
 
 
 def _common(answers: Mapping[str, Text]) -> str | None:
     """Return the text with which both answers begin, without a space at its end; None where there is none.
 
     The rule of TRL's ``extract_prompt``."""
+    if len(answers) == 1:
+        return None
     chosen, rejected = answers.values()
     if not isinstance(chosen, str) or not isinstance(rejected, str) or chosen == rejected:
         return None
@@ -112,9 +164,10 @@ def _common(answers: Mapping[str, Text]) -> str | None:
     return chosen[:shared].removesuffix(" ") or None
 
 
-def _answer(record: Mapping[str, Any], key: str, place: Place) -> Text:
+def _answer(record: Mapping[str, Any], key: str, place: Place, keys: Sequence[str]) -> Text:
     if record.get(key) is None:
-        raise AnswerMissing(place=str(place), key=key, keys=listing(list(record)) or "none")
+        wanted = " and ".join(map(repr, keys))
+        raise AnswerMissing(place=str(place), key=key, keys=listing(list(record)) or "none", wanted=wanted)
     answer = _text(record[key], key, place)
     if not any(turn.content.strip() or turn.calls_tools for turn in _turns(answer, "assistant")[-1:]):
         raise AnswerEmpty(place=str(place), key=key)
@@ -147,29 +200,29 @@ def _conversation(
     answers: Mapping[str, Turns],
     place: Place,
 ) -> Preference:
-    """The pair of a record of messages, whose speakers take turns and whose answers are the assistant's."""
+    """The prompt and answers of a record of messages, whose speakers take turns; the answers are the assistant's."""
     if prompt is not None and not isinstance(prompt, str):
         asked, answers = prompt, _behind(prompt, answers)
     elif prompt and all(answer[0].role == "assistant" for answer in answers.values()):
         asked = _turns(prompt, "user")
+    elif len(answers) == 1:
+        raise PromptMissing(place=str(place), found="the key is not there, or 'completion' does not only answer it")
     else:
         asked, answers = _parted(answers, prompt, place)
     if not asked:
         raise PromptMissing(place=str(place), found="it is empty")
-    if answers["chosen"] == answers["rejected"]:
-        raise AnswersEqual(place=str(place))
+    _check_differ(answers, place)
     asked = tuple(with_system(asked, record, place))
     for key, answer in answers.items():
         for end, turn in (("begins", answer[0]), ("ends", answer[-1])):
             if turn.role != "assistant":
                 raise AnswerOfOthers(place=str(place), key=key, end=end, role=turn.role)
         check_order(Conversation(place=_part(place, f"prompt and {key!r}"), messages=[*asked, *answer]))
-    turns = [*asked, *answers["chosen"], *answers["rejected"]]
+    turns = [*asked, *(turn for answer in answers.values() for turn in answer)]
     return Preference(
         place=place,
         prompt=asked,
-        chosen=answers["chosen"],
-        rejected=answers["rejected"],
+        answers=answers,
         tools=read_tools(record, place),
         unused=(*unused_fields(record, read, turns), *_marked(turns)),
     )

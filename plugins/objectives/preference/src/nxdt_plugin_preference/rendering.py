@@ -1,6 +1,6 @@
-"""A prompt and two answers → tokens, and where the answers begin.
+"""A prompt and its answers → tokens, and where the answers begin.
 
-The prompt's tokens are those that it has in common, alone, with both conversations: a token that would reach from it
+The prompt's tokens are those that it has in common, alone, with each conversation: a token that would reach from it
 into an answer belongs to the answers, as in TRL.
 """
 
@@ -15,27 +15,28 @@ from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_plugin_preference.config import PreferenceConfig
+from nxdt_plugin_preference.config import UnpairedConfig
 from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
 from nxdt_plugin_preference.records import Preference, Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A prompt and two answers, in tokens."""
+    """A prompt and its answers, mostly two, in tokens."""
 
     prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
+    answers: tuple[list[int], ...]
+    scores: tuple[float, ...] = ()
+    """As of :class:`~nxdt_plugin_preference.records.Preference`."""
     cut: bool = False
     """Whether it was longer."""
     unused: tuple[str, ...] = ()
     """Fields of the record that the tokens do not depend on."""
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """Tokens of the prompt with each answer."""
-        return len(self.prompt) + len(self.chosen), len(self.prompt) + len(self.rejected)
+    def length(self) -> int:
+        """Tokens of the prompt with the longest answer."""
+        return len(self.prompt) + max(map(len, self.answers))
 
 
 class Renderer:
@@ -49,7 +50,7 @@ class Renderer:
         keys: choose the template, what messages may spell, and how answers end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, keys: PreferenceConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig) -> None:
         self._tokenizer = tokenizer
         self._keys = keys
         self._messages: _Messages | None = None
@@ -68,26 +69,25 @@ class Renderer:
             TemplateRefuses, AnswersInseparable, AnswersEqual, SpecialTokenInText: of the record; each names the place.
         """
         found = self._rendered(pair)
-        if found.chosen == found.rejected:
+        if len(found.answers) > 1 and found.answers[0] == found.answers[1]:
             raise AnswersEqual(place=str(pair.place), where=" in tokens")
-        return replace(found, unused=(*pair.unused, *found.unused))
+        return replace(found, scores=pair.scores, unused=(*pair.unused, *found.unused))
 
     def _rendered(self, pair: Preference) -> Pair:
         if not isinstance(pair.prompt, str):
             if self._messages is None:
                 self._messages = _Messages(self._tokenizer, self._keys, str(pair.place))
             return self._messages.render(pair, pair.prompt)
-        assert isinstance(pair.chosen, str)  # the answers of a record are of its prompt's kind
-        assert isinstance(pair.rejected, str)
+        answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all, as the prompt is one
         begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
-        texts = [pair.prompt, pair.prompt + pair.chosen, pair.prompt + pair.rejected]
+        texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
         return _parted(self._tokenizer.encode_batch(texts), begin, end)
 
 
 class _Messages:
     """Tokenizes pairs of messages, of which the first has ``place``."""
 
-    def __init__(self, tokenizer: Tokenizer, keys: PreferenceConfig, place: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig, place: str) -> None:
         if not isinstance(tokenizer, ChatTokenizer):
             raise NotAChatTokenizer(tokenizer=type(tokenizer).__name__)
         runner = runner_of(keys, tokenizer)
@@ -102,7 +102,7 @@ class _Messages:
 
     def render(self, pair: Preference, prompt: Turns) -> Pair:
         conversations: dict[str, Turns] = {}
-        for key, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        for key, answer in pair.answers.items():
             assert not isinstance(answer, str)
             conversations[key] = prompt + answer
             said = ((turn.content, turn.fields) for turn in conversations[key])
@@ -156,10 +156,11 @@ class _Messages:
 
 
 def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
-    """Return what a prompt alone and with either answer begin with, and what follows in each of the latter."""
-    prompt, chosen, rejected = ids
-    shared = min(_shared(prompt, chosen), _shared(prompt, rejected))
-    return Pair(prompt=[*begin, *prompt[:shared]], chosen=[*chosen[shared:], *end], rejected=[*rejected[shared:], *end])
+    """Return what a prompt alone and with each answer begin with, and what follows in each of the latter."""
+    prompt, *whole = ids
+    shared = min(_shared(prompt, each) for each in whole)
+    answers = tuple([*each[shared:], *end] for each in whole)
+    return Pair(prompt=[*begin, *prompt[:shared]], answers=answers)
 
 
 def _shared(alone: Sequence[int], whole: Sequence[int]) -> int:
