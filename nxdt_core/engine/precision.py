@@ -83,6 +83,9 @@ def quantise_frozen(module: nn.Module, plan: ParallelPlan, dtype: BaseDtype) -> 
             reason = f"'{path}' has {columns} inputs on each rank, not a multiple of the block of {BLOCK}"
             raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Use int8 or another tensor_model_parallel_size")
         places = [row * columns + column for _, (row, column) in piece.box.samples(piece.shape)]
+        if weight.dtype == torch.float64:
+            reason = f"'{path}' has float64 weights"
+            raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Train in another dtype (precision.type)")
         held = QuantisedWeight.empty(piece.tensor, dtype, places)
         layer.weight = nn.Parameter(placed_like(held, weight), requires_grad=False)
 

@@ -122,7 +122,7 @@ class QuantisedWeight(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.linear:
+        if func is functional.linear and len(args) > 1 and isinstance(args[1], QuantisedWeight):
             return _linear(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

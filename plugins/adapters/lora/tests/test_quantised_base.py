@@ -11,8 +11,8 @@ from nxdt_core.engine.compile import compile_layers
 from nxdt_core.models.quantised import QuantisedWeight
 from tests.graph_counts import GraphCounts
 
-peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+
 library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing can be quantised")
 
 STEPS = 20
@@ -41,6 +41,7 @@ def opened(run, base, directory, **quantised):
     config, tensors = describe(run.builder, run.lora, shapes, base=None)
     trained = run.trained
     write_peft(directory, config, tensors, lambda names: [trained[name].detach() for name in names], base="")
+    peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **quantised)
     return peft.PeftModel.from_pretrained(model, directory, is_trainable=True).train()  # else some CPUs use bfloat16
 
