@@ -168,9 +168,9 @@ class QuantisedWeight(torch.Tensor):
         return self
 
 
-def requantised(weight: torch.Tensor, dtype: BaseDtype) -> torch.Tensor:
-    """Return ``weight`` [out, in] as a product reads it once it is quantised."""
-    held = QuantisedWeight.empty(weight, dtype)
+def requantised(weight: torch.Tensor, form: QuantisedWeight) -> torch.Tensor:
+    """Return ``weight`` [out, in] as products read it once it is quantised as ``form``, which may be without memory."""
+    held: QuantisedWeight = torch.empty_like(form, device=weight.device)  # type: ignore[assignment]
     held.copy_(weight)
     return held.dequantised()
 
