@@ -6,9 +6,13 @@ import pytest
 import torch
 from nxdt_plugin_lora.peft_export import describe
 from nxdt_plugin_lora.peft_files import write_peft
+from nxdt_testing.errors import raises
 
 from nxdt_core.engine.compile import compile_layers
+from nxdt_core.engine.precision import quantise_frozen
+from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.quantised import QuantisedWeight
+from nxdt_core.train.plan import plan
 from tests.graph_counts import GraphCounts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
@@ -63,6 +67,9 @@ def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path):
     for layer in layers:
         whole = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         assert tuple(whole.flatten().tolist()) in mine
+    kept = [(layer.weight, layer.weight.quant_state) for layer in layers]
+    theirs_bytes = sum(w.nbytes + s.absmax.nbytes + s.offset.nbytes + s.state2.absmax.nbytes for w, s in kept)
+    assert sum(weight.held_bytes for weight in coded(run).values()) <= 1.05 * theirs_bytes
     expected = losses_of(lambda: theirs(ids).logits, [p for p in theirs.parameters() if p.requires_grad], ids)
     found = losses_of(lambda: run.module(ids), run.trained.values(), ids)
     assert found[-1] < 0.5 * found[0]
@@ -95,3 +102,35 @@ def test_a_layer_is_one_graph_that_keeps_codes_for_backward(start, ids, dtype):
         saved = saved_by(run, ids)
         assert saved
         assert not saved & {(128, 64), (64, 128)}
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.127), ("int8", 8.11)])
+def test_the_plan_knows_the_bytes_of_the_weights(start, dtype, bits):
+    run = start("planned", {"base_dtype": dtype})
+    weights = plan(run.config, memory_bytes=0).estimate.fullest.memory.weights
+    held = [p for p in run.module.parameters() if not isinstance(p, QuantisedWeight)]
+    codes = coded(run).values()
+    assert weights == pytest.approx(sum(p.nbytes for p in held) + sum(p.held_bytes for p in codes), rel=0.01)
+    assert 8 * sum(p.held_bytes for p in codes) == pytest.approx(bits * sum(p.numel() for p in codes), rel=0.01)
+
+
+def test_weights_that_have_no_codes_are_named(start):
+    name = "'layers.0.attention.q_proj'"
+    with raises(BaseNotQuantised, match=f"{name} has 32 inputs on each rank, not a multiple of the block of 64"):
+        start("llama", {"base_dtype": "nf4"})
+    run = start("llama", {})
+    with raises(BaseNotQuantised, match=f"{name} has float64 weights"):
+        quantise_frozen(run.module.double(), run.model.plan, "int8")
+
+
+def test_what_is_done_with_a_weight_is_done_with_its_values():
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    weight = QuantisedWeight.empty(values, "nf4", (0, 511))
+    weight.copy_(values)
+    assert (weight - values).abs().max() < 0.5
+    assert weight.samples.tolist() == [values[0, 0].bfloat16(), values[7, 63].bfloat16()]
+    again = torch.empty_like(weight)
+    again.copy_(weight)
+    assert all(torch.equal(own, part) for own, part in zip(again.parts, weight.parts, strict=True))
+    weight.zero_()
+    assert not weight.dequantised().any()
