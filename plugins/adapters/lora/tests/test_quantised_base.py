@@ -8,11 +8,14 @@ from nxdt_plugin_lora.peft_export import describe
 from nxdt_plugin_lora.peft_files import write_peft
 from nxdt_testing.errors import raises
 
+from nxdt_core.checkpoint.foreign import load_format_into
 from nxdt_core.engine.compile import compile_layers
+from nxdt_core.engine.estimate.trace import LiveBytes
 from nxdt_core.engine.precision import quantise_frozen
 from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.train.plan import plan
+from nxdt_core.train.weights.base import base_digest
 from tests.graph_counts import GraphCounts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
@@ -134,3 +137,21 @@ def test_what_is_done_with_a_weight_is_done_with_its_values():
     assert all(torch.equal(own, part) for own, part in zip(again.parts, weight.parts, strict=True))
     weight.zero_()
     assert not weight.dequantised().any()
+
+
+def test_a_directory_is_quantised_weight_by_weight_as_it_is_read(start, tmp_path):
+    base = start("planned", {}).save_base(tmp_path / "base")
+    drawn, loaded = (start("planned", {"base_dtype": "nf4"}) for _ in range(2))
+    for weight in coded(loaded).values():
+        weight.zero_()
+    weights = {name: w for name, w in loaded.model.state_dict().items() if name not in loaded.model.added}
+    with LiveBytes([]) as live:
+        load_format_into(base, loaded.builder, loaded.config.kernel, weights)
+    mapped = (base / "model.safetensors").stat().st_size
+    assert sum(live.peak.values()) - mapped < 1.5 * max(weight.nbytes for weight in coded(loaded).values())
+    for name, weight in coded(drawn).items():
+        found = coded(loaded)[name]
+        assert all(torch.equal(own, part) for own, part in zip(found.parts, weight.parts, strict=True))
+    assert base_digest(loaded.model, loaded.engine.ranks) == base_digest(
+        start("planned", {}).model, loaded.engine.ranks
+    )
