@@ -37,8 +37,8 @@ _NOT_LINEAR = ("vocab_embedding", "replicate", "heads", "channels")
 def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct) -> None:
     """Let ``product`` compute the linear layers of a stage that ``plan.tensor`` names, in place.
 
-    The vocabulary head, layers with tied weights and experts keep torch's product. With LoRA, the product of the frozen
-    weight changes and the update's own products do not.
+    The vocabulary head, layers with tied or quantised weights and experts keep torch's product. With LoRA, the product
+    of the frozen weight changes and the update's own products do not.
 
     Args:
         module: one pipeline stage on the meta device, tensor parallelism applied.
@@ -46,7 +46,7 @@ def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct)
         product: decides which of them it covers.
     """
     for path, layer, style in [*product_layers(module, plan)]:
-        if style == "vocab_head":
+        if style == "vocab_head" or isinstance(local_of(layer.weight), QuantisedWeight):
             continue
         out_features, in_features = local_of(layer.weight).shape
         if not product.covers(path, out_features, in_features):

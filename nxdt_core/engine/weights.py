@@ -27,7 +27,6 @@ __all__ = [
     "check_rules",
     "draw_piece",
     "quantised_weights",
-    "set_dtypes",
     "tie",
 ]
 

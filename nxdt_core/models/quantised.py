@@ -253,8 +253,8 @@ def _(
 
 
 def _fill_nf4(held: QuantisedWeight, weight: torch.Tensor) -> None:
-    """Quantise ``weight``, as peft and transformers do: in parts, for on a host the library needs 20 bytes an element
-    meanwhile."""
+    """Quantise ``weight``, as peft and transformers do: in parts, since on a host the library needs 20 bytes per
+    element meanwhile."""
     library, magnitudes = load_library(), torch.empty_like(held.scales, dtype=torch.float32)
     whole = (weight.view(-1), _AT_ONCE), (held.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // BLOCK)
     for part, codes, found in zip(*(torch.split(tensor, size) for tensor, size in whole), strict=True):
