@@ -57,26 +57,35 @@ def coded(run):
     return {name: p for name, p in run.module.named_parameters() if isinstance(p, QuantisedWeight)}
 
 
-def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path):
-    run = start("wide", {"base_dtype": "nf4"})
-    base = start("wide", {}).save_base(tmp_path / "base")
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path, precision):
+    run = start("wide", {"base_dtype": "nf4"}, precision)
+    base = start("wide", {}, precision).save_base(tmp_path / "base")
+    computes = torch.bfloat16 if precision == "autocast" else torch.float32
     four_bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computes,
     )
     theirs = opened(run, base, tmp_path / "adapter", quantization_config=four_bits)
     layers = [layer for layer in theirs.modules() if isinstance(layer, library.nn.Linear4bit)]
     assert len(layers) == len(coded(run)) == 14
     mine = {tuple(weight.dequantised().flatten().tolist()) for weight in coded(run).values()}
     for layer in layers:
-        whole = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        whole = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(computes)
         assert tuple(whole.flatten().tolist()) in mine
     kept = [(layer.weight, layer.weight.quant_state) for layer in layers]
     theirs_bytes = sum(w.nbytes + s.absmax.nbytes + s.offset.nbytes + s.state2.absmax.nbytes for w, s in kept)
     assert sum(weight.held_bytes for weight in coded(run).values()) <= 1.05 * theirs_bytes
-    expected = losses_of(lambda: theirs(ids).logits, [p for p in theirs.parameters() if p.requires_grad], ids)
-    found = losses_of(lambda: run.module(ids), run.trained.values(), ids)
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    expected = losses_of(mixed(lambda: theirs(ids).logits), trained, ids)
+    found = losses_of(mixed(lambda: run.module(ids)), run.trained.values(), ids)
     assert found[-1] < 0.5 * found[0]
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert found[0] == pytest.approx(expected[0], abs=1e-3)
+    # In bfloat16 operations round in another order than transformers': a step of the last is 0.004 of a number.
+    assert found == pytest.approx(expected, abs=3e-2 if precision == "autocast" else 1e-5)
 
 
 def saved_by(run, ids):
