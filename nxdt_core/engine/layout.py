@@ -28,12 +28,18 @@ from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank, ties_ends
-from nxdt_core.engine.precision import apply_product, quantise_frozen
+from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
 from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece, set_dtypes
-from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
+from nxdt_core.errors.layouts import (
+    BaseNotQuantised,
+    ExchangeInOnePart,
+    LayoutRefused,
+    NoSymmetricMemory,
+    ShapesDependOnData,
+)
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels
@@ -255,6 +261,9 @@ def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
 
 def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:
     """Check that the model allows the layout, and that the device type has what the layout needs."""
+    if options.base_dtype is not None and next(frozen_layers(whole, plan), None) is None:
+        reason, instead = "the adapter freezes no weight of a linear layer", "Let it freeze some"
+        raise BaseNotQuantised(dtype=options.base_dtype, reason=reason, instead=instead)
     dimensions: tuple[Dimension, ...] = ("tp", "pp", "ep", "cp")
     for dimension in dimensions:
         if mesh.size(dimension) > 1 and dimension in plan.refused:

@@ -126,10 +126,25 @@ def test_the_plan_knows_the_bytes_of_the_weights(start, dtype, bits):
     assert 8 * sum(p.held_bytes for p in codes) == pytest.approx(bits * sum(p.numel() for p in codes), rel=0.01)
 
 
+@pytest.mark.parametrize("model", ["gpt2", "mixtral", "hf-mixture"])
+def test_linear_layers_of_each_model_have_codes(start, ids, model):
+    """Biases, experts and the modules of transformers are no obstacle, nor are weights in bfloat16."""
+    run, plain = (start(model, adapter, "bf16SR") for adapter in ({"base_dtype": "int8"}, {}))
+    assert coded(run)
+    assert all(weight.dtype == torch.bfloat16 for weight in coded(run).values())
+    found, expected = (
+        losses_of(lambda each=each: each.module(ids), each.trained.values(), ids) for each in (run, plain)
+    )
+    assert found[-1] < found[0] - 0.3
+    assert found[0] == pytest.approx(expected[0], abs=0.05)
+
+
 def test_weights_that_have_no_codes_are_named(start):
     name = "'layers.0.attention.q_proj'"
     with raises(BaseNotQuantised, match=f"{name} has 32 inputs on each rank, not a multiple of the block of 64"):
         start("llama", {"base_dtype": "nf4"})
+    with raises(BaseNotQuantised, match="the adapter freezes no weight of a linear layer"):
+        start("wide", {"base_dtype": "nf4", "enable_lora": False})
     run = start("llama", {})
     with raises(BaseNotQuantised, match=f"{name} has float64 weights"):
         quantise_frozen(run.module.double(), run.model.plan, "int8")
