@@ -19,7 +19,7 @@ from nxdt_core.distributed.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.apply import apply_context_parallel
-from nxdt_core.engine.data.collectives import WeightGather, product_weights
+from nxdt_core.engine.data.collectives import WeightGather
 from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
 from nxdt_core.engine.dropout import set_dropout_salts
 from nxdt_core.engine.expert import apply_expert_parallel, exchange_chunks, expert_modules, routers_of
@@ -28,12 +28,18 @@ from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
 from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank, ties_ends
-from nxdt_core.engine.precision import apply_product, quantise_frozen
+from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
 from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
-from nxdt_core.engine.weights import allocate, build_whole, draw_piece
-from nxdt_core.errors.layouts import ExchangeInOnePart, LayoutRefused, NoSymmetricMemory, ShapesDependOnData
+from nxdt_core.engine.weights import allocate, build_whole, draw_piece, set_dtypes
+from nxdt_core.errors.layouts import (
+    BaseNotQuantised,
+    ExchangeInOnePart,
+    LayoutRefused,
+    NoSymmetricMemory,
+    ShapesDependOnData,
+)
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels
@@ -165,7 +171,7 @@ def lay_out(
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
     _check_supported(whole, plan, mesh, options)
-    _set_dtypes(whole, plan, precision)
+    set_dtypes(whole, plan, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
     cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
     modules: tuple[nn.Module, ...] = (whole,)
@@ -253,20 +259,11 @@ def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names)
 
 
-def _set_dtypes(whole: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> None:
-    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with, which under
-    autocast is the dtype of products for a weight that nothing else reads."""
-    compute = getattr(torch, precision.parameters)
-    whole.to(torch.float32 if precision.master_weights else compute)
-    frozen = {name: parameter for name, parameter in whole.named_parameters() if not parameter.requires_grad}
-    product = getattr(torch, precision.autocast or precision.parameters)
-    multiplied = product_weights(whole, plan) if frozen else frozenset()
-    for name, parameter in frozen.items():
-        parameter.data = parameter.data.to(product if name in multiplied else compute)
-
-
 def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:
     """Check that the model allows the layout, and that the device type has what the layout needs."""
+    if options.base_dtype is not None and next(frozen_layers(whole, plan), None) is None:
+        reason, instead = "the adapter freezes no weight of a linear layer", "Let it freeze some"
+        raise BaseNotQuantised(dtype=options.base_dtype, reason=reason, instead=instead)
     dimensions: tuple[Dimension, ...] = ("tp", "pp", "ep", "cp")
     for dimension in dimensions:
         if mesh.size(dimension) > 1 and dimension in plan.refused:

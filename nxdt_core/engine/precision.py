@@ -37,8 +37,8 @@ _NOT_LINEAR = ("vocab_embedding", "score_head", "replicate", "heads", "channels"
 def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct) -> None:
     """Let ``product`` compute the linear layers of a stage that ``plan.tensor`` names, in place.
 
-    The vocabulary head, layers with tied weights and experts keep torch's product. With LoRA, the product of the frozen
-    weight changes and the update's own products do not.
+    The vocabulary head, layers with tied or quantised weights and experts keep torch's product. With LoRA, the product
+    of the frozen weight changes and the update's own products do not.
 
     Args:
         module: one pipeline stage on the meta device, tensor parallelism applied.
@@ -46,7 +46,7 @@ def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct)
         product: decides which of them it covers.
     """
     for path, layer, style in [*product_layers(module, plan)]:
-        if style == "vocab_head":
+        if style == "vocab_head" or isinstance(local_of(layer.weight), QuantisedWeight):
             continue
         out_features, in_features = local_of(layer.weight).shape
         if not product.covers(path, out_features, in_features):
@@ -58,9 +58,8 @@ def apply_product(module: nn.Module, plan: ParallelPlan, product: LinearProduct)
 
 
 def quantise_frozen(module: nn.Module, plan: ParallelPlan, dtype: BaseDtype) -> None:
-    """Let the frozen weights of the linear layers that :func:`product_layers` yields be codes, the head's excepted.
-
-    Each rank quantises its own part of a weight, when that is loaded or drawn.
+    """Let the weights of :func:`frozen_layers` be codes. Each rank quantises its own part of a weight, when that is
+    loaded or drawn.
 
     Args:
         module: one pipeline stage on the meta device, tensor parallelism applied.
@@ -68,23 +67,31 @@ def quantise_frozen(module: nn.Module, plan: ParallelPlan, dtype: BaseDtype) -> 
         dtype: of the codes.
 
     Raises:
-        BaseNotQuantised: the weights have no codes in this layout.
+        BaseNotQuantised: a weight has no codes in this layout.
     """
-    for path, layer, style in product_layers(module, plan):
-        weight = layer.weight
-        if style == "vocab_head" or weight.requires_grad:
-            continue
-        piece = piece_of(weight)
+    for path, layer in [*frozen_layers(module, plan)]:
+        piece = piece_of(layer.weight)
         columns = piece.box.shape[1]
+        reason, instead = "", "Use another tensor_model_parallel_size"
         if getattr(layer, "padded", None):
             reason = f"'{path}' has rows or columns of zeros on each rank (distributed_strategy.pad_heads)"
-            raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Use another tensor_model_parallel_size")
-        if dtype == "nf4" and columns % BLOCK:
+        elif dtype == "nf4" and columns % BLOCK:
             reason = f"'{path}' has {columns} inputs on each rank, not a multiple of the block of {BLOCK}"
-            raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Use int8 or another tensor_model_parallel_size")
+            instead = "Use int8, or another tensor_model_parallel_size"
+        elif piece.tensor.dtype == torch.float64:
+            reason, instead = f"'{path}' has float64 weights", "Train in another dtype (precision.type)"
+        if reason:
+            raise BaseNotQuantised(dtype=dtype, reason=reason, instead=instead)
         places = [row * columns + column for _, (row, column) in piece.box.samples(piece.shape)]
         held = QuantisedWeight.empty(piece.tensor, dtype, places)
-        layer.weight = nn.Parameter(placed_like(held, weight), requires_grad=False)
+        layer.weight = nn.Parameter(placed_like(held, layer.weight), requires_grad=False)
+
+
+def frozen_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Any]]:
+    """Yield path and layer of those of :func:`product_layers` with a frozen weight, the vocabulary head excepted."""
+    for path, layer, style in product_layers(module, plan):
+        if style != "vocab_head" and not layer.weight.requires_grad:
+            yield path, layer
 
 
 def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Any, TensorStyle]]:

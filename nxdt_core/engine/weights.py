@@ -8,15 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nxdt_core.engine.data.collectives import product_weights
+from nxdt_core.engine.precision import quantise_frozen
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
 from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.quantised import BaseDtype, QuantisedWeight
 from nxdt_core.models.random.init import complete_init_rules, fill, rule_for
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
+from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["WholeModel", "allocate", "build_whole", "check_rules", "draw_piece", "tie"]
+__all__ = [
+    "WholeModel",
+    "allocate",
+    "build_whole",
+    "check_rules",
+    "draw_piece",
+    "quantised_weights",
+    "tie",
+]
 
 _BIASES = ParallelPlan().no_weight_decay
 """Patterns that need not match: not every model has biases."""
@@ -52,6 +64,28 @@ def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> Whol
             check_rules(own, _names(module), of=type(adapter).__name__)
             rules = (*own, *rules)
     return WholeModel(module=module, plan=plan, rules=rules, added=frozenset(_names(module)) - {*base})
+
+
+def set_dtypes(whole: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> None:
+    """Masters are what is stored of trained parameters; a frozen one is stored as it is computed with, which under
+    autocast is the dtype of products for a weight that nothing else reads."""
+    compute = getattr(torch, precision.parameters)
+    whole.to(torch.float32 if precision.master_weights else compute)
+    frozen = {name: parameter for name, parameter in whole.named_parameters() if not parameter.requires_grad}
+    product = getattr(torch, precision.autocast or precision.parameters)
+    multiplied = product_weights(whole, plan) if frozen else frozenset()
+    for name, parameter in frozen.items():
+        parameter.data = parameter.data.to(product if name in multiplied else compute)
+
+
+def quantised_weights(
+    builder: ModelBuilder, adapters: Sequence[Adapter], precision: PrecisionPolicy, dtype: BaseDtype
+) -> dict[str, QuantisedWeight]:
+    """Return the frozen weights that one process would quantise, by name, on the meta device."""
+    built = build_whole(builder, adapters)
+    set_dtypes(built.module, built.plan, precision)
+    quantise_frozen(built.module, built.plan, dtype)
+    return {name: p for name, p in built.module.named_parameters() if isinstance(p, QuantisedWeight)}
 
 
 def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Sequence[str] = (), of: str) -> None:

@@ -153,6 +153,13 @@ AdapterOfAnotherBase = NxdtError.define(
     "run's own seed and model are its base.",
 )
 
+BaseDtypeChanged = NxdtError.define(
+    "NXDT-S092",
+    "A run resumes an adapter over base weights in another ``adapter.base_dtype``.",
+    "The adapter at '{where}' was trained with adapter.base_dtype={saved}, and it is {found} here.",
+    "Set adapter.base_dtype={saved}, or begin a new run: checkpoint.resume_from with checkpoint.weight_init_only=true.",
+)
+
 CheckpointHasNoAverage = NxdtError.define(
     "NXDT-S090",
     "Averaged weights are asked of a checkpoint without them.",

@@ -11,6 +11,7 @@ The package ``bitsandbytes`` quantises and dequantises, on CPUs and CUDA GPUs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, Self
@@ -31,6 +32,8 @@ BLOCK = 64
 """Elements that share a magnitude in nf4."""
 _GROUP = 256
 """Magnitudes of blocks that share one."""
+_AT_ONCE = 2**20
+"""Elements that are quantised at a time."""
 _PARTS = ("codes", "scales", "groups", "samples")
 
 
@@ -122,7 +125,7 @@ class QuantisedWeight(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.linear:
+        if func is functional.linear and len(args) > 1 and isinstance(args[1], QuantisedWeight):
             return _linear(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -160,17 +163,15 @@ class QuantisedWeight(torch.Tensor):
     def _quantise(self, weight: torch.Tensor) -> Self:
         """Fill the parts from ``weight`` [out, in]."""
         whole = weight.detach().to(self.device, self.dtype).expand(self.shape).contiguous()
-        made = _nf4(whole) if self.codes.dtype == torch.uint8 else _int8(whole)
-        for own, part in zip(self.parts, made, strict=False):
-            own.copy_(part)
+        (_fill_int8 if self.codes.dtype == torch.int8 else _fill_nf4)(self, whole)
         if self.places:
             self.samples.copy_(whole.view(-1)[list(self.places)])
         return self
 
 
-def requantised(weight: torch.Tensor, dtype: BaseDtype) -> torch.Tensor:
-    """Return ``weight`` [out, in] as a product reads it once it is quantised."""
-    held = QuantisedWeight.empty(weight, dtype)
+def requantised(weight: torch.Tensor, form: QuantisedWeight) -> torch.Tensor:
+    """Return ``weight`` [out, in] as products read it once it is quantised as ``form``, which may be without memory."""
+    held: QuantisedWeight = torch.empty_like(form, device=weight.device)  # type: ignore[assignment]
     held.copy_(weight)
     return held.dequantised()
 
@@ -251,17 +252,27 @@ def _(
     return codes.new_empty(rows, columns, dtype=dtype)
 
 
-def _nf4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return codes, scales and groups of ``weight``, as peft and transformers quantise it."""
-    library = load_library()
-    codes, state = library.quantize_4bit(weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    return codes.view(-1), state.absmax, torch.cat([state.offset.view(1), state.state2.absmax])
+def _fill_nf4(held: QuantisedWeight, weight: torch.Tensor) -> None:
+    """Quantise ``weight``, as peft and transformers do: in parts, since on a host the library needs 20 bytes per
+    element meanwhile."""
+    library, magnitudes = load_library(), torch.empty_like(held.scales, dtype=torch.float32)
+    whole = (weight.view(-1), _AT_ONCE), (held.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // BLOCK)
+    for part, codes, found in zip(*(torch.split(tensor, size) for tensor, size in whole), strict=True):
+        made = torch.ops.bitsandbytes.quantize_4bit.default(part, BLOCK, "nf4", torch.uint8)
+        codes.copy_(made[0].view(-1))
+        found.copy_(made[1])
+    mean = magnitudes.mean()
+    scales, state = library.quantize_blockwise(magnitudes - mean, blocksize=_GROUP)
+    held.scales.copy_(scales)
+    held.groups[0] = mean
+    held.groups[1:] = state.absmax
 
 
-def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return codes and scales of ``weight``; its kernel on GPUs reads float16."""
+def _fill_int8(held: QuantisedWeight, weight: torch.Tensor) -> None:
+    """Quantise ``weight``. The library's kernel for GPUs reads float16."""
     codes, scales, _ = load_library().int8_vectorwise_quant(weight.half())
-    return codes, scales
+    held.codes.copy_(codes)
+    held.scales.copy_(scales)
 
 
 @cache
@@ -278,6 +289,7 @@ def load_library() -> Any:
     Raises:
         QuantisationLibraryMissing: it cannot be imported.
     """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # lacks kernels for inference on hosts
     try:
         import bitsandbytes.functional as library
     except ImportError as error:

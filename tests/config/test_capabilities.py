@@ -34,6 +34,7 @@ SETTINGS = {
     "recompute": ("model.activations_checkpoint_granularity=full",),
     "compile": ("model.compile=true",),
     "param_groups": ("model.optim.param_groups=[{params: '*', lr: 0.1}]",),
+    "quantised_base": ("adapter.base_dtype=nf4",),
     "dtype:bfloat16": ("precision={type: manual, xla_use_bf16: true}",),
     "autocast": ("precision.type=autocast",),
     "master_weights": ("precision.type=mixed_precision",),
@@ -45,6 +46,7 @@ SETTINGS = {
 
 ELSEWHERE = {
     "adapters": "tests/engine/layouts/test_lora_layouts.py",
+    "quantised_base": "tests/engine/layouts/test_lora_layouts.py",
     "reference": "tests/engine/layouts/test_preference_layouts.py",
     "pad_heads": "tests/engine/tensor/test_padded_heads.py",
     "sp:regather": "tests/engine/tensor/test_gathered_again.py",

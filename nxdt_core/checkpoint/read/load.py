@@ -240,7 +240,14 @@ def _require(storage: CheckpointStore, manifest: Manifest, section: str, names: 
 
 
 def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Tensor]:
-    return [storable_piece(name, tensor).tensor for name, tensor in tensors.items()]
+    found: list[torch.Tensor] = []
+    for name, tensor in tensors.items():
+        held = piece_of(tensor, name).tensor
+        if isinstance(held, QuantisedWeight):
+            found += [part for part in held.parts if part.numel()]
+        else:
+            found.append(storable_piece(name, tensor).tensor)
+    return found
 
 
 def _fill(

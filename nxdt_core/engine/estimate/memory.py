@@ -110,7 +110,7 @@ def _computing(counts: ParameterCounts, storage: StorageLayout) -> dict[str, int
         # ZeRO-3 holds the root, the part at work and the one that is fetched ahead.
         gathered = counts.root + max(two, largest + max(counts.first, counts.last))
         if storage.zero_stage < 3:
-            gathered = counts.local - counts.experts_kept
+            gathered = counts.local - counts.experts_kept - counts.coded
         weights += _computed_with(gathered, counts, storage)
         if storage.gradient_use == "sharded":
             # Gradients of the root are reduced last. The head's are among them where it is tied to the embedding.
@@ -127,7 +127,7 @@ def _computing(counts: ParameterCounts, storage: StorageLayout) -> dict[str, int
 def _computed_with(elements: int, counts: ParameterCounts, storage: StorageLayout) -> int:
     """Bytes of gathered elements, of which as many are frozen in autocast's dtype as among all."""
     saved = (storage.compute_bytes - storage.product_bytes) * counts.frozen_narrow
-    return elements * storage.compute_bytes - elements * saved // max(counts.local, 1)
+    return elements * storage.compute_bytes - elements * saved // max(counts.local - counts.coded, 1)
 
 
 def _between_steps(counts: ParameterCounts, storage: StorageLayout, *, computing: bool = False) -> tuple[int, int]:

@@ -215,6 +215,8 @@ def _layout(work: Workload) -> Iterator[str]:
     if sizes.dp > 1:
         yield f"ZeRO-{sizes.zero_stage}" if sizes.zero_stage else "no ZeRO"
     yield work.precision.name
+    if options.base_dtype is not None:
+        yield f"base in {options.base_dtype}"
     if options.recompute_granularity is not None:
         what = "layers" if options.recompute_granularity == "full" else ", ".join(options.recompute_names)
         yield f"recomputes {what}"
@@ -246,7 +248,11 @@ def _hops(stage: int, sizes: MeshSizes) -> int:
 def _data(counts: ParameterCounts, sizes: MeshSizes, storage: StorageLayout, micro_batches: int) -> Iterator[float]:
     """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
     experts = (counts.experts, counts.experts_narrow, counts.experts_trained)
-    dense = (counts.local - experts[0] - counts.scaled, counts.narrow - experts[1], counts.trained - experts[2])
+    dense = (
+        counts.local - experts[0] - counts.scaled - counts.coded,
+        counts.narrow - experts[1],
+        counts.trained - experts[2],
+    )
     for (local, narrow, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
         gradients = trained * storage.gradient_bytes
         if not storage.sharded:

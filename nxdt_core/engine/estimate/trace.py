@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
@@ -171,7 +171,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():  # modes of functions have seen what led here
             result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf):
                 self._note(leaf.untyped_storage())
         return result
 

@@ -61,6 +61,8 @@ class ParameterCounts:
     """The part of ``local`` that travels in one byte per element."""
     scales: int = 0
     """Number of parameters that do so."""
+    coded: int = 0
+    """The part of ``local`` that is quantised, which FSDP2 leaves alone."""
     experts: int = 0
     """The part of ``local`` that ``efsdp`` holds instead of ``fsdp``."""
     experts_kept: int = 0
@@ -93,6 +95,7 @@ class ParameterCounts:
             narrow=self.narrow + other.narrow,
             scaled=self.scaled + other.scaled,
             scales=self.scales + other.scales,
+            coded=self.coded + other.coded,
             experts=self.experts + other.experts,
             experts_kept=self.experts_kept + other.experts_kept,
             experts_narrow=self.experts_narrow + other.experts_narrow,
@@ -137,17 +140,18 @@ def count_parameters(
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
         expert, coded = "ep" in sharded_over(parameter), isinstance(local, QuantisedWeight)
-        whole = coded or not sharded  # FSDP2 leaves codes alone
+        whole, narrows = coded or not sharded, name in narrow and not coded
         shard = _shard(tuple(local.shape), 1 if whole else sizes.efsdp if expert else sizes.fsdp)
         stored = math.prod(shard)
         counts["local"] += local.numel()
         counts["stored"] += stored
-        counts["narrow"] += local.numel() * (name in narrow)
+        counts["coded"] += local.numel() * coded
+        counts["narrow"] += local.numel() * narrows
         counts["scaled"] += local.numel() * (name in scaled)
         counts["scales"] += name in scaled
         counts["experts"] += local.numel() * expert
         counts["experts_kept"] += local.numel() * (expert and keeps)
-        counts["experts_narrow"] += local.numel() * (expert and name in narrow)
+        counts["experts_narrow"] += local.numel() * (expert and narrows)
         counts["experts_trained"] += local.numel() * (expert and parameter.requires_grad)
         if parameter.requires_grad:
             trained[name] = parameter.numel(), stored
@@ -155,10 +159,10 @@ def count_parameters(
             held += state(shard, name not in others).held
         else:
             size = local.held_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
-            counts.update(frozen_bytes=size, frozen_narrow=local.numel() * (name in narrow))
+            counts.update(frozen_bytes=size, frozen_narrow=local.numel() * narrows)
         group = _group_of(name, plan, outer)
         groups[group] += local.numel() * (not ((expert and keeps) or coded))
-        counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
+        counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and narrows)
     first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
     buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
     return ParameterCounts(

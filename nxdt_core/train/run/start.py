@@ -15,6 +15,7 @@ from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.tree import Node
+from nxdt_core.errors.checkpoints import BaseDtypeChanged
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
     LengthUnknown,
@@ -88,7 +89,10 @@ def check_adapter(config: ResolvedConfig, start: Start) -> None:
         NxdtError: they do not.
     """
     where = build.step_uri(start.storage, start.manifest.step)
-    saved = saved_adapter(start.manifest, config)
+    saved, own = saved_adapter(start.manifest, config), config.run.adapter
+    before = saved.get("base_dtype")
+    if not start.weights_only and saved.get("name") is not None and before != own.base_dtype:
+        raise BaseDtypeChanged(where=where, saved=before or "null", found=own.base_dtype or "null")
     for adapter in build.adapters(config):
         adapter.check_resume(saved, where)
 

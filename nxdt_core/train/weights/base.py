@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -19,9 +19,10 @@ from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engine.weights import quantised_weights
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
-from nxdt_core.models.quantised import QuantisedWeight
+from nxdt_core.models.quantised import QuantisedWeight, requantised
 from nxdt_core.models.random.init import complete_init_rules, draw, rule_for
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
@@ -109,6 +110,13 @@ class BaseWeights:
     """Dtype and shape by global name."""
     read: Callable[[Sequence[str]], Iterator[torch.Tensor]]
     """Yields parameters by name, in order; all names in one call, so that each file is opened once."""
+    coded: Mapping[str, QuantisedWeight] = field(default_factory=dict)
+    """The forms, without memory, of those that the run quantises."""
+
+    def values(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """Yield parameters as :attr:`read` does, with the values that one process has trained over."""
+        for name, weight in zip(names, self.read(names), strict=True):
+            yield requantised(weight, self.coded[name]) if name in self.coded else weight
 
     def check(self, frozen: Sequence[str], digest: str, *, where: str) -> None:
         """Check that the parameters match ``digest``; reads all of ``frozen``.
@@ -146,6 +154,16 @@ def base_weights(
         CheckpointNotFound, ForeignFormatUnknown: the base does not exist.
         CheckpointNotTrusted: it lacks a valid signature of one of the keys.
     """
+    found, dtype = _found(config, storage, manifest, base, trusted), config.run.adapter.base_dtype
+    if dtype is None:
+        return found
+    coded = quantised_weights(build.model_builder(config), build.adapters(config), build.precision(config), dtype)
+    return replace(found, coded=coded)
+
+
+def _found(
+    config: ResolvedConfig, storage: CheckpointStore, manifest: Manifest, base: str | None, trusted: TrustedKeys | None
+) -> BaseWeights:
     if base is None and not manifest.facts.without_base:
         return _of_checkpoint(storage, manifest)
     began = config.run.checkpoint

@@ -16,7 +16,7 @@ from tests.engine.matrix.batches import global_batch, share
 from tests.engine.matrix.layouts import Layout, Numbers
 from tests.engine.matrix.training import configuration, whole
 
-__all__ = ["KINDS", "MERGED", "Went", "go_on", "numbers_of", "sized"]
+__all__ = ["KINDS", "MERGED", "Went", "go_on", "numbers_of", "over_values", "sized"]
 
 _SIZES = {
     "num_layers": 4,
@@ -28,6 +28,7 @@ _SIZES = {
     "init_method_std": 0.1,
 }
 _LLAMA = {**_SIZES, "name": "llama", "ffn_hidden_size": 40}
+_WIDE = {**_LLAMA, "hidden_size": 128, "ffn_hidden_size": 256}
 _GPT = {**_SIZES, "name": "gpt", "num_kv_heads": 4, "ffn_hidden_size": 64, "make_vocab_size_divisible_by": 8}
 _MIXTRAL = {**_SIZES, "name": "mixtral", "ffn_hidden_size": 16, "moe": {"num_experts": 4, "router_aux_loss_coef": 0.1}}
 _HF = {
@@ -51,6 +52,9 @@ def _lora(*targets, **more):
 
 KINDS = {
     "linear": (_LLAMA, _lora()),
+    "nf4": (_WIDE, _lora(base_dtype="nf4")),
+    "nf4-dora": (_WIDE, _lora(base_dtype="nf4", use_dora=True)),
+    "int8": (_WIDE, _lora(base_dtype="int8")),
     "vocabulary": (_LLAMA, _lora("embed_tokens", "lm_head", "q_proj")),
     "tied": ({**_LLAMA, "share_embeddings_and_output_weights": True}, _lora("embed_tokens", "lm_head", "down_proj")),
     "last-layer": (_LLAMA, _lora("layers.3.*")),
@@ -89,8 +93,8 @@ def sized(model: dict, layout: Layout) -> dict:
 
 
 def numbers_of(kind: str) -> Numbers:
-    """transformers' models know no float64 throughout."""
-    return "fp32" if kind.startswith("hf") else "float64"
+    """transformers' models know no float64 throughout, and bitsandbytes knows none."""
+    return "fp32" if kind.startswith(("hf", "nf4", "int8")) else "float64"
 
 
 def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool, merges: bool) -> Went:
@@ -125,3 +129,29 @@ def go_on(kind: str, layout: Layout, steps: int, directory: Path, resumes: bool,
     trained = {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine.shutdown()
     return Went(losses=losses, trained=trained)
+
+
+def over_values(
+    kind: str, layout: Layout, steps: int, values: dict[str, torch.Tensor] | None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of some steps, and the frozen weights whole: those drawn, or ``values``, which are not quantised."""
+    keys, adapter = KINDS[kind]
+    adapter = adapter if values is None else {**adapter, "base_dtype": None}
+    config = configuration(layout, numbers_of(kind), sized(keys, layout), adapter)
+    engine = build.engine(config)
+    engine.start()
+    model = initialize_parallel_model(config, engine)
+    model.load_state_dict(values or {}, strict=False)
+    for each in build.adapters(config):
+        each.begin(model, config, engine.ranks)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
+    place, state = engine.rank_info, TrainState()
+    batches = share(global_batch(packed=False, count=layout.micro_batches), place.dp_rank, place.dp_size)
+    objective, schedule = build.objective(config), build.schedule(config)
+    losses = [
+        float(train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
+        for _ in range(steps)
+    ]
+    frozen = {name: whole(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    engine.shutdown()
+    return losses, frozen

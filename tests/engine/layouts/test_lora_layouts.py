@@ -3,11 +3,13 @@
 ``--samples`` decides which of the cases run (tests/sampling.py).
 """
 
-from tests.engine.layouts.adapting import KINDS, numbers_of, sized
+import pytest
+
+from tests.engine.layouts.adapting import KINDS, numbers_of, over_values, sized
 from tests.engine.matrix.judgement import computed_wrong
 from tests.engine.matrix.layouts import Layout
 from tests.engine.matrix.training import train
-from tests.sampling import sampled
+from tests.sampling import sampled, slow
 
 STEPS = 6
 TP2, TP2_SP, PP2, EP2 = Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2, ep=2)
@@ -22,6 +24,11 @@ CASES = {
     "linear-cp2": ("linear", Layout(cp=2, cp_method="ring")),
     "linear-recomputed": ("linear", Layout(dp=2, zero=3, recompute="full")),
     "linear-dp2-tp2-pp2": ("linear", Layout(dp=2, tp=2, sp=True, pp=2, zero=3)),
+    **{f"nf4-zero{zero}": ("nf4", Layout(dp=2, zero=zero)) for zero in (0, 1, 2)},
+    "nf4-pp2": ("nf4", PP2),
+    "nf4-recomputed": ("nf4", Layout(dp=2, recompute="full")),
+    "nf4-dora-zero1": ("nf4-dora", Layout(dp=2)),
+    "int8-zero1": ("int8", Layout(dp=2)),
     "vocabulary-tp2": ("vocabulary", TP2),
     "vocabulary-tp2-sp": ("vocabulary", TP2_SP),
     "vocabulary-pp2": ("vocabulary", PP2),
@@ -55,6 +62,11 @@ CASES = {
 SAMPLE = 2
 
 
+def needs_library(kind):
+    if "base_dtype" in KINDS[kind][1]:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing can be quantised")
+
+
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("linear-tp2-sp",)))
@@ -62,6 +74,7 @@ def pytest_generate_tests(metafunc):
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     kind, layout = CASES[case]
+    needs_library(kind)
     model, adapter = KINDS[kind]
     model = model if kind == "last-layer" else sized(model, layout)
     reports = ranks(layout.world).run(train, layout, numbers_of(kind), steps(STEPS), model, adapter, timeout_s=240)
@@ -73,3 +86,21 @@ def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
     assert any(name.endswith("lora_B") for name in trained)
     for report in reports:
         assert report.held.gradients.keys() <= trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("nf4", TP2_SP),
+        slow("nf4", Layout(dp=2, tp=2)),
+        slow("nf4-dora", TP2),
+        slow("int8", TP2_SP),
+    ],
+)
+def test_tensor_parallel_ranks_train_over_the_values_of_their_own_codes(ranks, kind, layout):
+    needs_library(kind)
+    reports = ranks(layout.world).run(over_values, kind, layout, STEPS, None, timeout_s=240)
+    reference = ranks(1).run(over_values, kind, layout.one_process, STEPS, reports[0][1], timeout_s=240)[0]
+    assert reference[0][-1] < reference[0][0] - 0.01
+    for losses, _ in reports:
+        assert losses == pytest.approx(reference[0], rel=2e-5)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Shapes = set[tuple[int, ...]]
 
@@ -74,7 +75,7 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor) and not _is_empty(thing):
+        if issubclass(type(thing), torch.Tensor) and not is_traceable_wrapper_subclass(thing) and not _is_empty(thing):
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -40,6 +40,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "share_embeddings_and_output_weights": True,
     },
     "wide": {**_SIZES, "name": "llama", "num_kv_heads": 2, "hidden_size": 64, "ffn_hidden_size": 128},
+    "planned": {**_SIZES, "name": "llama", "num_kv_heads": 2, "hidden_size": 256, "ffn_hidden_size": 512},
     "gpt2": {**_SIZES, "name": "gpt", "ffn_hidden_size": 64, "activation": "gelu_tanh", "hidden_dropout": 0.0},
     "mixtral": {**_SIZES, "name": "mixtral", "num_kv_heads": 2, "ffn_hidden_size": 48, "moe": {"num_experts": 4}},
     "hf": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/qwen2-tiny"},

@@ -25,8 +25,9 @@ from nxdt_core.checkpoint.hf import reader
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase, BaseDtypeChanged
 from nxdt_core.errors.training import CannotWriteRunDirectory
+from nxdt_core.models.quantised import QuantisedWeight, requantised
 from nxdt_core.train.generate import generate
 from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
@@ -453,3 +454,42 @@ def test_what_cannot_be_merged_or_exported_is_told(run, command, tmp_path):
         status, _, complaint = command("checkpoint", *words)
         assert status == 2, words
         assert code in complaint
+
+
+@pytest.fixture
+def over_codes(run):
+    """``over_codes(dtype)``: what makes a run of wide layers quantise weights that another one trained."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing can be quantised")
+    wide = ("model.hidden_size=64", "model.ffn_hidden_size=64")
+    base = run("base", *wide, "adapter.enable_lora=false") / "checkpoints"
+    begun = (*wide, f"checkpoint.resume_from={base}", "checkpoint.weight_init_only=true")
+    return lambda dtype: (*begun, f"adapter.base_dtype={dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["nf4", slow("int8")])
+def test_a_run_over_codes_resumes_bitwise_and_merges_into_their_values(run, command, tmp_path, over_codes, dtype):
+    over = over_codes(dtype)
+    whole = weights_of(run("whole", *over, "adapter.save_lora_base=true") / "checkpoints")
+    run("broken", "trainer.max_steps=2", *over)
+    broken = weights_of(run("broken", *over) / "checkpoints")
+    assert all(".update.lora_" in name for name in whole)
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    plain = weights_of(run("plain", *over, "adapter.base_dtype=null") / "checkpoints")
+    assert not torch.equal(plain[next(iter(plain))], whole[next(iter(plain))])
+    assert command("checkpoint", "merge-lora", tmp_path / "whole" / "checkpoints", tmp_path / "merged")[0] == 0
+    prompt = ("In the", "--max-new-tokens", "12", "--json")
+    said = [command("generate", tmp_path / where, *prompt)[1] for where in ("whole/checkpoints", "merged")]
+    assert len({json.loads(text)["completion"] for text in said}) == 1
+    base, merged = weights_of(tmp_path / "base" / "checkpoints"), weights_of(tmp_path / "merged")
+    name = "layers.0.mlp.up_proj"
+    form = QuantisedWeight.empty(base[f"{name}.weight"], dtype)
+    update = 16.0 * whole[f"{name}.update.lora_B"] @ whole[f"{name}.update.lora_A"]
+    torch.testing.assert_close(merged[f"{name}.weight"], requantised(base[f"{name}.weight"], form) + update)
+    assert torch.equal(merged["norm.weight"], base["norm.weight"])
+
+
+def test_a_run_does_not_resume_over_other_codes(run, over_codes):
+    run("tuned", "trainer.max_steps=2", *over_codes("nf4"))
+    for dtype in ("int8", "null"):
+        with raises(BaseDtypeChanged, match=f"base_dtype=nf4, and it is {dtype} here"):
+            run("tuned", *over_codes(dtype))

@@ -2,8 +2,10 @@
 
 import pytest
 from nxdt_plugin_lora.config import LoraConfig
+from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
+from nxdt_core.errors.configuration import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,23 @@ def test_what_is_tuned_gets_a_learning_rate_that_suits_it(written, rate):
     }
     config = load(given)
     assert config.selected("optimizer").config.lr == rate
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ({}, "it quantises what an adapter freezes, and adapter.name names none"),
+        ({"name": "lora"}, "each rank has all codes of its layers, and distributed_strategy.zero_stage: 3 would shard"),
+    ],
+)
+def test_what_cannot_have_a_quantised_base_is_told_with_its_key(written, reason):
+    given = {
+        "name": "codes",
+        "trainer": {"max_steps": 1, "accelerator": "cpu", "devices": 2},
+        "distributed_strategy": {"zero_stage": 3},
+        "data": {"name": "none", "seq_length": 8, "micro_batch_size": 1, "global_batch_size": 2},
+        "model": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/qwen2-tiny"},
+        "adapter": {"base_dtype": "nf4", **written},
+    }
+    with raises(ConfigError, match=f"adapter.base_dtype: {reason}"):
+        load(given)

@@ -6,13 +6,20 @@ import pytest
 import torch
 from nxdt_plugin_lora.peft_export import describe
 from nxdt_plugin_lora.peft_files import write_peft
+from nxdt_testing.errors import raises
 
+from nxdt_core.checkpoint.foreign import load_format_into
 from nxdt_core.engine.compile import compile_layers
+from nxdt_core.engine.estimate.trace import LiveBytes
+from nxdt_core.engine.precision import quantise_frozen
+from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.quantised import QuantisedWeight
+from nxdt_core.train.plan import plan
+from nxdt_core.train.weights.base import base_digest
 from tests.graph_counts import GraphCounts
 
-peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
+
 library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: nothing can be quantised")
 
 STEPS = 20
@@ -41,6 +48,7 @@ def opened(run, base, directory, **quantised):
     config, tensors = describe(run.builder, run.lora, shapes, base=None)
     trained = run.trained
     write_peft(directory, config, tensors, lambda names: [trained[name].detach() for name in names], base="")
+    peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **quantised)
     return peft.PeftModel.from_pretrained(model, directory, is_trainable=True).train()  # else some CPUs use bfloat16
 
@@ -49,23 +57,35 @@ def coded(run):
     return {name: p for name, p in run.module.named_parameters() if isinstance(p, QuantisedWeight)}
 
 
-def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path):
-    run = start("wide", {"base_dtype": "nf4"})
-    base = start("wide", {}).save_base(tmp_path / "base")
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path, precision):
+    run = start("wide", {"base_dtype": "nf4"}, precision)
+    base = start("wide", {}, precision).save_base(tmp_path / "base")
+    computes = torch.bfloat16 if precision == "autocast" else torch.float32
     four_bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computes,
     )
     theirs = opened(run, base, tmp_path / "adapter", quantization_config=four_bits)
     layers = [layer for layer in theirs.modules() if isinstance(layer, library.nn.Linear4bit)]
     assert len(layers) == len(coded(run)) == 14
     mine = {tuple(weight.dequantised().flatten().tolist()) for weight in coded(run).values()}
     for layer in layers:
-        whole = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        whole = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(computes)
         assert tuple(whole.flatten().tolist()) in mine
-    expected = losses_of(lambda: theirs(ids).logits, [p for p in theirs.parameters() if p.requires_grad], ids)
-    found = losses_of(lambda: run.module(ids), run.trained.values(), ids)
+    kept = [(layer.weight, layer.weight.quant_state) for layer in layers]
+    theirs_bytes = sum(w.nbytes + s.absmax.nbytes + s.offset.nbytes + s.state2.absmax.nbytes for w, s in kept)
+    assert sum(weight.held_bytes for weight in coded(run).values()) <= 1.05 * theirs_bytes
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    expected = losses_of(mixed(lambda: theirs(ids).logits), trained, ids)
+    found = losses_of(mixed(lambda: run.module(ids)), run.trained.values(), ids)
     assert found[-1] < 0.5 * found[0]
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert found[0] == pytest.approx(expected[0], abs=1e-3)
+    # In bfloat16 operations round in another order than transformers': a step of the last is 0.004 of a number.
+    assert found == pytest.approx(expected, abs=3e-2 if precision == "autocast" else 1e-5)
 
 
 def saved_by(run, ids):
@@ -94,3 +114,68 @@ def test_a_layer_is_one_graph_that_keeps_codes_for_backward(start, ids, dtype):
         saved = saved_by(run, ids)
         assert saved
         assert not saved & {(128, 64), (64, 128)}
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.127), ("int8", 8.11)])
+def test_the_plan_knows_the_bytes_of_the_weights(start, dtype, bits):
+    run = start("planned", {"base_dtype": dtype})
+    weights = plan(run.config, memory_bytes=0).estimate.fullest.memory.weights
+    held = [p for p in run.module.parameters() if not isinstance(p, QuantisedWeight)]
+    codes = coded(run).values()
+    assert weights == pytest.approx(sum(p.nbytes for p in held) + sum(p.held_bytes for p in codes), rel=0.01)
+    assert 8 * sum(p.held_bytes for p in codes) == pytest.approx(bits * sum(p.numel() for p in codes), rel=0.01)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mixtral", "hf-mixture"])
+def test_linear_layers_of_each_model_have_codes(start, ids, model):
+    """Biases, experts and the modules of transformers are no obstacle, nor are weights in bfloat16."""
+    run, plain = (start(model, adapter, "bf16SR") for adapter in ({"base_dtype": "int8"}, {}))
+    assert coded(run)
+    assert all(weight.dtype == torch.bfloat16 for weight in coded(run).values())
+    found, expected = (
+        losses_of(lambda each=each: each.module(ids), each.trained.values(), ids) for each in (run, plain)
+    )
+    assert found[-1] < found[0] - 0.3
+    assert found[0] == pytest.approx(expected[0], abs=0.05)
+
+
+def test_weights_that_have_no_codes_are_named(start):
+    name = "'layers.0.attention.q_proj'"
+    with raises(BaseNotQuantised, match=f"{name} has 32 inputs on each rank, not a multiple of the block of 64"):
+        start("llama", {"base_dtype": "nf4"})
+    with raises(BaseNotQuantised, match="the adapter freezes no weight of a linear layer"):
+        start("wide", {"base_dtype": "nf4", "enable_lora": False})
+    run = start("llama", {})
+    with raises(BaseNotQuantised, match=f"{name} has float64 weights"):
+        quantise_frozen(run.module.double(), run.model.plan, "int8")
+
+
+def test_what_is_done_with_a_weight_is_done_with_its_values():
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    weight = QuantisedWeight.empty(values, "nf4", (0, 511))
+    weight.copy_(values)
+    assert (weight - values).abs().max() < 0.5
+    assert weight.samples.tolist() == [values[0, 0].bfloat16(), values[7, 63].bfloat16()]
+    again = torch.empty_like(weight)
+    again.copy_(weight)
+    assert all(torch.equal(own, part) for own, part in zip(again.parts, weight.parts, strict=True))
+    weight.zero_()
+    assert not weight.dequantised().any()
+
+
+def test_a_directory_is_quantised_weight_by_weight_as_it_is_read(start, tmp_path):
+    base = start("planned", {}).save_base(tmp_path / "base")
+    drawn, loaded = (start("planned", {"base_dtype": "nf4"}) for _ in range(2))
+    for weight in coded(loaded).values():
+        weight.zero_()
+    weights = {name: w for name, w in loaded.model.state_dict().items() if name not in loaded.model.added}
+    with LiveBytes([]) as live:
+        load_format_into(base, loaded.builder, loaded.config.kernel, weights)
+    mapped = (base / "model.safetensors").stat().st_size
+    assert sum(live.peak.values()) - mapped < 1.5 * max(weight.nbytes for weight in coded(loaded).values())
+    for name, weight in coded(drawn).items():
+        found = coded(loaded)[name]
+        assert all(torch.equal(own, part) for own, part in zip(found.parts, weight.parts, strict=True))
+    assert base_digest(loaded.model, loaded.engine.ranks) == base_digest(
+        start("planned", {}).model, loaded.engine.ranks
+    )

@@ -144,7 +144,7 @@ def _write(
     updated, tables = saved.updated, tables_of(build.model_builder(saved.config))
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
-        frozen = saved.base.read([name for name in names if name not in saved.trained])
+        frozen = saved.base.values([name for name in names if name not in saved.trained])
         needed = {name: [name] * (name in saved.trained) + [*updated.get(name, {}).values()] for name in names}
         own = saved.read([part for parts in needed.values() for part in parts])
         for name in names:
