@@ -31,29 +31,33 @@ from nxdt_core.visible_text import visible
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Where to write: .png, .svg or .pdf. Default: loss.png in the first RUN.",
+    help="Where to write: .png, .svg or .pdf. Default: METRIC.png in the first RUN.",
 )
-def plot(runs: tuple[Path, ...], output: Path | None) -> None:
+@click.option(
+    "--metric", metavar="METRIC", default="loss", help="Column of metrics.jsonl, such as reward. Default: loss."
+)
+def plot(runs: tuple[Path, ...], output: Path | None, metric: str) -> None:
     """Draw the runs whose directories are RUN into one plot, and print their first and last loss.
 
     It shows the loss of training and of validations, where a run resumed, and the learning rate, over steps and tokens.
     It needs matplotlib: pip install 'nxdt-core[plot]'.
     """
 
-    read = [read_run(run) for run in runs]
-    target = runs[0] / "loss.png" if output is None else output
-    draw(read, target)
+    read = [read_run(run, metric) for run in runs]
+    target = runs[0] / f"{metric.replace('/', '-')}.png" if output is None else output
+    draw(read, target, metric)
     for run in read:
         first, last = run.training[0], run.training[-1]
-        say(f"{run.name}: loss {_loss(first)} at step {first['step']} -> {_loss(last)} at step {last['step']}")
+        ends = [f"{_value(row, metric)} at step {row['step']}" for row in (first, last)]
+        say(f"{run.name}: {metric} {' -> '.join(ends)}")
     say(f"plot: {target}")
 
 
-def _loss(row: Row) -> str:
-    loss = finite(row.get("loss"))
-    if loss is None:
+def _value(row: Row, metric: str) -> str:
+    value = finite(row.get(metric))
+    if value is None:
         return "not finite"
-    return f"{loss:.3f}" if abs(loss) < 1e6 else f"{loss:.3g}"
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 _FORMATS = (".png", ".svg", ".pdf")
@@ -70,15 +74,18 @@ class PlottedRun:
     """Steps from which it resumed."""
 
 
-def read_run(run_dir: Path) -> PlottedRun:
+def read_run(run_dir: Path, metric: str = "loss") -> PlottedRun:
     """Read the metric files of a run.
 
     Raises:
-        NothingToPlot: there are none.
+        NothingToPlot: there are none, or they have no column ``metric``.
     """
     training = _rows(run_dir, "metrics.jsonl")
     if not training:
         raise NothingToPlot(run=str(run_dir), reason="it has no metrics.jsonl with rows")
+    if not any(metric in row for row in training):
+        reason, known = f"its metrics.jsonl has no column {metric!r}", ", ".join(training[-1])
+        raise NothingToPlot(run=str(run_dir), reason=reason, advice=f"Name one of: {known}.")
     return PlottedRun(
         name=visible(run_dir.resolve().name),
         training=training,
@@ -87,8 +94,8 @@ def read_run(run_dir: Path) -> PlottedRun:
     )
 
 
-def draw(runs: Sequence[PlottedRun], target: Path) -> None:
-    """Draw the runs and write ``target``, in the format of its suffix.
+def draw(runs: Sequence[PlottedRun], target: Path, metric: str = "loss") -> None:
+    """Draw a metric of the runs and write ``target``, in the format of its suffix.
 
     Raises:
         NothingToPlot: matplotlib is missing, or the file cannot be written.
@@ -108,8 +115,10 @@ def draw(runs: Sequence[PlottedRun], target: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for number, run in enumerate(runs):
-        _draw_run(loss, rate, run, f"{run.name}: " if len(runs) > 1 else "", "--" if number else "-")
-    loss.set(ylabel="loss, nats per token", title=runs[0].name if len(runs) == 1 else "")
+        _draw_run(loss, rate, run, metric, f"{run.name}: " if len(runs) > 1 else "", "--" if number else "-")
+    loss.set(
+        ylabel="loss, nats per token" if metric == "loss" else metric, title=runs[0].name if len(runs) == 1 else ""
+    )
     rate.set(xlabel="optimizer step", ylabel="learning rate")
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
@@ -128,10 +137,10 @@ def draw(runs: Sequence[PlottedRun], target: Path) -> None:
         raise NothingToPlot(run=runs[0].name, reason=reason, advice="Name another file with --output.") from error
 
 
-def _draw_run(loss: Any, rate: Any, run: PlottedRun, label: str, line: str) -> None:
-    (drawn,) = loss.plot(*_points(run.training, "loss"), line, label=f"{label}training", linewidth=1)
+def _draw_run(loss: Any, rate: Any, run: PlottedRun, metric: str, label: str, line: str) -> None:
+    (drawn,) = loss.plot(*_points(run.training, metric), line, label=f"{label}training", linewidth=1)
     if run.validation:
-        loss.plot(*_points(run.validation, "loss"), f"o{line}", label=f"{label}validation", markersize=4)
+        loss.plot(*_points(run.validation, metric), f"o{line}", label=f"{label}validation", markersize=4)
     for number, step in enumerate(run.resumes):
         mark = {} if number else {"label": f"{label}resumed"}
         loss.axvline(step, color=drawn.get_color(), linestyle=":", linewidth=1, **mark)

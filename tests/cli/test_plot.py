@@ -31,6 +31,15 @@ def test_a_plot_has_loss_validation_resumes_tokens_and_learning_rate(nxdt, run):
         assert f"<!-- {text} -->" in drawn
 
 
+def test_another_column_is_drawn_on_request(nxdt, run):
+    done = nxdt("plot", "runs/small", "--metric", "lr")
+    assert done.stdout.splitlines() == ["small: lr 0.001 at step 1 -> 0.001 at step 10", "plot: runs/small/lr.png"]
+    refused = nxdt("plot", "runs/small", "--metric", "reward")
+    assert refused.returncode == 2
+    assert "no column 'reward'" in refused.stderr
+    assert "consumed_tokens" in refused.stderr
+
+
 def test_several_runs_go_into_one_plot_in_the_first(nxdt, run):
     other = run.with_name("other")
     other.mkdir()

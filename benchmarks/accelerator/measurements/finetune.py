@@ -9,7 +9,7 @@ from typing import Any
 from accelerator.bench import Bench
 from accelerator.runs import SHAPES, Shape, length, measure, steps_of
 
-__all__ = ["lora", "mixtral", "packed_chats", "qlora"]
+__all__ = ["grpo", "lora", "mixtral", "packed_chats", "qlora"]
 
 _WORDS = ("the", "river", "boat", "was", "slow", "and", "cold", "but", "nobody", "asked", "why", "it", "came")
 _MIXTRAL = Shape(layers=8, hidden=2048, ffn=3584, heads=16, kv_heads=8, vocabulary=32000, micro_batch=2)
@@ -38,6 +38,22 @@ def lora(bench: Bench) -> None:
 def qlora(bench: Bench) -> None:
     """LoRA on all linear layers of the 8B model over 4-bit weights, on random tokens."""
     measure(bench, "QLoRA 8b", SHAPES["8b"], adapter={**_LORA, "base_dtype": "nf4"})
+
+
+def grpo(bench: Bench) -> None:
+    """GRPO of the 1B model: 8 answers of 128 tokens to each of 4 prompts a step."""
+    prompts, longest = bench.work / "prompts.jsonl", 8 if bench.small else 128
+    prompts.write_text('{"prompt": "Only vowels:", "characters": "aeiou"}\n' * 16, encoding="utf-8")
+    data = {
+        "name": "prompts",
+        "train_files": [str(prompts)],
+        "tokenizer": {"library": "byte"},
+        "seq_length": 32 if bench.small else 256,
+        "micro_batch_size": 4,
+        "global_batch_size": 4,
+    }
+    objective = {"name": "grpo", "rewards": ["characters"], "max_completion_length": longest}
+    measure(bench, "GRPO 1b", SHAPES["1b"], data=data, objective=objective)
 
 
 def mixtral(bench: Bench) -> None:

@@ -163,7 +163,7 @@ def test_a_reward_that_fails_is_named_with_the_record(small, short, body, said):
         ("objective.rewards=[{weight: 1}]", "has no name"),
         ("objective.rewards=[{name: characters, weight: much}]", "'much'"),
         ("objective.rewards=[{name: characters, keys: a}]", "keys"),
-        ("objective.rewards=[{name: match, pattern: '('}]", "no regular expression"),
+        ("objective.rewards=[{name: match, pattern: '('}]", "is not a regular expression"),
         ("objective.rewards=[]", "no reward is named"),
         ("objective.num_generations=1", "at least 2"),
         ("distributed_strategy.zero_stage=3", "may be at most 2"),

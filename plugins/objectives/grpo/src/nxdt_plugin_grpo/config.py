@@ -77,7 +77,7 @@ class MatchConfig(Section):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            yield "pattern", f"{self.pattern!r} is no regular expression: {error}"
+            yield "pattern", f"{self.pattern!r} is not a regular expression: {error}"
 
 
 class CharactersConfig(Section):

@@ -47,7 +47,8 @@ class PromptDataset:
         return len(self._records)
 
     def __getitem__(self, index: int, /) -> Sample:
-        """
+        """Return the prompt's tokens, and the padding behind them.
+
         Raises:
             PromptMissing: the record has none.
             PromptTooLong: it leaves no room for a token of an answer.
