@@ -117,5 +117,5 @@ class RotaryDecoderConfig(Section):
         if self.rope_theta <= 0:
             yield "rope_theta", "must be above 0"
         if self.rope_scaling is not None:
-            for key, problem in self.rope_scaling.check(pairs=self.head_size // 2):
+            for key, problem in self.rope_scaling.check(pairs=self.head_size // 2, theta=self.rope_theta):
                 yield f"rope_scaling.{key}", problem

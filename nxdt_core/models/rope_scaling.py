@@ -84,11 +84,11 @@ class RopeScalingConfig(Section):
         return max_positions / self.original_max_position_embeddings
 
     def attention(self, max_positions: int) -> float:
-        """Return the factor of cosines and sines (arXiv:2309.00071, equation 22; arXiv:2402.13753, section 3.3)."""
+        """Return the factor of cosines and sines (arXiv:2309.00071, section 3.4; that of ``longrope`` is Phi-3's)."""
         factor = self.stretch(max_positions)
-        if self.kind not in _OPTIONAL or self.attention_factor is not None:
-            return 1.0 if self.attention_factor is None else self.attention_factor
-        if factor <= 1:
+        if self.kind in _OPTIONAL and self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind not in _OPTIONAL or factor <= 1:
             return 1.0
         if self.kind == "longrope":
             assert self.original_max_position_embeddings is not None
@@ -111,8 +111,9 @@ class RopeScalingConfig(Section):
         )
         return {"cp": reason}
 
-    def check(self, *, pairs: int) -> Iterator[tuple[str, str]]:
-        """Yield (key, problem) for values that cannot work in heads of ``pairs`` rotated pairs of channels."""
+    def check(self, *, pairs: int, theta: float) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for values that cannot work with ``pairs`` rotated pairs of channels in a head, and the
+        base ``theta``."""
         if self.rope_type is None and self.type is None:
             *first, last = get_args(RopeType)
             yield "rope_type", f"is missing: {', '.join(first)} or {last}"
@@ -128,8 +129,10 @@ class RopeScalingConfig(Section):
                 yield key, "must be above 0"
             if isinstance(value, tuple) and len(value) != pairs:
                 yield key, f"must have {pairs} numbers, half of head_dim, not {len(value)}"
-        if self.kind == "dynamic" and pairs == 1:
-            yield "rope_type", "must not be dynamic with heads of 2 channels"
+        if (self.kind == "dynamic" and pairs == 1) or (self.kind == "yarn" and 0 < theta <= 1):
+            yield "rope_type", f"must not be {self.kind} with {2 * pairs} rotated channels and a base of {theta:g}"
+        if self.kind == "longrope" and self.original_max_position_embeddings == 1:
+            yield _ORIGINAL, "must be above 1"
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.kind == "llama3" and low is not None and high is not None and high <= low:
             yield "high_freq_factor", f"must be above low_freq_factor ({low:g})"

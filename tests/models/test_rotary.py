@@ -147,6 +147,11 @@ def test_tables_of_each_length_are_those_of_transformers(rope, width, lengths):
         torch.testing.assert_close(ours(torch.tensor([[0]]))[0][0, 0, 0], expected[0][0, 0, : width // 2])
 
 
+def test_only_yarn_and_longrope_scale_queries_and_keys():
+    scaling = RopeScalingConfig(rope_type="linear", factor=4.0, attention_factor=2.0)
+    assert RotaryEmbedding(8, scaling=scaling)(torch.tensor([0]))[0].max() == 1
+
+
 def test_each_document_has_its_own_length():
     documents = torch.tensor([[3, 3, 3, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0]])
     restarted = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])

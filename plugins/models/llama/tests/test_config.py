@@ -88,6 +88,14 @@ def test_what_cannot_work_is_told_by_key(changes, key, words):
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings", "needed by rope_type 'yarn'"),
         ({"rope_type": "yarn", "original_max_position_embeddings": 8, "beta_fast": 0.0}, "beta_fast", "above 0"),
         (
+            {
+                **{"rope_type": "longrope", "original_max_position_embeddings": 1},
+                **{"short_factor": (1.0,) * 6, "long_factor": (2.0,) * 6},
+            },
+            "original_max_position_embeddings",
+            "above 1",
+        ),
+        (
             {"rope_type": "longrope", "original_max_position_embeddings": 8, "short_factor": (1.0,) * 6},
             "long_factor",
             "needed",
@@ -114,6 +122,14 @@ def test_a_scaling_that_cannot_work_is_told_by_key(rope, key, words):
     problems = dict(LlamaConfig(**SIZES, rope_scaling=RopeScalingConfig(**rope)).check())
     assert list(problems) == [f"rope_scaling.{key}"]
     assert words in problems[f"rope_scaling.{key}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"), [({"rope_theta": 1.0}, "yarn"), ({"head_dim": 2}, "dynamic")], ids=["yarn", "dynamic"]
+)
+def test_a_scaling_needs_a_base_and_channels_that_it_is_defined_for(changes, kind):
+    scaling = RopeScalingConfig(rope_type=kind, factor=2.0, original_max_position_embeddings=8)
+    assert dict(LlamaConfig(**{**SIZES, **changes}, rope_scaling=scaling).check()).keys() == {"rope_scaling.rope_type"}
 
 
 def test_what_works_is_not_complained_about():

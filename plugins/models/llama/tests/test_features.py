@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 from nxdt_plugin_llama import nxdt_models
 from nxdt_plugin_llama.config import Qwen2Config
 from nxdt_testing.errors import raises
+from nxdt_testing.ranks import RankPool
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import read
 from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.errors.models import HFUnsupported, NoHFForm
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model
+from nxdt_core.train.weights.found import find_weights
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 
@@ -189,3 +194,51 @@ def test_what_the_architecture_of_transformers_lacks_is_not_exported(name, chang
     builder = builder_of(tmp_path)
     with raises(NoHFForm, match=key):
         type(builder)(builder.config.model_copy(update=changes)).config_to_hf()
+
+
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+def logits_of(directories: dict[str, str], strategy: dict[str, Any], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits of each directory's model on this rank."""
+    found = {}
+    for name, directory in directories.items():
+        run = {
+            **{"name": name, "exp_manager": {}, "trainer": {"max_steps": 1, "accelerator": "cpu", "devices": 2}},
+            "data": {"name": "none", "seq_length": TOKENS, "global_batch_size": 2, "micro_batch_size": 1},
+            "model": {"model_config": directory, "optim": {"lr": 0.0}},
+            "distributed_strategy": strategy,
+        }
+        config = Path(directory) / f"{'-'.join(strategy)}.yaml"
+        config.write_text(json.dumps(run))
+        weights = find_weights(directory, config=str(config))
+        engine = build.engine(weights.run)
+        engine.start()
+        model = initialize_parallel_model(weights.run, engine, materialise=False)
+        weights.load(engine, model)
+        found[name] = model.forward(ids)
+        engine.shutdown()
+    return found
+
+
+SOME = ("llama-biases-yarn-tied", "llama-dynamic", "mistral-yarn", "qwen2-yarn", "qwen3-longrope")
+
+
+@pytest.mark.parametrize("cases", [SOME, pytest.param([*CASES], marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_in_a_layout_equal_those_of_transformers(layout, cases, tmp_path):
+    ids, expected = torch.randint(0, 128, (2, TOKENS - 1)), {}
+    sizes = {"num_hidden_layers": 2, "vocab_size": 128, "intermediate_size": 64, "num_attention_heads": 4}
+    for name in cases:
+        heads = {"num_key_value_heads": 1 if "qwen" in name else 2, "hidden_size": 8 * PAIRS}
+        theirs = theirs_with(name, **sizes, **heads)
+        theirs.save_pretrained(tmp_path / name)
+        expected[name] = theirs(ids, use_cache=False).logits
+    directories = {name: str(tmp_path / name) for name in cases}
+    for found in RankPool(2).run(logits_of, directories, LAYOUTS[layout], ids, timeout_s=200):
+        for name, logits in found.items():
+            assert (logits - expected[name]).abs().max() <= 1e-5, name
