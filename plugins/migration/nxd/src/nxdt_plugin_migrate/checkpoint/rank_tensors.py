@@ -42,6 +42,8 @@ _NAMES = {
 }
 _EXPERTS = re.compile(r"(.*)\.mlp\.expert_mlps\.mlp_op\.(gate_up_proj|down_proj)\.weight")
 _ONE_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.weight")
+_MOST_EXPERTS = 4096
+"""An empty tensor may claim any number of them."""
 _HF_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 
 GPT_KEYS = tuple(
@@ -82,8 +84,8 @@ def unstacked(name: str, leaf: LazyTensor, first: int = 0) -> dict[str, LazyTens
     match = _EXPERTS.fullmatch(name.replace(".mlp.moe.", ".mlp."))
     if match is None:
         return {name: replace(leaf, name=name)}
-    if len(leaf.shape) != 3:
-        raise leaf.misfit(f"experts have three dimensions, not the shape {leaf.shape}")
+    if len(leaf.shape) != 3 or leaf.shape[0] > _MOST_EXPERTS:
+        raise leaf.misfit(f"a stack has three dimensions and at most {_MOST_EXPERTS} experts, not the shape {leaf.shape}")
     count, inner, outer = leaf.shape
     stem = f"{match[1].replace(f'{MEGATRON}encoder', 'model')}.block_sparse_moe.experts"
     names = [f"{stem}.{first + at}.{match[2]}.weight" for at in range(count)]

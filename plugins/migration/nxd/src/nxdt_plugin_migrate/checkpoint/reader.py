@@ -61,9 +61,9 @@ _PADDING = 128
 class NeuronxCheckpoint:
     """A :class:`~nxdt_core.protocols.format.CheckpointReader`, of ``model_source: hf`` and ``megatron``.
 
-    An adapter without the weights below is added to those at :attr:`base`
-    (:class:`~nxdt_core.protocols.format.TakesBase`). Weights are the fp32 master weights where these were saved. Without the optimizer's state, which includes them, it
-    can be listed with ``weights_only`` alone.
+    Weights are the fp32 master weights where these were saved. Without the optimizer's state, which includes them, it
+    can be listed with ``weights_only`` alone. An adapter without the weights below is added to those at :attr:`base`
+    (:class:`~nxdt_core.protocols.format.TakesBase`).
 
     Raises:
         NeuronxUnreadable: the directory is none, or has files of ranks that cannot be of one save.
