@@ -85,7 +85,7 @@ def unstacked(name: str, leaf: LazyTensor, first: int = 0) -> dict[str, LazyTens
     if match is None:
         return {name: replace(leaf, name=name)}
     if len(leaf.shape) != 3 or leaf.shape[0] > _MOST_EXPERTS:
-        raise leaf.misfit(f"a stack has three dimensions and at most {_MOST_EXPERTS} experts, not the shape {leaf.shape}")
+        raise leaf.misfit(f"a stack has 3 dimensions and at most {_MOST_EXPERTS} experts, not the shape {leaf.shape}")
     count, inner, outer = leaf.shape
     stem = f"{match[1].replace(f'{MEGATRON}encoder', 'model')}.block_sparse_moe.experts"
     names = [f"{stem}.{first + at}.{match[2]}.weight" for at in range(count)]
