@@ -26,7 +26,7 @@ from nxdt_core.protocols.piece import Listing, TensorKey
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CheckpointFormat", "CheckpointReader", "FillsRows"]
+__all__ = ["CheckpointFormat", "CheckpointReader", "FillsRows", "TakesBase"]
 
 
 @runtime_checkable
@@ -71,6 +71,14 @@ class FillsRows(Protocol):
     fill_rows: bool
     """Set before :meth:`CheckpointReader.listing`. With it, a tensor whose rows in the model are its ``vocab_size`` may
     have fewer; the others are listed and read as the mean of those."""
+
+
+@runtime_checkable
+class TakesBase(Protocol):
+    """Optional for a :class:`CheckpointReader`: one that may hold an adapter without the weights below."""
+
+    base: str | None
+    """Path of those weights, set before :meth:`CheckpointReader.listing`; the adapter's updates are added to them."""
 
 
 @runtime_checkable

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import load
 from nxdt_core.train import build
@@ -41,6 +43,30 @@ def test_lost_state_of_a_rank_stops_the_import_and_weights_alone_are_on_request(
     (step,) = (work / "runs/a").glob("step-*")
     assert step.name == "step-00000000", "no run resumes at step 7 without the optimizer's state"
     assert not list((step / "optim").glob("*.safetensors"))
+
+
+def test_an_adapter_alone_is_imported_over_the_model_that_the_run_began_with(nxdt, work, tmp_path):
+    builder = build.model_builder(load(MODEL[0], MODEL[1:]))
+    state = {source.name: torch.randn(source.shape) for source in sources(builder)}
+    save_hf(tmp_path / "base", builder, state)
+    down = "model.layers.1.mlp.down_proj"
+    a, b = torch.randn(2, state["layers.1.mlp.down_proj.weight"].shape[1]), torch.randn(64, 2)
+    own = {f"{down}.lora_A.weight": a, f"{down}.lora_B.weight": b}
+    (tmp_path / "tuned/model").mkdir(parents=True)
+    content = {**own, "lora_config": {"lora_alpha": 4, "lora_rank": 2}}
+    torch.save(content, tmp_path / "tuned/model/dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    words = ("checkpoint", "import", str(tmp_path / "tuned"), "runs/a", "--config", *MODEL)
+    done = nxdt(*words, "--weights-only")
+    assert done.returncode == 2
+    assert "[NXDT-S080]" in done.stderr
+    assert "checkpoint.resume_from" in done.stderr
+    done = nxdt(*words, "--weights-only", f"checkpoint.resume_from={tmp_path / 'base'}")
+    assert done.returncode == 0, done.stderr
+    storage = checkpoint.open_storage(str(work / "runs/a"))
+    found = checkpoint.load_model(storage, checkpoint.latest(storage, warn=print))
+    state["layers.1.mlp.down_proj.weight"] += 2 * b @ a
+    for name, expected in state.items():
+        torch.testing.assert_close(found[name], expected)
 
 
 def test_a_model_of_megatron_is_imported_and_generates(nxdt, work, tmp_path):

@@ -20,8 +20,8 @@ from nxdt_plugin_migrate.errors import (
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
+from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config.section import Section
-from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.model import ModelBuilder
 from plugins.migration.nxd.tests.nxd_writer import Written, by_head
 from tests.checkpoint.poison import installed
@@ -349,6 +349,73 @@ def test_an_adapter_needs_its_layers_and_its_scaling(tmp_path: Path) -> None:
         imported(directory, builder, weights_only=True)
     (directory / "adapter_config.json").write_text('{"lora_alpha": 3.0, "lora_rank": 2, "use_rslora": false}')
     see_the_same(directory, model, builder, weights_only=True)
-    torch.save({name: each for name, each in content.items() if ".lora_" in name} | {"lora_config": config}, path)
-    with raises(NeuronxMisfit, WeightsDoNotFit, match="weights of its layer are not there"):
+    stray = {name: each for name, each in content.items() if ".base_layer." not in name}
+    torch.save(stray | {"lora_config": config}, path)
+    with raises(NeuronxMisfit, match="weights of its layer are not there"):
         imported(directory, builder, weights_only=True)
+
+
+def adapter_alone(model: Any, *, fused: bool, gathered: bool) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """An adapter of rank 2 on two tensor-parallel ranks, and the updates that it makes, by the model's names.
+
+    ``gathered``: as ``merge_sharded_lora_weights`` of ``modules/lora/model.py`` leaves them, whole on every rank.
+    """
+    ranks: list[dict[str, Any]] = [{}, {}]
+    updates: dict[str, torch.Tensor] = {}
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    generator = torch.Generator().manual_seed(11)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator) / 5
+
+    for layer in range(LAYERS):
+        stem = f"model.layers.{layer}"
+        groups = [(f"{stem}.mlp.gate_up_proj", "weight", [f"{stem}.mlp.{half}_proj" for half in ("gate", "up")])]
+        qkv = [f"{stem}.self_attn.{letter}_proj" for letter in "qkv"]
+        groups += (
+            [(f"{stem}.self_attn.qkv_proj", "weight_qkv", qkv)] if fused else [(each, "weight", [each]) for each in qkv]
+        )
+        for module, kind, projections in groups:
+            a = random(2, 32)
+            whole = [random(shapes[f"{each}.weight"][0], 2) for each in projections]
+            updates |= {f"{each}.weight": 1.5 * b @ a for each, b in zip(projections, whole, strict=True)}
+            shares = [torch.cat([b.chunk(2)[tp] for b in whole]) for tp in range(2)]
+            for tp, rank in enumerate(ranks):
+                rank[f"{module}.lora_A.weight"] = a
+                rank[f"{module}.lora_B.{kind}"] = torch.cat(shares) if gathered else shares[tp]
+        for module in (f"{stem}.self_attn.o_proj", f"{stem}.mlp.down_proj"):
+            a, b = random(2, shapes[f"{module}.weight"][1]), random(32, 2)
+            updates[f"{module}.weight"] = 1.5 * b @ a
+            for tp, rank in enumerate(ranks):
+                rank[f"{module}.lora_A.weight"] = a if gathered else a.chunk(2, 1)[tp].clone()
+                rank[f"{module}.lora_B.weight"] = b
+    return [{**rank, "lora_config": {"lora_alpha": 3, "lora_rank": 2, "use_rslora": False}} for rank in ranks], updates
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_an_adapter_alone_is_added_to_the_weights_that_the_configuration_names(
+    tmp_path: Path, fused: bool, gathered: bool
+) -> None:
+    model, state, builder = original("llama")
+    ranks, updates = adapter_alone(model, fused=fused, gathered=gathered)
+    (tmp_path / "tag/model").mkdir(parents=True)
+    for tp, own in enumerate(ranks):
+        torch.save(own, tmp_path / f"tag/model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt")
+    model.save_pretrained(tmp_path / "base")
+    _, found = open_checkpoint(tmp_path / "tag", installed())
+    with raises(NeuronxUnreadable, match=r"checkpoint\.resume_from"):
+        found.listing(builder, weights_only=True)
+    found.base = str(tmp_path / "base")  # type: ignore[attr-defined]
+    listing = found.listing(builder, weights_only=True)
+    tensors = {name: each for (_, name), each in zip(listing, found.read(list(listing)), strict=True)}
+    for source in sources(builder):
+        name = source.hf_names[0]
+        expected = state[name] + updates.get(name, torch.zeros_like(state[name]))
+        torch.testing.assert_close(tensors[source.name], expected, rtol=1e-5, atol=1e-5)
+    assert len(updates) == 7 * LAYERS
+    last = {name: each for name, each in ranks[0].items() if ".layers.1." not in name}
+    torch.save(last, tmp_path / "tag/model/dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    torch.save(last, tmp_path / "tag/model/dp_rank_00_tp_rank_01_pp_rank_00.pt")
+    with raises(NeuronxRanksMissing, match="model/dp_rank_00_tp_rank_00_pp_rank_01.pt"):
+        found.listing(builder, weights_only=True)

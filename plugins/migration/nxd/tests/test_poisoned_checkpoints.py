@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nxdt_plugin_migrate.errors import NeuronxFileDamaged, PickleRefused
+from nxdt_plugin_migrate.errors import NeuronxFileDamaged, NeuronxMisfit, PickleRefused
 from nxdt_testing.errors import raises
 
 from nxdt_core.protocols.model import ModelBuilder
@@ -110,6 +110,15 @@ def test_tensors_that_claim_more_than_there_is_are_damage(nxd: Path, builder: Mo
     path = nxd / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt"
     torch.save(content, path)
     with raises(NeuronxFileDamaged, PickleRefused, match=path.name):
+        import_all(nxd, builder)
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("shape", [(2**40, 0, 2), (2, 2)])
+def test_experts_that_are_none_cost_no_time(nxd: Path, builder: ModelBuilder, shape: tuple[int, ...]) -> None:
+    path = nxd / "model/dp_rank_00_tp_rank_00_pp_rank_01.pt"
+    torch.save({"model.layers.1.mlp.expert_mlps.mlp_op.down_proj.weight": torch.empty(shape)}, path)
+    with raises(NeuronxMisfit, match="at most 4096 experts"):
         import_all(nxd, builder)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
+from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import load
 from nxdt_core.protocols.model import ModelBuilder
@@ -43,8 +44,12 @@ def random_state(builder: ModelBuilder) -> dict[str, torch.Tensor]:
     return {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in tensors}
 
 
-def see_the_same(directory: Path, builder: ModelBuilder, state: dict[str, torch.Tensor], near: float = 0.0) -> None:
+def see_the_same(
+    directory: Path, builder: ModelBuilder, state: dict[str, torch.Tensor], near: float = 0.0, base: Path | None = None
+) -> None:
     _, found = open_checkpoint(directory, installed())
+    if base is not None:
+        found.base = str(base)  # type: ignore[attr-defined]
     listing = found.listing(builder, weights_only=True)
     tensors = {name: tensor for (_, name), tensor in zip(listing, found.read(list(listing)), strict=True)}
     for source in sources(builder):
@@ -171,8 +176,8 @@ def test_the_older_files(as_rank: Callable[..., None], tmp_path: Path, xser: boo
     see_the_same(tmp_path / "tag", builder, state)
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_lora_model(as_rank: Callable[..., None], tmp_path: Path, merged: bool) -> None:
+@pytest.mark.parametrize("form", ["with its base", "merged", "alone"])
+def test_a_lora_model(as_rank: Callable[..., None], tmp_path: Path, form: str) -> None:
     """Its own merging is what the import is compared with."""
     from neuronx_distributed.modules.lora.config import LoraConfig
     from neuronx_distributed.modules.lora.model import LoraModel
@@ -195,10 +200,10 @@ def test_a_lora_model(as_rank: Callable[..., None], tmp_path: Path, merged: bool
         lora_rank=2,
         lora_alpha=5,
         target_modules=["q_proj", "o_proj", "gate_up_proj"],
-        save_lora_base=True,
-        merge_lora=merged,
+        save_lora_base=form != "alone",
+        merge_lora=form == "merged",
         save_lora_config_adapter=True,
-        merge_sharded_lora=False,
+        merge_sharded_lora=form == "alone",
     )
     lora = LoraModel(model, config)
     torch.manual_seed(5)
@@ -207,16 +212,17 @@ def test_a_lora_model(as_rank: Callable[..., None], tmp_path: Path, merged: bool
             torch.nn.init.normal_(parameter)
     as_rank()
     saved = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in lora.state_dict().items()}
-    assert any("lora_" in name and name != "lora_config" for name in saved) != merged
+    assert any("lora_" in name and name != "lora_config" for name in saved) == (form != "merged")
     save_checkpoint(str(tmp_path), "tag", model=saved)
-    if not merged:
+    save_hf(tmp_path / "base", builder, {source.name: source.read(state.__getitem__) for source in sources(builder)})
+    if form != "merged":
         lora.merge_lora()
     expected = {name.replace(".base_layer", ""): each.detach().cpu() for name, each in lora.module.state_dict().items()}
     for layer in range(LAYERS):
         mlp = f"model.layers.{layer}.mlp"
         gate_up = expected[f"{mlp}.gate_up_proj.weight"].chunk(2)
         expected |= {f"{mlp}.{half}_proj.weight": each for half, each in zip(("gate", "up"), gate_up, strict=True)}
-    see_the_same(tmp_path / "tag", builder, expected, near=1e-5)
+    see_the_same(tmp_path / "tag", builder, expected, near=1e-5, base=tmp_path / "base")
 
 
 def test_its_layer_of_experts_computes_what_the_imported_matrices_do(as_rank: Callable[..., None]) -> None:

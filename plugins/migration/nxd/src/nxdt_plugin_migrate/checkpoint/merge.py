@@ -131,7 +131,8 @@ class Merger:
             output = [rank.get(f"{prefix}o_proj.weight") for rank in ranks]
             found = [leaf for leaf in output if leaf is not None]
             kind = (suffix or "").removeprefix("_") or plain
-            return self._attention(prefix, kind, form, parts, concatenated(found or parts, 1).shape[1])
+            width = concatenated(found, 1).shape[1] if found else self._heads.query_heads * self._size
+            return self._attention(prefix, kind, form, parts, width)
         if halves := _HALVES.fullmatch(name):
             return _halves(halves[1], halves[2], parts)
         if name.endswith(_ROWS):

@@ -42,6 +42,8 @@ _NAMES = {
 }
 _EXPERTS = re.compile(r"(.*)\.mlp\.expert_mlps\.mlp_op\.(gate_up_proj|down_proj)\.weight")
 _ONE_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.weight")
+_MOST_EXPERTS = 4096
+"""An empty tensor may claim any number of them."""
 _HF_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 
 GPT_KEYS = tuple(
@@ -82,8 +84,8 @@ def unstacked(name: str, leaf: LazyTensor, first: int = 0) -> dict[str, LazyTens
     match = _EXPERTS.fullmatch(name.replace(".mlp.moe.", ".mlp."))
     if match is None:
         return {name: replace(leaf, name=name)}
-    if len(leaf.shape) != 3:
-        raise leaf.misfit(f"experts have three dimensions, not the shape {leaf.shape}")
+    if len(leaf.shape) != 3 or leaf.shape[0] > _MOST_EXPERTS:
+        raise leaf.misfit(f"a stack has 3 dimensions and at most {_MOST_EXPERTS} experts, not the shape {leaf.shape}")
     count, inner, outer = leaf.shape
     stem = f"{match[1].replace(f'{MEGATRON}encoder', 'model')}.block_sparse_moe.experts"
     names = [f"{stem}.{first + at}.{match[2]}.weight" for at in range(count)]
@@ -138,22 +140,54 @@ def equal(parts: Sequence[LazyTensor]) -> LazyTensor:
     return replace(first, read=compared, stored=all(part.stored for part in parts))
 
 
-def adapted(rank: Mapping[str, LazyTensor], scaling: float | None) -> dict[str, LazyTensor]:
-    """Return the tensors of a rank with the updates of its adapter added, in the wider dtype of the two.
+def is_adapted(name: str) -> bool:
+    """Return whether a tensor is of an adapter, or of a layer that has one."""
+    return ".lora_" in name or ".base_layer." in name
+
+
+def adapted(
+    stage: Sequence[Mapping[str, LazyTensor]], scaling: float | None, *, alone: bool
+) -> list[dict[str, LazyTensor]]:
+    """Return the tensors of the ranks of a stage with the updates of their adapter added, in the wider dtype.
 
     A layer ``X`` that has an adapter is saved as ``X.base_layer``, ``X.lora_A`` and ``X.lora_B``. Where tensor
-    parallelism shards one of the two, the product of a rank's parts is its part of the update.
+    parallelism shards one of the two, the product of a rank's parts is its part of the update. An adapter ``alone`` is
+    saved without layers, and the updates are returned. With ``merge_sharded_lora``, each rank saves all parts of it.
 
     Raises:
-        NeuronxMisfit: an adapter without its layer or its scaling, or of a layer that is not linear.
+        NeuronxMisfit: an adapter without its scaling, or of a layer that is not linear.
     """
+    first = stage[0]
+    if alone and all(
+        rank.keys() == first.keys() and all(torch.equal(leaf.read(), rank[name].read()) for name, leaf in first.items())
+        for rank in stage[1:]
+    ):
+        stage = [
+            {name: _share(name, leaf, at, len(stage)) for name, leaf in rank.items()} for at, rank in enumerate(stage)
+        ]
+    return [_adapted(rank, scaling, alone=alone) for rank in stage]
+
+
+def _share(name: str, leaf: LazyTensor, at: int, ranks: int) -> LazyTensor:
+    """The part of a rank of a matrix of an adapter."""
+    row = name.partition(".lora_")[0].endswith(("o_proj", "down_proj"))
+    if len(leaf.shape) != 2 or row != (".lora_A." in name):
+        return leaf
+    rows, columns = (size // ranks for size in leaf.shape)
+    if not row:
+        return leaf.rows(at * rows, rows, name)
+    return leaf.changed(lambda tensor: tensor[:, at * columns : (at + 1) * columns], (leaf.shape[0], columns))
+
+
+def _adapted(rank: Mapping[str, LazyTensor], scaling: float | None, *, alone: bool) -> dict[str, LazyTensor]:
     found, used = {}, set()
     for name, leaf in rank.items():
-        path, base, kind = name.partition(".base_layer.")
+        path, base, kind = name.partition(".lora_B." if alone else ".base_layer.")
         a, b = f"{path}.lora_A.weight", f"{path}.lora_B.{kind}"
         if base and a in rank and b in rank:
             used |= {a, b}
-            found[f"{path}.{kind}"] = _updated(leaf, rank[a], rank[b], scaling)
+            under = _zeros(rank[a], rank[b], f"{path}.{kind}") if alone else leaf
+            found[f"{path}.{kind}"] = _updated(under, rank[a], rank[b], scaling)
         else:
             found[f"{path}.{kind}" if base else name] = leaf
     left = next((leaf for name, leaf in found.items() if ".lora_" in name and name not in used), None)
@@ -162,6 +196,11 @@ def adapted(rank: Mapping[str, LazyTensor], scaling: float | None) -> dict[str, 
             "it is of an adapter, and the weights of its layer are not there or not those of a projection"
         )
     return {name: leaf for name, leaf in found.items() if name not in used}
+
+
+def _zeros(a: LazyTensor, b: LazyTensor, name: str) -> LazyTensor:
+    shape = (*b.shape[:1], *a.shape[1:])
+    return replace(b, name=name, shape=shape, read=lambda: torch.zeros(shape, dtype=b.dtype))
 
 
 def _updated(leaf: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: float | None) -> LazyTensor:

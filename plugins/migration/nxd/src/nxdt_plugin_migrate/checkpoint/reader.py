@@ -10,15 +10,19 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.checkpoint.hf.source import read_optional_json
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_core.protocols.plan import AttentionHeads
@@ -31,6 +35,7 @@ from nxdt_plugin_migrate.checkpoint.rank_tensors import (
     Stages,
     adapted,
     expert_ranks_joined,
+    is_adapted,
     renamed,
     scaling_of,
 )
@@ -48,7 +53,7 @@ _SAMPLES = re.compile(r"consumed_samples=(\d+)")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _FUSED = ("query_key_value.weight", "key_value.weight")
 _DOWN, _OUTPUT = ("down_proj.weight", ".w2.weight"), "o_proj.weight"
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_LAYER, _EXPERT = re.compile(r"\.layers\.(\d+)\."), re.compile(r"\.experts\.(\d+)\.")
 _PADDING = 128
 """Rows of the vocabulary are padded to multiples of as many a rank (``model.make_vocab_size_divisible_by``)."""
 
@@ -57,7 +62,8 @@ class NeuronxCheckpoint:
     """A :class:`~nxdt_core.protocols.format.CheckpointReader`, of ``model_source: hf`` and ``megatron``.
 
     Weights are the fp32 master weights where these were saved. Without the optimizer's state, which includes them, it
-    can be listed with ``weights_only`` alone.
+    can be listed with ``weights_only`` alone. An adapter without the weights below is added to those at :attr:`base`
+    (:class:`~nxdt_core.protocols.format.TakesBase`).
 
     Raises:
         NeuronxUnreadable: the directory is none, or has files of ranks that cannot be of one save.
@@ -74,7 +80,8 @@ class NeuronxCheckpoint:
         samples = _SAMPLES.search(path.name)
         self.consumed_samples = int(samples[1]) if samples else 0
         self._reads: dict[TensorKey, Callable[[], torch.Tensor]] = {}
-        self._adapted = False
+        self._adapted = self._alone = False
+        self.base: str | None = None
 
     def model_config(self) -> Mapping[str, Any] | None:
         """Return None: the model's configuration is a file elsewhere, which the run's configuration names."""
@@ -110,6 +117,8 @@ class NeuronxCheckpoint:
         model = found.pop(MASTER, model)
         if weights_only:
             found.clear()
+        if self._alone:
+            return self._over_base(builder, wanted, model)
         self._check_names(wanted, model, exchange_of(builder).hf_ignored)
         listing: dict[TensorKey, ShardInfo] = {}
         for source in wanted:
@@ -136,23 +145,55 @@ class NeuronxCheckpoint:
 
     def _weights(self) -> Stages:
         layout = self._layout
-        return [[self._rank(tp, pp) for tp in range(layout.tp)] for pp in range(layout.pp)]
+        lora: object = read_optional_json(layout.directory, "adapter_config.json")
+        stages: list[list[Mapping[str, LazyTensor]]] = []
+        for pp in range(layout.pp):
+            stages.append([])
+            for tp in range(layout.tp):
+                rank, config = self._rank(tp, pp)
+                lora = config or lora
+                stages[-1].append(rank)
+        names = [name for stage in stages for rank in stage for name in rank]
+        self._adapted, self._alone = any(map(is_adapted, names)), all(".lora_" in name for name in names)
+        if not self._adapted:
+            return stages
+        return [adapted(stage, scaling_of(lora), alone=self._alone) for stage in stages]
 
-    def _rank(self, tp: int, pp: int) -> Mapping[str, LazyTensor]:
-        """Return what one tensor-parallel rank of a stage saved, in a file of each expert-parallel rank."""
-        layout = self._layout
-        ranks = [self._file(layout.model_file(tp, pp, ep)) for ep in range(layout.ep)]
-        return ranks[0] if len(ranks) == 1 else expert_ranks_joined(ranks)
+    def _rank(self, tp: int, pp: int) -> tuple[Mapping[str, LazyTensor], object]:
+        """Return what one tensor-parallel rank of a stage saved, in a file of each expert-parallel rank, and its
+        ``lora_config``."""
+        ranks: list[dict[str, LazyTensor]] = []
+        lora: object = None
+        for ep in range(self._layout.ep):
+            file = RankFile(self._layout.model_file(tp, pp, ep))
+            content = file.content["model"] if isinstance(file.content.get("model"), dict) else file.content
+            lora = content.get("lora_config") or lora
+            tensors = {name: each for name, each in content.items() if name != "lora_config"}
+            ranks.append({str(name): file.leaf(str(name), each) for name, each in tensors.items()})
+        return ranks[0] if len(ranks) == 1 else expert_ranks_joined(ranks), lora
 
-    def _file(self, path: Path) -> dict[str, LazyTensor]:
-        file = RankFile(path)
-        content = file.content["model"] if isinstance(file.content.get("model"), dict) else file.content
-        lora = content.get("lora_config")
-        rank = {str(name): file.leaf(str(name), each) for name, each in content.items() if name != "lora_config"}
-        if not any(".base_layer." in name or ".lora_" in name for name in rank):
-            return rank
-        self._adapted = True
-        return adapted(rank, scaling_of(lora or read_optional_json(self._layout.directory, "adapter_config.json")))
+    def _over_base(self, builder: ModelBuilder, wanted: Sequence[Source], model: Mapping[str, LazyTensor]) -> Listing:
+        """List the weights below the adapter, with its updates, which ``model`` has."""
+        path = str(self._layout.directory)
+        if self.base is None:
+            reason = (
+                "it holds an adapter without the weights below; checkpoint.resume_from of --config has to name them"
+            )
+            raise NeuronxUnreadable(path=path, reason=reason)
+        below = open_checkpoint(Path(self.base), Kernel.start())[1]
+        listing = dict(below.listing(builder, weights_only=True))
+        names = {name for source in wanted for name in source.hf_names}
+        if extra := sorted(model.keys() - names):
+            raise WeightsDoNotFit(missing=[], extra=extra, shapes=[], directory=model[extra[0]].where)
+        for source in wanted:
+            place = ("model", source.name)
+            updates = {each.name: each for each in source.tensors() if each.name in model}
+            leaves = {name: self._fitted(model[name], each.shape, source) for name, each in updates.items()}
+            self._reads[place] = partial(_updated, below, place, source, leaves)
+            for leaf in leaves.values():
+                dtype = torch.promote_types(getattr(torch, listing[place].dtype), leaf.dtype)
+                listing[place] = _held(dtype, source.shape)
+        return listing
 
     def _check_order(self, weights: Stages, heads: AttentionHeads) -> None:
         """See that the order of the rows of Megatron's fused projections is known.
@@ -172,8 +213,9 @@ class NeuronxCheckpoint:
         layout, first, last = self._layout, renamed(weights[0][0], wanted), renamed(weights[-1][0], wanted)
         counts = {_ranks_of(first, wanted, names) for names in (_DOWN, (_OUTPUT,))} - {0}
         tp = counts.pop() if len(counts) == 1 else layout.tp
-        pp = layout.pp + ("model.norm.weight" in wanted and "model.norm.weight" not in last)
-        held, experts = _experts(first) // layout.ep, _experts(wanted)
+        ends = "model.norm.weight" in wanted and "model.norm.weight" not in last and not self._alone
+        pp = layout.pp + (ends or (self._alone and _highest(_LAYER, last) < _highest(_LAYER, wanted)))
+        held, experts = _highest(_EXPERT, first) // layout.ep, _highest(_EXPERT, wanted)
         ep = experts // held if held and not experts % held else layout.ep
         if (tp, pp, ep) != (layout.tp, layout.pp, layout.ep):
             raise layout.of_other_ranks(tp=tp, pp=pp, ep=ep)
@@ -221,6 +263,17 @@ class NeuronxCheckpoint:
         return leaf
 
 
+def _updated(
+    below: CheckpointReader, place: TensorKey, source: Source, leaves: Mapping[str, LazyTensor]
+) -> torch.Tensor:
+    """Return a parameter of the base with the updates of ``leaves``, where it has some."""
+    (weight,) = below.read([place])
+    if not leaves:
+        return weight
+    shapes = {each.name: each.shape for each in source.tensors()}
+    return weight + source.read(lambda name: leaves[name].read() if name in leaves else torch.zeros(shapes[name]))
+
+
 def _ranks_of(rank: Mapping[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], names: tuple[str, ...]) -> int:
     """Return how many ranks share the columns of the matrices of these names; 0 if the sizes do not show it."""
     whole = next((shape[1] for name, shape in wanted.items() if name.endswith(names)), 0)
@@ -228,8 +281,9 @@ def _ranks_of(rank: Mapping[str, LazyTensor], wanted: Mapping[str, tuple[int, ..
     return 0 if not own or whole % own else whole // own
 
 
-def _experts(names: Iterable[str]) -> int:
-    return max((1 + int(found[1]) for found in map(_EXPERT.search, names) if found), default=0)
+def _highest(number: re.Pattern[str], names: Iterable[str]) -> int:
+    """Return one more than the highest number of a layer or an expert in ``names``; 0 without one."""
+    return max((1 + int(found[1]) for found in map(number.search, names) if found), default=0)
 
 
 def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> ShardInfo:
