@@ -52,3 +52,11 @@ class TestMistral(OfOneLayout):
     @pytest.fixture
     def builder(self) -> MistralBuilder:
         return MistralBuilder(MistralConfig(**SMALL, sliding_window=5))
+
+
+class TestNoisyLlama(OfOneLayout):
+    """With noise on embeddings, which every layout draws alike."""
+
+    @pytest.fixture
+    def builder(self) -> LlamaBuilder:
+        return LlamaBuilder(LlamaConfig(**SMALL, neftune_noise_alpha=20.0))
