@@ -377,6 +377,7 @@ def nxdt_objectives() -> list[Component]:
         Component(
             name="causal_lm",
             target="nxdt_core.train.step:CausalLM",
+            config="nxdt_core.config.training_schema:CausalLMConfig",
             summary="cross-entropy of the next token, over labels that are not -100",
         )
     ]

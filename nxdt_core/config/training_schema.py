@@ -309,6 +309,14 @@ class SignSection(Section):
     none of them has signed, and checkpoints of other programs."""
 
 
+class CausalLMConfig(Section):
+    """``objective: {name: causal_lm}``: cross-entropy of the next token."""
+
+    label_smoothing: Fraction = 0.0
+    """Share of each label's probability that is spread evenly over the vocabulary (Szegedy et al. 2016,
+    arXiv:1512.00567), as of torch's ``cross_entropy``. It needs logits: not with ``model.loss_chunk_tokens``."""
+
+
 class CheckpointConfig(Section):
     """When checkpoints are saved, where, which are kept, and what a run starts from."""
 

@@ -263,7 +263,7 @@ HeadDoesNotFit = NxdtError.define(
     "NXDT-M095",
     "An objective on scores and a model with a vocabulary, or the other way round.",
     "The objective {objective!r} takes {takes}, which the head of the model {model!r} does not give.",
-    "{advice}, or choose another objective.",
+    "Set model.{key} to {value}, or choose another objective.",
 )
 
 ObjectiveWeightsDiffer = NxdtError.define(

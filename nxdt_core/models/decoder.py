@@ -12,6 +12,7 @@ from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQue
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
+from nxdt_core.models.random.dropout import EmbeddingNoise
 from nxdt_core.models.rotary import RotaryEmbedding
 from nxdt_core.models.step_border import takes_step
 from nxdt_core.protocols.step_context import StepContext
@@ -81,6 +82,7 @@ class RotaryDecoder(nn.Module):
     def __init__(self, config: RotaryDecoderConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_noise = EmbeddingNoise(config.neftune_noise_alpha) if config.neftune_noise_alpha else None
         self.rotary = RotaryEmbedding(
             config.head_size,
             theta=config.rope_theta,
@@ -114,6 +116,8 @@ class RotaryDecoder(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         rotary = self.rotary(position_ids, document_ids)
         hidden = self.embed_tokens(input_ids)  # [batch, seq, hidden]
+        if isinstance(self.embed_noise, EmbeddingNoise):  # not in later pipeline stages
+            hidden = self.embed_noise(hidden, step)
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, document_ids, step=step)
         return head_output(getattr(self, self.head_name), self.norm(hidden), step)

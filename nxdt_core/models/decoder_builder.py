@@ -84,7 +84,10 @@ def rotary_decoder_plan(
             output=(f"{ATTENTION}.o_proj",),
         ),
         pipeline=PipelinePlan(
-            hidden_size=config.hidden_size, first=("embed_tokens",), layers="layers", last=("norm", config.head_name)
+            hidden_size=config.hidden_size,
+            first=("embed_tokens", *(("embed_noise",) if config.neftune_noise_alpha else ())),
+            layers="layers",
+            last=("norm", config.head_name),
         ),
         attention_cores=(f"{ATTENTION}.core",),
         recompute={"CoreAttention": (f"{ATTENTION}.core",), **recompute},

@@ -59,6 +59,9 @@ class RotaryDecoderConfig(Section):
     score_head: bool = False
     """One score per token in place of logits, for the objective ``reward``: transformers'
     ``AutoModelForSequenceClassification`` with one label."""
+    neftune_noise_alpha: NonNegativeFloat = 0.0
+    """Noise on embeddings while training: uniform within ± this / √(``data.seq_length`` · ``hidden_size``) (NEFTune,
+    Jain et al. 2023, arXiv:2310.05914, which has 5 to 15)."""
     init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of fresh weights (``initializer_range`` of Hugging Face)."""
     use_scaled_init_method: bool = True

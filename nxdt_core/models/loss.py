@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.models import LossesAreNotLogits
 from nxdt_core.models.step_border import step_of
@@ -33,6 +35,7 @@ __all__ = [
     "row_chunks",
     "row_cross_entropies",
     "row_weights",
+    "smoothed_cross_entropies",
     "whole_vocabulary_cross_entropies",
 ]
 
@@ -223,6 +226,31 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContex
     return (step_of(step).vocabulary_loss or whole_vocabulary_cross_entropies)(logits, labels)
 
 
+def smoothed_cross_entropies(
+    logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None, *, smoothing: float
+) -> torch.Tensor:
+    """Return the cross-entropy of each label, ``smoothing`` of whose probability is spread evenly over the vocabulary.
+
+    It is that of ``F.cross_entropy`` (Szegedy et al. 2016, arXiv:1512.00567); otherwise as :func:`cross_entropies`.
+
+    Raises:
+        LossesAreNotLogits: the head computes losses itself (``model.loss_chunk_tokens``).
+    """
+    losses = cross_entropies(logits, labels, step)
+    if not smoothing:
+        return losses
+    return (1 - smoothing) * losses + smoothing * (log_partition(logits, step) - _mean_logits(logits))
+
+
+def _mean_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each row [..., vocab], of which ranks may hold parts."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if not isinstance(logits, DTensor):
+        return logits.mean(-1, dtype=dtype)
+    local: torch.Tensor = logits.to_local()
+    return reduce_from_group(local.sum(-1, dtype=dtype), logits.device_mesh.get_group()) / logits.shape[-1]
+
+
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
     """Return the log-probability of each label, 0 where it is −100; otherwise as :func:`cross_entropies`."""
     return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
@@ -250,6 +278,8 @@ def cross_entropy_sum(
     labels: torch.Tensor,
     weights: torch.Tensor | None = None,
     step: StepContext | None = None,
+    *,
+    smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted sum of the :func:`cross_entropies`, and the sum of the weights: their quotient is the mean loss.
 
@@ -258,11 +288,12 @@ def cross_entropy_sum(
         labels: int64 [...]; −100 takes no part.
         weights: float [...], or None for 1 everywhere.
         step: context of the micro-batch.
+        smoothing: as of :func:`smoothed_cross_entropies`.
 
     Returns:
         ``(loss_sum, weight)``, scalars in the dtype of accumulation.
     """
-    losses = cross_entropies(logits, labels, step).flatten()
+    losses = smoothed_cross_entropies(logits, labels, step, smoothing=smoothing).flatten()
     counts, _ = row_weights(losses, labels, weights)
     return (losses * counts).sum(), counts.sum()
 

@@ -179,11 +179,11 @@ def objective(config: ResolvedConfig) -> Objective:
     made = cast(Objective, _construct(config, "objective"))
     wanted, model = traits_of(made).head == "score", config.selected("model")
     if getattr(model.config, "score_head", False) != wanted:
-        takes = "scores" if wanted else "logits of a vocabulary"
-        name, advice = model.component.record.name, f"Set model.score_head to {str(wanted).lower()}"
-        if wanted and not hasattr(model.config, "score_head"):
-            advice = "Set model.name to a model with the key score_head, such as llama"
-        raise HeadDoesNotFit(objective=config.run.objective.name, takes=takes, model=name, advice=advice)
+        takes, key, value = ("scores" if wanted else "logits of a vocabulary"), "score_head", str(wanted).lower()
+        if wanted and not hasattr(model.config, key):
+            key, value = "name", "a model with the key score_head, such as llama"
+        name = config.run.objective.name
+        raise HeadDoesNotFit(objective=name, takes=takes, model=model.component.record.name, key=key, value=value)
     check_objective(config, () if traits_of(made).reference is None else ("reference",))
     return made
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout, causal_attention
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout, EmbeddingNoise, causal_attention
+from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
+from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow
 
 
@@ -64,3 +66,25 @@ def test_attention_drops_probabilities_and_is_right_on_average(documents):
 
 def test_without_probability_the_core_is_the_one_that_can_be_replaced():
     assert type(causal_attention(0.0)) is CausalAttention
+
+
+def test_noise_on_embeddings_is_that_of_neftune():
+    """Uniform, as strong as transformers', while training; by the step, and again in the same one."""
+    neftune = pytest.importorskip("transformers.integrations.neftune")
+    noise, embedding = EmbeddingNoise(15.0), torch.zeros(4, 64, 96)
+    noise.part = MaskPart(name=encoded_name("embed_noise"))
+    ids = torch.zeros(4, 64, dtype=torch.int64)
+    first, again, later = (
+        noise(embedding, StepContext(numbers=torch.tensor((1, step, 0)), ids=ids)) for step in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+    assert not torch.equal(first[0], first[1])
+    hooked = torch.nn.Embedding(1, 1)
+    hooked.neftune_noise_alpha = 15.0
+    theirs = neftune.neftune_post_forward_hook(hooked, None, embedding)
+    for found in (first, noise(embedding)):
+        assert float(found.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=1e-2)
+        assert float(found.std()) == pytest.approx(float(theirs.std()), rel=2e-2)
+        assert float(found.mean()) == pytest.approx(0, abs=float(theirs.std()) / 50)
+    assert torch.equal(noise.eval()(embedding), embedding)

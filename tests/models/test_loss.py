@@ -30,6 +30,16 @@ def test_sum_and_gradient_are_those_of_torch():
     torch.testing.assert_close(torch.autograd.grad(3 * total, x), torch.autograd.grad(3 * expected, x))
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_smoothed_labels_are_those_of_torch(smoothing):
+    x, weights = logits(), torch.rand(2, 4)
+    total, _ = cross_entropy_sum(x, LABELS, weights, smoothing=smoothing)
+    each = functional.cross_entropy(x.flatten(0, 1), LABELS.flatten(), reduction="none", label_smoothing=smoothing)
+    expected = (each * weights.flatten()).sum()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(torch.autograd.grad(3 * total, x), torch.autograd.grad(3 * expected, x))
+
+
 def test_weights_count_and_ignored_labels_do_not():
     x, weights = logits(), torch.rand(2, 4)
     total, weight = cross_entropy_sum(x, LABELS, weights)

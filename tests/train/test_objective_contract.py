@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.objective_contract import ObjectiveContract
 
+from nxdt_core.config.training_schema import CausalLMConfig
 from nxdt_core.train.step import CausalLM
 from tests.sampling import takes_all
 
@@ -18,3 +19,14 @@ class TestCausalLM(ObjectiveContract):
     @pytest.fixture
     def factory(self):
         return CausalLM
+
+
+class TestSmoothed(TestCausalLM):
+    """With smoothed labels."""
+
+    def tries(self, layout, config):
+        return layout in ("tp", "pp") or takes_all(config)
+
+    @pytest.fixture
+    def section(self):
+        return CausalLMConfig(label_smoothing=0.2)

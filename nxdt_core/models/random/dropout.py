@@ -11,6 +11,7 @@ engine sets different salts. Recomputation and a resumed run repeat the masks, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from nxdt_core.models.random.dropout_masks import MaskPart, RowPart
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["CausalAttentionWithDropout", "Dropout", "Salt", "causal_attention"]
+__all__ = ["CausalAttentionWithDropout", "Dropout", "EmbeddingNoise", "Salt", "causal_attention"]
 
 _SEEDS = 2**62
 
@@ -84,6 +85,31 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """Return the probability, for ``print(model)``."""
         return f"p={self.p}"
+
+
+class EmbeddingNoise(Dropout):
+    """Adds uniform noise within ±``alpha`` / √(tokens · features) to embeddings while training (NEFTune, Jain et al.
+    2023, arXiv:2310.05914). Tokens are those of a sequence, padding included; noise is by position, as masks are."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__(0.0)
+        self.alpha = alpha
+
+    def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
+        """``hidden`` [rows, tokens, features] to the same shape."""
+        if not self.training:
+            return hidden
+        part, ids = self.part, step_of(step).ids
+        noise = part.noise(hidden, step_of(step)) if isinstance(part, MaskPart) else None
+        shards = part.shards if isinstance(part, MaskPart) else 1
+        tokens = hidden.shape[1] if ids is None else ids.shape[1] * shards
+        if noise is None:
+            noise = torch.empty_like(hidden, dtype=torch.float32).uniform_(-1, 1)
+        return hidden + (noise * (self.alpha / math.sqrt(tokens * hidden.shape[2]))).to(hidden.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the strength, for ``print(model)``."""
+        return f"alpha={self.alpha}"
 
 
 class CausalAttentionWithDropout(CausalAttention):

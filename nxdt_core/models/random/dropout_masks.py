@@ -70,6 +70,16 @@ class MaskPart:
 
     def mask(self, hidden: torch.Tensor, p: float, step: StepContext) -> torch.Tensor | None:
         """Return what is kept of ``hidden`` [rows, tokens, features], of its shape; None where no row is known."""
+        place = self._place(hidden, step)
+        return None if place is None else _position_mask(*place, 1 - p, hidden.device)
+
+    def noise(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor | None:
+        """Return numbers of even probability within ±1, float32 of the shape of ``hidden``; as :meth:`mask`."""
+        place = self._place(hidden, step)
+        return None if place is None else _position_noise(*place, hidden.device)
+
+    def _place(self, hidden: torch.Tensor, step: StepContext) -> tuple[Any, ...] | None:
+        """The first arguments of both operators."""
         numbers, ids = step.numbers, step.ids
         if numbers is None or ids is None or hidden.is_meta or hidden.dim() != 3:
             return None
@@ -81,7 +91,7 @@ class MaskPart:
         own_part, feature_parts = self.feature_parts
         width = hidden.shape[2]
         begin, features = self.features or (own_part * width, feature_parts * width)
-        kept: torch.Tensor = _position_mask(
+        return (
             numbers,
             self.name,
             list(hidden.shape),
@@ -89,10 +99,7 @@ class MaskPart:
             list(self.runs(length)),
             0 if hidden.shape[1] == tokens else part * hidden.shape[1],
             begin,
-            1 - p,
-            hidden.device,
         )
-        return kept
 
 
 def step_numbers(seed: int, step: int, batch: Batch) -> torch.Tensor | None:
@@ -136,23 +143,73 @@ def _position_mask(
         kept_share: probability with which an element is kept.
         device: on which the result is needed.
     """
+    drawing = HOST if profile_of(device).host_random else device
+    kept = torch.ones(tuple(shape), dtype=torch.bool, device=drawing)
+    _draw_into(
+        kept,
+        lambda row, of: row.bernoulli_(kept_share, generator=of),
+        numbers,
+        name,
+        whole,
+        runs,
+        first_token,
+        first_feature,
+    )
+    return kept.to(device)
+
+
+def _draw_into(
+    out: torch.Tensor,
+    draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
+    numbers: torch.Tensor,
+    name: torch.Tensor,
+    whole: Sequence[int],
+    runs: Sequence[int],
+    first_token: int,
+    first_feature: int,
+) -> None:
+    """Fill ``out`` [rows, tokens, features] with its part of what ``draw`` makes of a whole row."""
     seed, step, first_row = numbers.tolist()
     module = decoded_name(name)
-    rows, tokens, width = shape
-    drawing = HOST if profile_of(device).host_random else device
-    kept = torch.ones((rows, tokens, width), dtype=torch.bool, device=drawing)
-    generator = torch.Generator(drawing)
+    rows, tokens, width = out.shape
+    generator = torch.Generator(out.device)
     for row in range(rows):
         generator.manual_seed(_seed(seed, step, module, first_row + row))
         if [tokens, width] == list(whole):
-            kept[row].bernoulli_(kept_share, generator=generator)
+            draw(out[row], generator)
             continue
-        drawn = torch.empty(tuple(whole), dtype=torch.bool, device=drawing).bernoulli_(kept_share, generator=generator)
+        drawn = draw(torch.empty(tuple(whole), dtype=out.dtype, device=out.device), generator)
         held = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
         own = (held[0] if len(held) == 1 else torch.cat(held)).narrow(0, first_token, tokens)
         own = own[:, first_feature : first_feature + width]
-        kept[row, :, : own.shape[1]] = own  # features that fill a dimension up are zero anyway
-    return kept.to(device)
+        out[row, :, : own.shape[1]] = own  # features that fill a dimension up are zero anyway
+
+
+@torch.library.custom_op("nxdt::position_noise", mutates_args=())
+def _position_noise(
+    numbers: torch.Tensor,
+    name: torch.Tensor,
+    shape: Sequence[int],
+    whole: Sequence[int],
+    runs: Sequence[int],
+    first_token: int,
+    first_feature: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Draw uniform numbers within ±1, float32; arguments as of ``nxdt::position_mask``."""
+    drawing = HOST if profile_of(device).host_random else device
+    noise = torch.zeros(tuple(shape), device=drawing)
+    _draw_into(
+        noise,
+        lambda row, of: row.uniform_(-1.0, 1.0, generator=of),
+        numbers,
+        name,
+        whole,
+        runs,
+        first_token,
+        first_feature,
+    )
+    return noise.to(device)
 
 
 @_position_mask.register_fake
@@ -168,6 +225,20 @@ def _(
     device: torch.device,
 ) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=torch.bool, device=device)
+
+
+@_position_noise.register_fake
+def _(
+    numbers: torch.Tensor,
+    name: torch.Tensor,
+    shape: Sequence[int],
+    whole: Sequence[int],
+    runs: Sequence[int],
+    first_token: int,
+    first_feature: int,
+    device: torch.device,
+) -> torch.Tensor:
+    return torch.empty(tuple(shape), device=device)
 
 
 def _seed(seed: int, step: int, name: str, row: int) -> int:

@@ -99,3 +99,11 @@ class TestBiasedLlama(OfOneLayout):
     def builder(self) -> LlamaBuilder:
         scaling = RopeScalingConfig(rope_type="dynamic", factor=8.0, original_max_position_embeddings=8)
         return LlamaBuilder(LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, rope_scaling=scaling))
+
+
+class TestNoisyLlama(OfOneLayout):
+    """With noise on embeddings, which every layout draws alike."""
+
+    @pytest.fixture
+    def builder(self) -> LlamaBuilder:
+        return LlamaBuilder(LlamaConfig(**SMALL, neftune_noise_alpha=20.0))
