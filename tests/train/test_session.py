@@ -219,7 +219,7 @@ def test_a_run_imports_what_it_uses(tmp_path):
 
 
 def test_a_session_collects_garbage_between_steps_and_leaves_the_collector_as_it_was(small_run):
-    before, found = (gc.isenabled(), gc.get_freeze_count() > 0), []
+    enabled, found = gc.isenabled(), []
 
     def collected(phase, info):
         if phase == "start":
@@ -232,4 +232,4 @@ def test_a_session_collects_garbage_between_steps_and_leaves_the_collector_as_it
         finally:
             gc.callbacks.remove(collected)
     assert [each for each in found if not each[1]] == [(1, False, 2), (2, False, 2), (4, False, 2)]
-    assert (gc.isenabled(), gc.get_freeze_count() > 0) == before
+    assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, 0)
