@@ -148,7 +148,8 @@ class HFExchange(Protocol):
     """Optional for a builder: read and write Hugging Face directories.
 
     The way back, from a ``config.json`` to the section, is the class method ``from_hf`` of that section
-    (:class:`nxdt_core.config.ReadsHFConfig`): the configuration is read before torch is imported.
+    (:class:`nxdt_core.config.ReadsHFConfig`): the configuration is read before torch is imported. An attribute
+    ``hf_may_lack`` names tensors that a directory may lack where ``checkpoint.strict`` is false.
     """
 
     hf_architectures: ClassVar[tuple[str, ...]]

@@ -70,7 +70,7 @@ class Kto:
             ReferenceMissing: the batch has no reference.
         """
         config, mask = self._config, answer_mask(batch)
-        log_probs, ratios = _log_ratios(logits, batch, step, "kto")
+        log_probs, ratios = _log_ratios(logits, batch, step)
         figures = torch.stack([mask.to(log_probs), _scores(batch) * mask, log_probs, ratios])
         sums = sums_by_answer(figures, batch, step.sequences).flatten(1)  # [figures, answers]
         side, log_probs, ratios = sums[1].detach().sign(), sums[2], sums[3]
@@ -105,15 +105,12 @@ class _MeanLogRatio:
 
     traits = ObjectiveTraits(unit="answers")
 
-    def __init__(self, config: object = None) -> None:
-        del config
-
     def weight(self, batch: Batch) -> torch.Tensor:
         (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
         return _answers(counts)
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        _, ratios = _log_ratios(logits, batch, step, "kto")
+        _, ratios = _log_ratios(logits, batch, step)
         (counts,) = sums_by_answer(answer_mask(batch)[None], batch, step.sequences)
         return ObjectiveOutput(loss_sum=ratios.sum(), weight=_answers(counts))
 
@@ -139,12 +136,10 @@ def _counts(sums: torch.Tensor) -> torch.Tensor:
     return torch.stack([real.sum(), (side > 0).sum(), (side < 0).sum()]).to(sums)
 
 
-def _log_ratios(
-    logits: torch.Tensor, batch: Batch, step: StepContext, objective: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_ratios(logits: torch.Tensor, batch: Batch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and log-ratios of the answers' tokens, [rows, seq]; 0 elsewhere."""
     if batch.reference_log_probs is None:
-        raise ReferenceMissing(objective=objective)
+        raise ReferenceMissing(objective="kto")
     mask = answer_mask(batch)
     log_probs = -cross_entropies(logits, batch.labels, step)
     return log_probs * mask, (log_probs - batch.reference_log_probs) * mask
