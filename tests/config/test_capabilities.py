@@ -249,12 +249,12 @@ def test_tests_show_that_the_torch_engine_does_what_it_declares(everything):
 
 LLAMA = {"tp", "sp", "pp", "cp", "lora"}
 MODELS = {"gpt": LLAMA, "hf": LLAMA | {"ep"}, "llama": LLAMA, "mistral": LLAMA, "mixtral": LLAMA | {"ep"}}
-MODELS |= {"nxd-core-module": LLAMA - {"cp"}}
+MODELS |= {"nxd-core-module": LLAMA - {"cp"}, "qwen2": LLAMA, "qwen3": LLAMA}
 
 
 def test_our_models_declare_what_their_layout_tests_run(everything):
-    """``tests/engine/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix (Llama), and the plugins of LoRA
-    and NxD Core."""
+    """``tests/engine/layouts/test_{gpt,hf,mistral,mixtral}_layouts.py``, the matrix (Llama), the contract
+    of Llama's plugin (Qwen), and the plugins of LoRA and NxD Core."""
     found = {component.record.name: component.record for component in everything.registry.all("model")}
     assert {name: set(found[name].capabilities) for name in MODELS.keys() & found.keys()} == {
         name: MODELS[name] for name in MODELS.keys() & found.keys()

@@ -114,7 +114,8 @@ def test_a_builder_that_names_an_architecture_goes_before_one_with_a_pattern(goo
 @pytest.mark.parametrize(
     ("architecture", "name", "dist"),
     [
-        ("Qwen2ForCausalLM", "hf", "nxdt-plugin-hf"),
+        ("Gemma2ForCausalLM", "hf", "nxdt-plugin-hf"),
+        ("Qwen2ForCausalLM", "qwen2", "nxdt-plugin-llama"),
         ("MixtralForCausalLM", "mixtral", "nxdt-plugin-mixtral"),
         ("MistralForCausalLM", "mistral", "nxdt-plugin-llama"),
     ],
