@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 __all__ = ["Box", "Listing", "Piece", "ShardInfo", "TensorKey"]
 
 
+_SAMPLES = 8
+"""Elements of each parameter that a digest sees. Training changes nearly all; a digest of all of a large model would
+take minutes."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
     """``shape`` elements a dimension, the first of them at ``offsets`` of the whole tensor."""
@@ -30,12 +35,12 @@ class Box:
         """Return the number of elements in the box."""
         return math.prod(self.shape)
 
-    def samples(self, shape: tuple[int, ...], count: int = 8) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the number of a sample, and its position in the box, of ``count`` elements that are evenly spaced in
-        the whole tensor of ``shape``; those in the box alone."""
+    def samples(self, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the elements that a digest sees of a tensor of ``shape``, evenly spaced in the whole, as far as they
+        are in the box: their number among all, and their position in the box."""
         elements = math.prod(shape)
-        for number in range(count):
-            at, position = number * (elements - 1) // (count - 1), list[int]()
+        for number in range(_SAMPLES):
+            at, position = number * (elements - 1) // (_SAMPLES - 1), list[int]()
             for size in reversed(shape):
                 at, index = divmod(at, size)
                 position.insert(0, index)

@@ -44,10 +44,6 @@ __all__ = [
     "without_base",
 ]
 
-_SAMPLES = 8
-"""Elements of each parameter that a digest sees, evenly spaced. Training changes nearly all; a digest of all of a large
-model would take minutes."""
-
 Sample = tuple[str, int, int]
 """Parameter, number of the sample, and the element's bits in bfloat16, which all dtypes of one model agree on."""
 
@@ -89,7 +85,7 @@ def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[
     found: list[torch.Tensor] = []
     for name, weight in weights:
         piece = piece_of(weight, name)
-        for index, (number, local) in enumerate(piece.box.samples(piece.shape, _SAMPLES)):
+        for index, (number, local) in enumerate(piece.box.samples(piece.shape)):
             held = piece.tensor
             places.append((name, number))
             found.append(held.samples[index] if isinstance(held, QuantisedWeight) else held[local].detach().bfloat16())
