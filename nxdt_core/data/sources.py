@@ -52,6 +52,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
         input_ids=_stack([sample.input_ids for sample in samples], np.int64),
         labels=_stack([sample.labels for sample in samples], np.int64),
         **optional,
+        values={name: _values(samples, name) for name in dict.fromkeys(n for each in samples for n in each.values)},
         rows_per_sample=1 if len(shapes[0]) == 1 else shapes[0][0],
         origins=tuple(origins) if any(origins := [sample.origin for sample in samples]) else (),
     )
@@ -79,10 +80,7 @@ _OPTIONAL: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]]
         lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
     ),
     "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
-    **dict.fromkeys(
-        ("reference_log_probs", "answer_scores"),
-        (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
-    ),
+    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
 }
 """By field: its dtype, and what its absence means."""
 
@@ -95,6 +93,11 @@ def _optional(
         return None
     filled = [absent(sample) if value is None else value for sample, value in zip(samples, values, strict=True)]
     return _stack(filled, dtype)
+
+
+def _values(samples: Sequence[Sample], name: str) -> torch.Tensor:
+    """Return a value of each position; 0 where a sample has none of that name."""
+    return _stack([sample.values.get(name, np.zeros(sample.labels.shape)) for sample in samples], np.float32)
 
 
 def _stack(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:

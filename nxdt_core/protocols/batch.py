@@ -38,9 +38,8 @@ class Sample:
     None where it is not requested."""
     origin: Any = None
     """What an objective that generates needs of the record behind the sample; it stays on the host."""
-    answer_scores: np.ndarray | None = None
-    """float32 [seq]: what the record says of the answer that a token belongs to, such as KTO's 1 or −1. None where it
-    says nothing."""
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float32 [seq]: what else an objective wants of each position, by its own names, such as KTO's labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +59,9 @@ class Batch:
     reference_log_probs: torch.Tensor | None = None
     """float32: of each label under the model that the run began with; None where it is not requested."""
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """float32: what an objective that makes its batches wants of each position, by its own names."""
+    """float32: :attr:`Sample.values`; 0 in samples that lack one."""
     origins: tuple[Any, ...] = ()
     """Of each sample, where the dataset says one: :attr:`Sample.origin`."""
-    answer_scores: torch.Tensor | None = None
-    """float32: what records say of the answer that a token belongs to; None where they say nothing."""
     rows_per_sample: int = 1
     """Adjacent rows that are one sample."""
     first_row: int | None = None

@@ -55,8 +55,6 @@ class ObjectiveTraits:
     head: Literal["vocabulary", "score"] = "vocabulary"
     """What its call takes: logits [rows, seq, vocab], or scores [rows, seq, 1] of a model whose section has
     ``score_head``."""
-    scores: bool = False
-    """Whether it takes ``answer_scores``."""
     loss_rows: int | None = None
     """Rows of a sample that its call takes, the first ones, where its ``prepare`` leaves out others; None: all."""
 

@@ -76,7 +76,6 @@ class Workload:
             document_ids=tokens() if self.packed else None,
             reference_log_probs=tokens().float() if traits.reference else None,
             values={name: tokens().float() for name in traits.values},
-            answer_scores=tokens().float() if traits.scores else None,
             rows_per_sample=self._rows_per_sample,
         )
 

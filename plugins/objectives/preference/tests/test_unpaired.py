@@ -27,7 +27,7 @@ def answers(file, seq_length=16, split="train", **settings):
 def rows(sample):
     """Prompt and answer of each row, and the score of the first."""
     texts = ["".join(chr(id_) for id_ in row if id_ < 256) for row in sample.input_ids]
-    return (*texts, float(sample.answer_scores[0, 0]))
+    return (*texts, float(sample.values["answer_scores"][0, 0]))
 
 
 def test_the_second_row_has_the_answer_of_the_record_before(write):
@@ -118,11 +118,11 @@ def test_margins_are_read_where_they_are_asked_for(write):
         return PreferenceData(config, context).split("train")
 
     dataset, without = pairs(records, margins=True), pairs(records)
-    assert [float(dataset[index].answer_scores.max()) for index in range(2)] == [0.5, 0]
-    assert np.array_equal(dataset[0].answer_scores, [[0.5] * 4 + [0] * 4] * 2)
+    assert [float(dataset[index].values["answer_scores"].max()) for index in range(2)] == [0.5, 0]
+    assert np.array_equal(dataset[0].values["answer_scores"], [[0.5] * 4 + [0] * 4] * 2)
     assert dataset.report().unused == {}
     assert without.report().unused == {"margin": 1}
-    assert without[0].answer_scores is None
+    assert not without[0].values
     assert without.fingerprint() != dataset.fingerprint()
     with pytest.raises(NxdtError, match=r"A005.*'margin' of .*:1 cannot be read: 'much' is not a finite number"):
         pairs([{**records[0], "margin": "much"}], margins=True)

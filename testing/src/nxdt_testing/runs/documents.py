@@ -42,10 +42,10 @@ def in_rows(
     fields: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     if traits.reference is None:
         del fields["reference_log_probs"]
-    if not traits.scores:
-        del fields["answer_scores"]
+    values = dict.fromkeys(traits.values, fields["values"])
+    del fields["values"]
     vocabulary = max(each.shape[1] for each in logits)
-    batch = Batch(**fields, rows_per_sample=_rows(traits))
+    batch = Batch(**fields, values=values, rows_per_sample=_rows(traits))
     return batch, torch.stack([each.expand(-1, vocabulary) for each in logits])
 
 
@@ -67,7 +67,7 @@ def _document(length: int, vocabulary: int, numbers: torch.Generator, *, halves:
         "loss_weights": weights,
         "position_ids": torch.arange(length),
         "reference_log_probs": -3 * torch.rand(length, generator=numbers) * (labels != IGNORE_INDEX),
-        "answer_scores": torch.full((length,), 1.0 - 2 * (length % 2)),
+        "values": torch.full((length,), 1.0 - 2 * (length % 2)),
         "logits": torch.randn(length, vocabulary, generator=numbers, dtype=torch.float64),
     }
 
@@ -82,7 +82,7 @@ def _row(parts: Sequence[Document], length: int) -> dict[str, torch.Tensor]:
         "loss_weights": fill.float(),
         "position_ids": fill,
         "reference_log_probs": fill.float(),
-        "answer_scores": fill.float(),
+        "values": fill.float(),
         "document_ids": fill - 1,
         "logits": torch.ones(len(fill), vocabulary, dtype=torch.float64),
     }

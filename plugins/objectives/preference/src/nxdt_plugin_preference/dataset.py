@@ -16,7 +16,7 @@ from nxdt_core.data.files.records import BadRecords, UnusedFields
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport, TokenCount
-from nxdt_plugin_preference.objectives import PAIR
+from nxdt_plugin_preference.objectives import PAIR, SCORES
 from nxdt_plugin_preference.rendering import Pair
 
 ALIKE = "cut to the sequence length, both answers are the same"
@@ -141,8 +141,8 @@ def gather(
 class PairDataset:
     """A map-style dataset of samples [2, seq_length].
 
-    ``labels`` are those of prompt and answer; ``loss_weights`` say which are the answer's, and ``answer_scores`` its
-    margin or label. Answers of one pair have the same document number.
+    ``labels`` are those of prompt and answer; ``loss_weights`` say which are the answer's, and the value
+    ``answer_scores`` its margin or label. Answers of one pair have the same document number.
 
     Args:
         pairs: prompts that have at most ``seq_length`` tokens with their own answers.
@@ -203,7 +203,7 @@ class PairDataset:
             loss_weights=weights,
             position_ids=positions if packed else None,
             document_ids=documents if packed else None,
-            answer_scores=scores if self._scored else None,
+            values={SCORES: scores} if self._scored else {},
         )
 
     def fingerprint(self) -> str:

@@ -28,6 +28,8 @@ from nxdt_plugin_preference.errors import ReferenceMissing, RowsNotPaired
 
 PAIR = 2
 """Rows of a sample."""
+SCORES = "answer_scores"
+"""Value of the tokens of an answer: its margin over the rejected one, or KTO's label, 1 or −1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ def check_paired(objective: str, batch: Batch) -> None:
     Raises:
         RowsNotPaired: its samples are something else, such as answers apart from each other.
     """
-    scores = batch.answer_scores
+    scores = batch.values.get(SCORES)
     if batch.rows_per_sample != PAIR or (scores is not None and scores[::PAIR].any() and not scores[1::PAIR].any()):
         raise RowsNotPaired(objective=objective, rows=batch.rows_per_sample)
 

@@ -9,7 +9,7 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import RewardConfig
-from nxdt_plugin_preference.objectives import PAIR, Pairs, answer_mask, check_paired, sums_by_answer
+from nxdt_plugin_preference.objectives import PAIR, SCORES, Pairs, answer_mask, check_paired, sums_by_answer
 
 
 class Reward:
@@ -39,7 +39,7 @@ class Reward:
         """``logits`` are scores [rows, seq, 1]."""
         scores = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
         mask = answer_mask(batch).to(scores)
-        margin = torch.zeros_like(mask) if batch.answer_scores is None else batch.answer_scores * mask
+        margin = batch.values.get(SCORES, torch.zeros_like(mask)) * mask
         figures = torch.stack([scores * last_tokens(batch, step.sequences), mask, margin])
         found, counts, margins = sums_by_answer(figures, batch, step.sequences)
         rewards = Pairs.of(found, counts)

@@ -19,7 +19,7 @@ from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import KtoConfig
 from nxdt_plugin_preference.errors import LabelsNotRead, ReferenceMissing
-from nxdt_plugin_preference.objectives import PAIR, answer_mask, sums_by_answer
+from nxdt_plugin_preference.objectives import PAIR, SCORES, answer_mask, sums_by_answer
 
 
 class Kto:
@@ -39,7 +39,7 @@ class Kto:
         self._config, self._kl = config, kl
         reference: Literal["before", "step"] = "before" if config.precompute_ref_log_probs else "step"
         self.traits = ObjectiveTraits(
-            unit="answers", rows_per_sample=PAIR, reference=reference, scores=True, loss_rows=1
+            unit="answers", rows_per_sample=PAIR, reference=reference, values=(SCORES,), loss_rows=1
         )
 
     def prepare(self, micro_batches: Sequence[Batch], model: ParallelModel) -> tuple[Kto, list[Batch]]:
@@ -125,9 +125,9 @@ def _rows(batch: Batch, number: int) -> Batch:
 
 
 def _scores(batch: Batch) -> torch.Tensor:
-    if batch.answer_scores is None or batch.rows_per_sample != 1:
+    if SCORES not in batch.values or batch.rows_per_sample != 1:
         raise LabelsNotRead()
-    return batch.answer_scores
+    return batch.values[SCORES]
 
 
 def _counts(sums: torch.Tensor) -> torch.Tensor:
