@@ -28,6 +28,7 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.precision import product_layers
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
 from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
@@ -65,10 +66,12 @@ def gather_dtypes(module: nn.Module, plan: ParallelPlan, precision: PrecisionPol
 def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
     """Return the names of parameters of a stage that nothing but one matrix product reads.
 
-    They are the weights of linear layers that the plan lets tensor parallelism cut, and of experts.
+    They are the weights of linear layers that the plan lets tensor parallelism cut, and of experts; none that are
+    quantised.
     """
     layers = product_layers(module, plan)
-    found = {f"{path}.weight" for path, layer, _ in layers if _only_multiplied(layer)}
+    plain = ((path, layer) for path, layer, _ in layers if not isinstance(local_of(layer.weight), QuantisedWeight))
+    found = {f"{path}.weight" for path, layer in plain if _only_multiplied(layer)}
     for path, part in module.named_modules():
         if isinstance(part, SwiGLUExperts) and matches_any(plan.experts.modules, path) and not part.updates:
             found |= {f"{path}.{name}" for name in _EXPERTS}

@@ -140,18 +140,18 @@ def count_parameters(
     for name, parameter in stage.named_parameters():
         local = local_of(parameter)
         expert, coded = "ep" in sharded_over(parameter), isinstance(local, QuantisedWeight)
-        whole, narrows = coded or not sharded, name in narrow and not coded
-        shard = _shard(tuple(local.shape), 1 if whole else sizes.efsdp if expert else sizes.fsdp)
+        ranks = (sizes.efsdp if expert else sizes.fsdp) if sharded and not coded else 1
+        shard = _shard(tuple(local.shape), ranks)
         stored = math.prod(shard)
         counts["local"] += local.numel()
         counts["stored"] += stored
         counts["coded"] += local.numel() * coded
-        counts["narrow"] += local.numel() * narrows
+        counts["narrow"] += local.numel() * (name in narrow)
         counts["scaled"] += local.numel() * (name in scaled)
         counts["scales"] += name in scaled
         counts["experts"] += local.numel() * expert
         counts["experts_kept"] += local.numel() * (expert and keeps)
-        counts["experts_narrow"] += local.numel() * (expert and narrows)
+        counts["experts_narrow"] += local.numel() * (expert and name in narrow)
         counts["experts_trained"] += local.numel() * (expert and parameter.requires_grad)
         if parameter.requires_grad:
             trained[name] = parameter.numel(), stored
@@ -159,10 +159,10 @@ def count_parameters(
             held += state(shard, name not in others).held
         else:
             size = local.held_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
-            counts.update(frozen_bytes=size, frozen_narrow=local.numel() * narrows)
+            counts.update(frozen_bytes=size, frozen_narrow=local.numel() * (name in narrow))
         group = _group_of(name, plan, outer)
         groups[group] += local.numel() * (not ((expert and keeps) or coded))
-        counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and narrows)
+        counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
     first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
     buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
     return ParameterCounts(
