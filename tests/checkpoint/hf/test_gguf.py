@@ -88,7 +88,10 @@ def test_transformers_computes_and_splits_the_same(saved, tmp_path, overrides, d
 
 @pytest.mark.parametrize(
     ("overrides", "dtype"),
-    [((), "float32"), ((LLAMA_3,), "float32"), ((), "q8_0"), (MIXTRAL, "float32"), (MISTRAL, "float32")],
+    [
+        *(((), "float32"), ((LLAMA_3,), "float32"), ((), "q8_0"), (MIXTRAL, "float32"), (MISTRAL, "float32")),
+        *((BIASES, "float32"), (("model.name=qwen2",), "float32"), (("model.name=qwen3",), "float32")),
+    ],
 )
 def test_llama_cpp_computes_and_splits_the_same(saved, tmp_path, overrides, dtype):
     uri, file = saved(*overrides), tmp_path / "model.gguf"
