@@ -58,7 +58,7 @@ BaseNotQuantised = NxdtError.define(
     "NXDT-P072",
     "Frozen weights that ``adapter.base_dtype`` cannot have in this layout or of these sizes.",
     "adapter.base_dtype is {dtype}, and {reason}.",
-    "{instead}, or leave adapter.base_dtype out.",
+    "Leave adapter.base_dtype out. {instead}.",
 )
 
 LayerNotWhole = NxdtError.define(

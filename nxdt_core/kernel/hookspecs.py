@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pluggy
 
@@ -33,9 +33,6 @@ from nxdt_core.api import (
     ModelComponent,
     StoreComponent,
 )
-
-if TYPE_CHECKING:
-    from nxdt_core.kernel import Kernel
 
 __all__ = ["HOOKS", "ConfigDefaultsContext", "ValidateConfigContext"]
 
@@ -65,8 +62,8 @@ class ValidateConfigContext:
     """The resolved configuration as a nested plain tree, with all values. It may hold secrets: do not write it."""
     components: Mapping[str, str]
     """``plugin:name`` of the selected component by slot (``model``, ``data``, ``optimizer``, …)."""
-    kernel: Kernel
-    """Knows the components, of kinds that plugins added, too."""
+    kernel: Any
+    """The :class:`~nxdt_core.kernel.Kernel`: it knows the components, also of kinds that plugins added."""
 
 
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -21,8 +21,6 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     import torch
 
-    from nxdt_core.train.session import TrainSession
-
 __all__ = ["GeneratingObjective", "Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "traits_of"]
 
 
@@ -89,14 +87,13 @@ class Objective(Protocol):
 class GeneratingObjective(Protocol):
     """An :class:`Objective` that makes what it is computed on with the model of the run."""
 
-    def generate(
-        self, session: TrainSession, micro_batches: Sequence[Batch], *, train: bool
-    ) -> tuple[Sequence[Batch], Any]:
+    def generate(self, session: Any, micro_batches: Sequence[Batch], *, train: bool) -> tuple[Sequence[Batch], Any]:
         """Return as many micro-batches for those of the data, of one shape, and what a resumed run needs to make those
         of the next step. Collective.
 
         Args:
-            session: of the run, before the step. ``session.state.data["generated"]`` is what the step before returned.
+            session: the run's :class:`~nxdt_core.train.session.TrainSession`, before the step.
+                ``session.state.data["generated"]`` is what the step before returned.
             micro_batches: this rank's, of the data.
             train: False in a validation.
 

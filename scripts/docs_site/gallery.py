@@ -23,7 +23,8 @@ PLUGINS = {
     "megatron_data": "Megatron's indexed files",
     "sft_chat": "Fine-tuning on conversations",
     "lora": "LoRA",
-    "preference": "DPO and ORPO",
+    "preference": "Preferences and reward models",
+    "grpo": "GRPO",
 }
 """Plugin → title of the page of its recipes."""
 
@@ -32,8 +33,8 @@ _BEGINNING = """\
 
 A recipe is a complete configuration that a plugin ships. `nxdt train recipe:NAME` trains it, and
 `nxdt recipes show NAME > my_run.yaml` prints it as a start for your own. The small recipes train on a CPU, and their
-loss curves below are from our own runs. The large recipes have a plan of their memory. **We have not run them**: no
-GPU and no Trainium device has run nxdt yet.
+loss curves below are from our own runs. The large recipes have a plan of their memory. **We have not run them**: one
+GPU has run other shapes, and no Trainium device has run nxdt yet.
 
 ## Trained by us on a CPU
 

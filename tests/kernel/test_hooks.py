@@ -13,7 +13,7 @@ from nxdt_core.kernel.hookspecs import (
 )
 
 DEFAULTS = ConfigDefaultsContext(config={}, source="run.yaml")
-VALIDATE = ValidateConfigContext(config={"trainer": {"max_steps": 7}}, components={})
+VALIDATE = ValidateConfigContext(config={"trainer": {"max_steps": 7}}, components={}, kernel=None)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_implementations_are_called_in_order_of_distribution_within_first_and_la
         b=recorder("b"),
     )
     seen: list[str] = []
-    kernel.hooks.nxdt_validate_config(context=ValidateConfigContext(config={}, components=seen))
+    kernel.hooks.nxdt_validate_config(context=ValidateConfigContext(config={}, components=seen, kernel=kernel))
     assert seen == ["d", "b", "c", "a"]
 
 
