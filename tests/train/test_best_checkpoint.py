@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from nxdt_testing.errors import raises
@@ -71,5 +72,7 @@ def test_without_a_metric_it_is_an_error_and_a_store_of_that_name_comes_first(ru
     with raises(NoBestCheckpoint, match="checkpoint.monitor is 'step'"):
         find_weights(str(directory / "best"))
     assert find_weights(str(directory)).step == 1
+    shutil.copytree(directory / "checkpoints", tmp_path / "stores" / "best")
+    assert locate(str(tmp_path / "stores" / "best"), None)[1] is None
     with raises(CheckpointNotFound):
         find_weights(str(tmp_path / "nothing" / "best"))
