@@ -73,6 +73,6 @@ def test_without_a_metric_it_is_an_error_and_a_store_of_that_name_comes_first(ru
         find_weights(str(directory / "best"))
     assert find_weights(str(directory)).step == 1
     shutil.copytree(directory / "checkpoints", tmp_path / "stores" / "best")
-    assert locate(str(tmp_path / "stores" / "best"), None)[1] is None
+    assert locate(str(tmp_path / "stores" / "best"), None)[0].uri == str(tmp_path / "stores" / "best")
     with raises(CheckpointNotFound):
         find_weights(str(tmp_path / "nothing" / "best"))
