@@ -32,10 +32,13 @@ LAYOUTS = {
     "dp2": (2, (), NAMES, False),
     "tp2-padded": (2, PADDED, OF_WHOLES, False),
     "dp2-tp2-padded": (4, PADDED, (*OF_WHOLES, "adamw"), False),
+    "dp2-zero2": (2, (f"{STRATEGY}zero_stage=2",), OF_WHOLES, False),
+    "dp2-zero3": (2, (f"{STRATEGY}zero_stage=3",), OF_WHOLES, False),
+    "pp2": (2, (f"{STRATEGY}pipeline_model_parallel_size=2", "model.num_layers=2"), OF_WHOLES, False),
     "dp2-ep2": (2, (EP2,), OF_WHOLES, True),
     "dp2-ep2-tp2": (4, (EP2, TP2), OF_WHOLES, True),
 }
-"""ZeRO-1 throughout. Ranks, overrides, optimizers, and whether the model has experts."""
+"""ZeRO-1 where nothing else is said. Ranks, overrides, optimizers, and whether the model has experts."""
 FIRST = {"dp2": ("adamw",), "tp2-padded": OF_WHOLES, "dp2-ep2": OF_WHOLES}
 """Optimizers of the default run by layout: those that reduce over matrices, and one that torch updates element by
 element."""
@@ -61,8 +64,9 @@ def trained(ranks, tmp_path_factory, request):
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_shards_train_as_the_whole_does(trained, layout, name):
-    *_, experts = LAYOUTS[layout]
-    (whole,), at_one = trained(1, (), OF_WHOLES if experts else NAMES, experts)
+    _, overrides, _, experts = LAYOUTS[layout]
+    sizes = tuple(each for each in overrides if each.startswith("model."))
+    (whole,), at_one = trained(1, sizes, OF_WHOLES if experts or sizes else NAMES, experts)
     found, at_many = trained(*LAYOUTS[layout])
     losses, _ = whole[name]
     assert losses[-1] < losses[0], "it does not learn, and hides mistakes"
