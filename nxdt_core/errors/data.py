@@ -67,7 +67,7 @@ JsonTextMissing = NxdtError.define(
 
 DocumentWeightWrong = NxdtError.define(
     "NXDT-D015",
-    "A JSON object whose weight in the loss is no number of at least 0.",
+    "A JSON object whose weight in the loss is not a number of at least 0.",
     "{path}:{line}: the weight under the key '{key}' is {found}.",
     "Write a number of at least 0 there, or set data.weight_key to null.",
 )

@@ -12,6 +12,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.train.run.train import train
 from nxdt_core.train.trainable import Trainable
+from nxdt_core.train.weights.found import find_weights
 
 
 def chosen(section):
@@ -55,7 +56,7 @@ def run(tmp_path):
     return trained
 
 
-def test_a_resume_is_bitwise_identical_and_may_train_more(run):
+def test_a_resume_is_bitwise_identical_and_may_train_more(run, tmp_path):
     whole, state = run("whole", TOP, "trainer.max_steps=4")
     first, _ = run("broken", TOP, "trainer.max_steps=2")
     broken, again = run("broken", TOP, "trainer.max_steps=4")
@@ -64,6 +65,7 @@ def test_a_resume_is_bitwise_identical_and_may_train_more(run):
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     assert {name for name in whole if not torch.equal(whole[name], first[name])} == {"lm_head.weight", "norm.weight"}
     assert {name.partition("/")[0] for name in state} == {"lm_head.weight", "norm.weight"}
+    assert find_weights(str(tmp_path / "whole")).run.model.trainable is None, "an adapter may be laid over it"
     more, thawed = run("broken", "trainer.max_steps=6")
     assert {name.partition("/")[0] for name in thawed} == set(more)
     assert not any(torch.equal(more[name], broken[name]) for name in more)

@@ -79,6 +79,8 @@ def test_a_document_s_weight_is_that_of_its_labels_and_0_leaves_it_out(tmp_path)
     assert [each.loss_weights.tolist() for each in samples] == [[2, 2, 0], [1, 1, 1], [0, 0.5, 0.5]]
     assert train.fingerprint() != dataloader(3, **files).split("train").fingerprint()
     assert dataloader(3, **files).split("train")[0].loss_weights is None
+    joined = dataloader(3, **files, weight_key="w", reset_attention_mask=False).split("train")
+    assert joined[0].loss_weights.tolist() == [2, 2, 1]
     held = dataloader(3, **files, weight_key="w", validation_fraction=0.4).split("validation")
     assert held[0].loss_weights.tolist() == [0, 0.5, 0.5]
 
