@@ -72,6 +72,8 @@ def test_without_a_metric_it_is_an_error_and_a_store_of_that_name_comes_first(ru
     with raises(NoBestCheckpoint, match="checkpoint.monitor is 'step'"):
         find_weights(str(directory / "best"))
     assert find_weights(str(directory)).step == 1
+    with raises(CheckpointNotFound):  # a run starts from the same weights each time
+        run("next", f"checkpoint.resume_from={directory / 'best'}", "checkpoint.weight_init_only=true")
     shutil.copytree(directory / "checkpoints", tmp_path / "stores" / "best")
     assert locate(str(tmp_path / "stores" / "best"), None)[0].uri == str(tmp_path / "stores" / "best")
     with raises(CheckpointNotFound):

@@ -65,7 +65,7 @@ def test_a_resume_is_bitwise_identical_and_may_train_more(run, tmp_path):
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     assert {name for name in whole if not torch.equal(whole[name], first[name])} == {"lm_head.weight", "norm.weight"}
     assert {name.partition("/")[0] for name in state} == {"lm_head.weight", "norm.weight"}
-    assert find_weights(str(tmp_path / "whole")).run.model.trainable is None, "an adapter may be laid over it"
+    assert find_weights(str(tmp_path / "whole")).run.run.model.trainable is None, "an adapter may be laid over it"
     more, thawed = run("broken", "trainer.max_steps=6")
     assert {name.partition("/")[0] for name in thawed} == set(more)
     assert not any(torch.equal(more[name], broken[name]) for name in more)
