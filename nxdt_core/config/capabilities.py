@@ -28,6 +28,7 @@ _REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
 _SCHEDULE, _METHOD = f"{_STRATEGY}.pipeline_schedule", f"{_STRATEGY}.context_parallel_method"
 _ZERO, _ZERO_STAGE = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
 _SHUFFLE = f"{_STRATEGY}.token_shuffle_group_size"
+_TRAINABLE = "model.trainable"
 _BASE, _COMPILE = "adapter.base_dtype", "model.compile"
 _RECOMPUTE, _GROUPS = "model.activations_checkpoint_granularity", "model.optim.param_groups"
 _SIZES = (TP, PP, VPP, CP, EP, _SHUFFLE)
@@ -173,6 +174,8 @@ def _of_the_step(checked: Checked) -> Iterator[Asked]:
         yield Asked((_COMPILE,), "true", "Set it to false", "compile")
     if (base := checked.values.get(_BASE)) is not None:
         yield Asked((_BASE,), base, "Leave it out", "quantised_base")
+    if checked.values.get(_TRAINABLE) is not None:
+        yield Asked((_TRAINABLE,), "frozen parameters", "Leave it out", "adapters")
     if groups:
         yield Asked((_GROUPS,), f"{len(groups)} groups of parameters", "Leave it out", "param_groups")
 

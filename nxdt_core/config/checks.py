@@ -217,6 +217,11 @@ def _of_the_step(checked: Checked) -> Iterator[ImpossibleCombination]:
     if given(base) is not None and given(adapter, "") is None:
         reason = f"it quantises what an adapter freezes, and {adapter} names none"
         yield checked.impossible(base, reason=reason, advice=f"Set {adapter}, such as lora, or leave {base} out.")
+    trainable = "model.trainable"
+    if given(trainable) is not None and (named := given(adapter, "")) is not None:
+        reason = f"{adapter}: {named} decides what is frozen"
+        advice = "Leave one of them out; adapter.modules_to_save of lora names modules that train whole."
+        yield checked.impossible(trainable, adapter, reason=reason, advice=advice)
     mesh = mesh_sizes(checked)
     if given(base) is not None and mesh is not None and mesh.zero_stage == 3 and mesh.fsdp > 1:
         reason = f"each rank has all codes of its layers, and {stage}: 3 would shard them"

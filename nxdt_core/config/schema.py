@@ -139,9 +139,12 @@ class ParamGroupConfig(Section):
     """Parameters that learn otherwise than the rest."""
 
     params: str
-    """Path pattern: a leading ``*`` stands for any depth, any other for one component, as in ``*.router.weight``."""
+    """Path pattern of parameters, or of modules with all that they contain: a leading ``*`` stands for any depth, any
+    other for one component, as in ``*.router.weight`` or ``layers.0``."""
     lr: NonNegativeFloat | None = None
     """Their peak learning rate; the schedule scales it as it does ``model.optim.lr``. ``null``: that."""
+    lr_scale: NonNegativeFloat = 1.0
+    """Factor on their peak learning rate, such as 0.5 for half of ``model.optim.lr``."""
     weight_decay: NonNegativeFloat | None = None
     """Their decay, also of norms and biases among them. ``null``: as the model's plan and ``model.optim`` say."""
 
@@ -171,6 +174,10 @@ class ModelConfig(Section):
     """Hugging Face ``config.json``, or its directory. Keys given next to it take precedence."""
     optim: OptimConfig
     """Optimizer and learning rate."""
+    trainable: tuple[str, ...] | None = None
+    """Path patterns of the parameters that train, and of modules whose parameters all do, as in
+    ``model.optim.param_groups``: ``[lm_head, layers.31]``. All others are frozen, without gradients or optimizer state;
+    checkpoints have all. ``null``: all train, or what ``adapter`` says."""
     do_layer_norm_weight_decay: bool = False
     """Let the weights of normalisation layers decay too."""
     pipeline_cuts: tuple[str, ...] | None = None

@@ -7,7 +7,7 @@ whole window are not used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,7 @@ class PackedDataset:
     ) -> None:
         self._tokens = stream.tokens
         self._starts = stream.starts
+        self._weights = stream.weights
         self._labels = labels
         self._seq_length = seq_length
         self._packing = packing or Packing()
@@ -92,7 +93,12 @@ class PackedDataset:
         inputs, labels = window[:-1], window[1:]
         if self._labels is not None:
             labels = self._labels[begin + 1 : begin + self._seq_length + 1].astype(np.int64)
-        return self._packing.sample(inputs, labels, self._inner_starts(begin) if self._many else None)
+        sample = self._packing.sample(inputs, labels, self._inner_starts(begin) if self._many else None)
+        if not len(self._weights):
+            return sample
+        places = np.arange(begin + 1, begin + self._seq_length + 1)  # of the labels
+        weights = self._weights[np.searchsorted(self._starts, places, side="right") - 1]
+        return replace(sample, loss_weights=np.where(sample.labels == IGNORE_INDEX, np.float32(0), weights))
 
     def fingerprint(self) -> str:
         """Digest of the source, the sequence length and the packing."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,16 +52,20 @@ class TokenStream:
     """[tokens]; of :func:`tokenize`: the smallest of uint8, uint16 and uint32 that holds the vocabulary."""
     starts: NDArray[np.int64]
     """[documents] places of the first token of each document; ascending, the first is 0. Empty for no tokens."""
+    weights: NDArray[np.float32] = field(default_factory=lambda: np.ones(0, np.float32))
+    """[documents] weight of each document's tokens in the loss; [0] where all have 1."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def split(self, at: int) -> tuple[TokenStream, TokenStream]:
         """Return the tokens before and from ``at``; a document that is cut becomes two."""
-        first = TokenStream(tokens=self.tokens[:at], starts=self.starts[self.starts < at])
-        inner = self.starts[self.starts > at] - at
+        before, inner = self.starts[self.starts < at], self.starts[self.starts > at] - at
         head = np.zeros(1 if at < len(self) else 0, dtype=np.int64)
-        return first, TokenStream(tokens=self.tokens[at:], starts=np.concatenate([head, inner]))
+        after = np.concatenate([head, inner])
+        first = TokenStream(tokens=self.tokens[:at], starts=before, weights=self.weights[: len(before)])
+        rest = self.weights[len(self.weights) - len(after) :] if len(self.weights) else self.weights
+        return first, TokenStream(tokens=self.tokens[at:], starts=after, weights=rest)
 
 
 def compact_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -70,24 +74,33 @@ def compact_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def tokenize(
-    documents: Iterable[str], tokenizer: Tokenizer, *, bos_id: int | None = None, eos_id: int | None = None
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    weights: Sequence[float] = (),
 ) -> TokenStream:
     """Tokenise documents, with ``bos_id`` before and ``eos_id`` after each where they are given.
 
-    Documents that yield no tokens are left out, together with their special tokens.
+    Documents that yield no tokens are left out, together with their special tokens. ``weights`` has one for each
+    document at the end of ``documents``, or none.
     """
     dtype = compact_dtype(tokenizer.vocab_size)
     head = np.array([] if bos_id is None else [bos_id], dtype)
     tail = np.array([] if eos_id is None else [eos_id], dtype)
     parts: list[NDArray[np.unsignedinteger]] = []
     lengths: list[int] = []
-    for ids in encode_documents(documents, tokenizer):
+    kept: list[int] = []
+    for number, ids in enumerate(encode_documents(documents, tokenizer)):
         if len(ids):
+            kept.append(number)
             parts += (head, ids, tail)
             lengths.append(len(head) + len(ids) + len(tail))
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.empty(0, dtype)
     starts = np.cumsum([0, *lengths], dtype=np.int64)[: len(lengths)]
-    return TokenStream(tokens=tokens, starts=starts)
+    weighted = [weights[number] for number in kept] if any(each != 1 for each in weights) else []
+    return TokenStream(tokens=tokens, starts=starts, weights=np.array(weighted, np.float32))
 
 
 def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.unsignedinteger]]:

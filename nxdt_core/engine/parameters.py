@@ -17,7 +17,7 @@ from nxdt_core.distributed.placement import piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
-from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches_any, matches_within
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
@@ -153,7 +153,8 @@ def parameter_groups(
 
     Args:
         parameters: (global name, parameter) pairs.
-        plan: its ``no_weight_decay`` patterns are never decayed, its ``norms`` only with ``decay_norms``.
+        plan: its ``no_weight_decay`` patterns are never decayed, its ``norms`` only with ``decay_norms``; its
+            ``lr_scales`` are factors on ``lr``.
         lr: peak learning rate.
         weight_decay: factor for parameters that decay.
         decay_norms: ``model.do_layer_norm_weight_decay``.
@@ -165,9 +166,9 @@ def parameter_groups(
     for name, parameter in parameters:
         if parameter.requires_grad:
             override = override_of(overrides, name) if overrides else None
-            rate, decay = lr, 0.0 if matches_any(exempt, name) else weight_decay
+            rate, decay = lr * plan.lr_scales.get(name, 1.0), 0.0 if matches_any(exempt, name) else weight_decay
             if override is not None:
-                rate = rate if override.lr is None else override.lr
+                rate = (rate if override.lr is None else override.lr) * override.lr_scale
                 decay = decay if override.weight_decay is None else override.weight_decay
             group = groups.setdefault((rate, decay), ParameterGroup(params=[], names=[], lr=rate, weight_decay=decay))
             group["params"].append(parameter)
@@ -177,7 +178,7 @@ def parameter_groups(
 
 def override_of(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig | None:
     """Return the last of ``model.optim.param_groups`` whose pattern matches a parameter."""
-    return next((override for override in reversed(overrides) if matches(override.params, name)), None)
+    return next((override for override in reversed(overrides) if matches_within(override.params, name)), None)
 
 
 def check_overrides(overrides: Sequence[ParamGroupConfig], names: Iterable[str], ranks: RankAgreement) -> None:

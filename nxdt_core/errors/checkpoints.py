@@ -75,6 +75,14 @@ CheckpointIsNoFile = CheckpointDamaged.define(
     "itself may be a link. Copy the files to this place, or name the place that a link leads to.",
 )
 
+NoBestCheckpoint = NxdtError.define(
+    "NXDT-S023",
+    "An address ends in ``best``, and no checkpoint there is ranked by a metric.",
+    "No checkpoint at {where} is the best one: checkpoint.monitor is {monitor!r}, and none has such a metric.",
+    "Name a step ('nxdt checkpoint list' shows them). For the next run, set checkpoint.monitor to a logged metric such "
+    "as val_loss, with checkpoint.mode.",
+)
+
 LockIsNoFile = CheckpointDamaged.define(
     "NXDT-S020",
     "A link, a pipe, a directory, or a file with two names is in the place of a lock.",

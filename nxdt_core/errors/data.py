@@ -65,6 +65,13 @@ JsonTextMissing = NxdtError.define(
     "Set data.text_key to the key that holds the text, or correct the line.",
 )
 
+DocumentWeightWrong = NxdtError.define(
+    "NXDT-D015",
+    "A JSON object whose weight in the loss is not a number of at least 0.",
+    "{path}:{line}: the weight under the key '{key}' is {found}.",
+    "Write a number of at least 0 there, or set data.weight_key to null.",
+)
+
 TooFewTokens = NxdtError.define(
     "NXDT-D007",
     "A split that is shorter than one sample.",

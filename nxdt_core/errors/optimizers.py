@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.base import NxdtError, listing
 
 
 def _parameter_group_empty(error: Any) -> dict[str, Any]:
@@ -19,6 +19,15 @@ ParameterGroupEmpty = NxdtError.define(
     "Write paths as the checkpoint has them, as layers.*.mlp.router.weight; a leading * stands for any depth, any "
     "other for one component, and the last entry that matches a parameter counts. It has, among others, {names:list4}.",
     also=_parameter_group_empty,
+)
+
+TrainableEmpty = NxdtError.define(
+    "NXDT-T026",
+    "A pattern of ``model.trainable`` that matches no parameter, or none at all.",
+    "model.trainable: {what}.",
+    "Write paths of parameters or modules as the checkpoint has them; a leading * stands for any depth, any other for "
+    "one component. Nearest are {nearest:list4}.",
+    also=lambda error: {"what": f"{listing(error.patterns)} matches no parameter" if error.patterns else "it is empty"},
 )
 
 OptimizerNeedsWholeParameters = NxdtError.define(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-__all__ = ["matches", "matches_any"]
+__all__ = ["matches", "matches_any", "matches_within"]
 
 
 @lru_cache(maxsize=1024)
@@ -32,3 +32,12 @@ def matches(pattern: str, path: str) -> bool:
 def matches_any(patterns: Iterable[str], path: str) -> bool:
     """Return whether ``path`` matches one of ``patterns``."""
     return _compiled(tuple(patterns)).fullmatch(path) is not None
+
+
+def matches_within(pattern: str, path: str) -> bool:
+    """Return whether ``pattern`` matches the parameter at ``path`` or a module that contains it.
+
+    ``matches_within("layers.3", "layers.3.mlp.up_proj.weight")`` is true.
+    """
+    parts = path.split(".")
+    return any(matches(pattern, ".".join(parts[:count])) for count in range(1, len(parts) + 1))

@@ -138,6 +138,8 @@ class ParallelPlan:
     ``do_layer_norm_weight_decay: true``."""
     no_weight_decay: tuple[str, ...] = ("*.bias",)
     """Parameter path patterns that never take weight decay."""
+    lr_scales: Mapping[str, float] = field(default_factory=dict)
+    """Parameter path → factor on its peak learning rate, where ``model.optim.param_groups`` sets none; of adapters."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of parameters that are one: (owner, user), such as ``("embed_tokens.weight", "lm_head.weight")``."""
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -33,6 +33,7 @@ from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.hidden_state import check_schedule
+from nxdt_core.train.trainable import Trainable
 
 __all__ = [
     "adapters",
@@ -204,7 +205,9 @@ def precision(config: ResolvedConfig) -> PrecisionPolicy:
 
 
 def adapters(config: ResolvedConfig) -> Sequence[Adapter]:
-    """Return the adapter as a sequence of none or one."""
+    """Return the adapter, or what freezes for ``model.trainable``, as a sequence of none or one."""
+    if config.run.model.trainable is not None:
+        return (Trainable(config.run.model.trainable),)
     return () if config.components["adapter"] is None else (cast(Adapter, _construct(config, "adapter")),)
 
 

@@ -216,7 +216,7 @@ class TrainSession:
             check_base_frozen(self.model, self.config.run.objective.name)
 
     def _note_frozen_rows(self) -> None:
-        """Warn where an adapter freezes the rows of tokens that the configuration adds. Collective."""
+        """Warn where the rows of tokens that the configuration adds are frozen. Collective."""
         if not build.added_tokens(self.config) or not build.adapters(self.config):
             return
         rows, trained = build.model_builder(self.config).vocab_size, trained_parameters(self.model)
@@ -226,10 +226,11 @@ class TrainSession:
         ranks = self.engine.ranks
         frozen = [*dict.fromkeys(chain.from_iterable(ranks.all_gather_object(own)))]
         if frozen and ranks.rank == 0:
+            key = "adapter.modules_to_save" if self.config.run.model.trainable is None else "model.trainable"
             _log.warning(
-                "The rows of the tokens in data.tokenizer.added_tokens are frozen in %s. To train them, set "
-                "adapter.modules_to_save=[%s].",
+                "The rows of the tokens in data.tokenizer.added_tokens are frozen in %s. To train them, set %s=[%s].",
                 listing(frozen),
+                key,
                 ", ".join(path.rpartition(".")[2] for path in frozen),
             )
 

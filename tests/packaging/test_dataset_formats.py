@@ -17,7 +17,7 @@ RECORDS = {title: re.findall(r"```(?:json|text)\n(.*?)```", body, re.DOTALL) for
 
 def texts(path):
     documents = pytest.importorskip("nxdt_plugin_text.loader").documents
-    return list(documents(path, read_bytes(path), text_key="text", separator=None))
+    return [text for text, _ in documents(path, read_bytes(path), text_key="text", separator=None)]
 
 
 def rows(path):

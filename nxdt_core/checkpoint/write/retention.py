@@ -45,13 +45,14 @@ class Retention:
     def counted(self, committed: Sequence[CheckpointStatus]) -> set[int]:
         """Return the steps of those that stay as the newest, or by one of the two counts; ``committed`` ascends."""
         regular = [status for status in committed if _kind(status) != "ephemeral"]
-        best = sorted(regular, key=self._score, reverse=True)
+        best = sorted(regular, key=self.score, reverse=True)
         chosen = list(committed[-1:])
         chosen += regular[-self.keep_last :] if self.keep_last else []
         chosen += best if self.save_top_k < 0 else best[: self.save_top_k]
         return {status.step for status in chosen}
 
-    def _score(self, status: CheckpointStatus) -> tuple[bool, float, int]:
+    def score(self, status: CheckpointStatus) -> tuple[bool, float, int]:
+        """Return what ranks a checkpoint, the best largest; its first element is false without the metric."""
         metrics = {} if status.facts is None else status.facts.metrics
         value = float(status.step) if self.monitor == "step" else metrics.get(self.monitor, math.nan)
         if math.isnan(value):

@@ -41,7 +41,7 @@ class Message:
     train: bool | None = None
     """Whether the loss is on it; None leaves it to the configuration."""
     weight: float = 1.0
-    """Weight of its tokens in the loss, above 0 and at most 1."""
+    """Weight of its tokens in the loss, above 0."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Keys within its content and its calls that nothing reads."""
 

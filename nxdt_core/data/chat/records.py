@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order, in_order_of_calls, merged
@@ -134,7 +136,8 @@ def read_record(record: Mapping[str, Any], place: Place, *, merge: bool = False)
     """Return the conversation of a record with a list of messages, or with a question and an answer.
 
     Several keys of a question are joined by a blank line. ``history`` holds questions and answers that come before it.
-    A ``system`` text comes first, ``tools`` are the functions that may be called.
+    A ``system`` text comes first, ``tools`` are the functions that may be called. ``weight`` multiplies the weights of
+    all messages.
 
     Args:
         record: an object of a file.
@@ -147,12 +150,13 @@ def read_record(record: Mapping[str, Any], place: Place, *, merge: bool = False)
     """
     check_text_only(record, place)
     read, messages = _messages(record, place)
+    messages = _weighted(messages, record, place)
     messages = with_system(in_order_of_calls(messages, place), record, place)
     conversation = Conversation(
         place=place,
         messages=merged(messages) if merge else messages,
         tools=read_tools(record, place),
-        unused=unused_fields(record, read, messages),
+        unused=unused_fields(record, [*read, "weight"], messages),
     )
     check_order(conversation)
     return conversation
@@ -167,6 +171,20 @@ def _messages(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, ...],
         if record.get(answer) is not None and any(record.get(key) is not None for key in asked):
             return (*asked, answer, "history"), _pair(record, asked, answer, place)
     raise UnknownRecord(place=str(place), keys=tuple(record))
+
+
+def _weighted(messages: Sequence[Message], record: Mapping[str, Any], place: Place) -> list[Message]:
+    """Return ``messages`` with their weights times that of the record, of which 0 leaves it out."""
+    weight = record.get("weight")
+    if weight is None:
+        return list(messages)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+        raise BadMessage(
+            place=str(place), number=0, reason=f"'weight' is {weight!r}; it must be a number of at least 0"
+        )
+    return [
+        replace(each, train=each.train if weight else False, weight=each.weight * weight or 1.0) for each in messages
+    ]
 
 
 def read_question(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, ...], list[Message]]:

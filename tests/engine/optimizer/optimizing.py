@@ -95,7 +95,7 @@ def train(directory: Path, overrides: tuple[str, ...], names: tuple[str, ...], e
     found = {}
     for name in names:
         config = configuration(name, directory, overrides, experts)
-        run = _Run(config, engine)
+        run = Run(config, engine)
         losses = run.steps(STEPS)
         TrainSession(config, engine=engine, model=run.model, optimizer=run.optimizer, state=run.state).save(
             build.storage(config)
@@ -111,7 +111,7 @@ def clipped(directory: Path, overrides: tuple[str, ...]):
     config = configuration("adamw", directory, ("precision.type=fp32", *EVEN, *overrides))
     engine = build.engine(config)
     engine.start()
-    run = _Run(config, engine, max_norm=0.1)
+    run = Run(config, engine, max_norm=0.1)
     losses = run.steps(STEPS + MORE)
     state = {key: value for key, value in run.optimizer.state_dict().items() if not key.endswith("/step")}
     found = {key: whole(value) for key, value in state.items()}
@@ -119,22 +119,22 @@ def clipped(directory: Path, overrides: tuple[str, ...]):
     return losses, found
 
 
-def _goes_on_as(run: _Run) -> bool:
+def _goes_on_as(run: Run) -> bool:
     """Return whether a run that loads the checkpoint of ``run`` and takes the steps after it has the same bits."""
-    again = _Run(run.config, run.engine)
+    again = Run(run.config, run.engine)
     again.load()
     again.steps(MORE)
     return run.same_as(again)
 
 
-class _Run:
+class Run:
     """A model and an optimizer on one repeated batch."""
 
     def __init__(self, config, engine, max_norm: float = 1.0) -> None:
         self.config, self.engine, self.state, self.max_norm = config, engine, TrainState(), max_norm
         self.model = initialize_parallel_model(config, engine)
         self.optimizer = initialize_parallel_optimizer(config, engine, self.model)
-        ids = torch.randint(VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(5))
+        self.ids = ids = torch.randint(VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(5))
         place = engine.rank_info
         rows = [row for row in range(ROWS) if row * place.dp_size // ROWS == place.dp_rank]
         self.batches = [Batch(input_ids=ids[row : row + 1, :-1], labels=ids[row : row + 1, 1:]) for row in rows]
@@ -149,7 +149,7 @@ class _Run:
             self.config, engine=self.engine, model=self.model, optimizer=self.optimizer, state=self.state
         ).load_checkpoint(store, checkpoint.latest(store, warn=print))
 
-    def same_as(self, other: _Run) -> bool:
+    def same_as(self, other: Run) -> bool:
         pairs = zip(self.model.named_parameters(), other.model.named_parameters(), strict=True)
         return all(torch.equal(local_of(mine), local_of(theirs)) for (_, mine), (_, theirs) in pairs)
 
@@ -189,7 +189,7 @@ def train_rows(directory: Path, overrides: tuple[str, ...], resumes: bool) -> st
     config = configuration("sgd", directory, overrides)
     engine = build.engine(config)
     engine.start()
-    run = _Run(config, engine)
+    run = Run(config, engine)
     run.optimizer = engine.initialize_optimizer(run.model, Rows, config.selected("optimizer").config, decay_norms=False)
     try:
         if resumes:

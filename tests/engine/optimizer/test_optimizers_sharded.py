@@ -10,7 +10,19 @@ import torch
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
-from tests.engine.optimizer.optimizing import NAMES, STRATEGY, TP2, clipped, configuration, saved, train, train_rows
+from tests.engine.matrix.training import whole
+from tests.engine.optimizer.optimizing import (
+    EVEN,
+    NAMES,
+    STRATEGY,
+    TP2,
+    Run,
+    clipped,
+    configuration,
+    saved,
+    train,
+    train_rows,
+)
 from tests.sampling import asked, slow_except
 
 PADDED = (TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}pad_heads=true")
@@ -20,10 +32,13 @@ LAYOUTS = {
     "dp2": (2, (), NAMES, False),
     "tp2-padded": (2, PADDED, OF_WHOLES, False),
     "dp2-tp2-padded": (4, PADDED, (*OF_WHOLES, "adamw"), False),
+    "dp2-zero2": (2, (f"{STRATEGY}zero_stage=2",), OF_WHOLES, False),
+    "dp2-zero3": (2, (f"{STRATEGY}zero_stage=3",), OF_WHOLES, False),
+    "pp2": (2, (f"{STRATEGY}pipeline_model_parallel_size=2", "model.num_layers=2"), OF_WHOLES, False),
     "dp2-ep2": (2, (EP2,), OF_WHOLES, True),
     "dp2-ep2-tp2": (4, (EP2, TP2), OF_WHOLES, True),
 }
-"""ZeRO-1 throughout. Ranks, overrides, optimizers, and whether the model has experts."""
+"""ZeRO-1 where nothing else is said. Ranks, overrides, optimizers, and whether the model has experts."""
 FIRST = {"dp2": ("adamw",), "tp2-padded": OF_WHOLES, "dp2-ep2": OF_WHOLES}
 """Optimizers of the default run by layout: those that reduce over matrices, and one that torch updates element by
 element."""
@@ -49,8 +64,9 @@ def trained(ranks, tmp_path_factory, request):
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_shards_train_as_the_whole_does(trained, layout, name):
-    *_, experts = LAYOUTS[layout]
-    (whole,), at_one = trained(1, (), OF_WHOLES if experts else NAMES, experts)
+    _, overrides, _, experts = LAYOUTS[layout]
+    sizes = tuple(each for each in overrides if each.startswith("model."))
+    (whole,), at_one = trained(1, sizes, OF_WHOLES if experts or sizes else NAMES, experts)
     found, at_many = trained(*LAYOUTS[layout])
     losses, _ = whole[name]
     assert losses[-1] < losses[0], "it does not learn, and hides mistakes"
@@ -181,3 +197,61 @@ def test_a_pattern_that_chooses_nothing_on_any_stage_is_refused_on_all(ranks, tm
     wrong = GROUPS.replace("layers.*.mlp", "layers.*.nlp")
     for told in ranks(2).run(build_groups, tmp_path, (wrong, *PP2)):
         assert "this pattern chooses no trained parameter: 'layers.*.nlp.*.weight'" in told
+
+
+SCALED = (
+    "model.optim.param_groups=[{params: layers.0, lr_scale: 0.5}, {params: '*.mlp.*.weight', lr: 0.02, lr_scale: 0.25},"
+    " {params: embed_tokens, lr_scale: 0}]"
+)
+WARMED = (
+    SCALED,
+    "model.optim.sched={name: LinearAnnealingWithWarmUp, warmup_steps: 2}",
+    "model.optim.weight_decay=0.0",
+)
+
+
+def scaled_steps(directory, overrides):
+    """Weights before and after some steps, whole, the factors of the schedule, and the tokens."""
+    config = configuration("adamw", directory, overrides)
+    engine = build.engine(config)
+    engine.start()
+    run = Run(config, engine)
+    before = {name: whole(weight) for name, weight in run.model.named_parameters()}
+    run.steps(3)
+    after = {name: whole(weight) for name, weight in run.model.named_parameters()}
+    engine.shutdown()
+    return before, after, [run.schedule(step) for step in range(3)], run.ids
+
+
+def test_scaled_rates_are_those_of_a_loop_in_torch(ranks, tmp_path):
+    ((before, after, factors, ids),) = ranks(1).run(scaled_steps, tmp_path, WARMED)
+    assert len({*factors}) > 1
+    module = build.model_builder(configuration("adamw", tmp_path, WARMED)).build().double()
+    module.load_state_dict(before)
+
+    def rate(name):
+        if name.startswith("embed_tokens"):
+            return 0.0
+        if ".mlp." in name and name.endswith("_proj.weight"):
+            return 0.02 * 0.25
+        return 0.01 * (0.5 if name.startswith("layers.0.") else 1.0)
+
+    groups = [{"params": [weight], "lr": rate(name)} for name, weight in module.named_parameters()]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    for factor in factors:
+        optimizer.zero_grad()
+        logits = module(ids[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        optimizer.step()
+    for name, weight in module.named_parameters():
+        torch.testing.assert_close(after[name], weight.detach(), rtol=1e-9, atol=1e-11, msg=f"{name}: {{}}".format)
+    assert torch.equal(after["embed_tokens.weight"], before["embed_tokens.weight"])
+    for more in (PP2, ("trainer.devices=2", TP2, *EVEN)):
+        alone = after if more is PP2 else ranks(1).run(scaled_steps, tmp_path, (*WARMED, *EVEN))[0][1]
+        for found in ranks(2).run(scaled_steps, tmp_path, (*WARMED, *more)):
+            for name, weight in found[1].items():
+                torch.testing.assert_close(weight, alone[name], rtol=1e-9, atol=1e-11)

@@ -24,12 +24,13 @@ from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import AdapterBaseUnknown
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.step import initialize_parallel_model
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
 from nxdt_core.train.weights.base import base_digest
 from nxdt_core.train.weights.found import find_weights
 from tests.sampling import slow_except
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
+create_loraplus_optimizer = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 
 KINDS = {
@@ -128,6 +129,27 @@ def test_peft_opens_an_adapter_of_ours_and_gives_the_same_logits_and_gradients(r
     for name, gradient in own.items():
         scale = gradients[name].abs().max().clamp(min=1e-3)
         assert (gradient - gradients[name]).abs().max() / scale < 5e-4, name
+
+
+def test_lora_plus_has_the_rates_of_peft(run, opened, start_once, request):
+    if any("experts" in name for name in run.trained):
+        return  # peft holds two matrices of an expert in one update
+    model, adapter = KINDS[request.node.callspec.params["run"]]
+    ours = start_once(model, {**adapter, "loraplus_lr_ratio": 16})
+    optimizer = initialize_parallel_optimizer(ours.config, ours.engine, ours.model)
+    rates = {name: group["lr"] for group in optimizer.inner.param_groups for name in group["names"]}
+    own = {
+        part: rates[each] for each, tensor in run.peft_tensors.items() for part, _ in tensor.write(run.trained[each])
+    }
+    theirs = create_loraplus_optimizer(opened, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16)
+    by_weight = {id(weight): group["lr"] for group in theirs.param_groups for weight in group["params"]}
+    named = opened.named_parameters(remove_duplicate=False)
+    expected = {_file_name(name): by_weight[id(weight)] for name, weight in named if weight.requires_grad}
+    tables = {name for name, rate in expected.items() if rate == 1e-6}  # peft's own rate for updates of embeddings
+    assert {name: own[name] for name in own.keys() - tables} == {
+        each: expected[each] for each in expected.keys() - tables
+    }
+    assert all(own[name] == 1e-2 for name in tables & own.keys())
 
 
 def _file_name(parameter):

@@ -369,6 +369,17 @@ def test_weights_of_messages_are_weights_of_their_tokens(packing, write, load, t
     assert weighed.loss_weights.tolist() == wanted.tolist()
 
 
+def test_a_record_s_weight_is_that_of_its_tokens_and_0_leaves_it_out(write, load, talk):
+    records = [{**talk, "weight": weight} for weight in (1, 2.5, 0)]
+    data = load(write(*records), packing=False)
+    assert len(data) == 2
+    plain, weighed = data[0], data[1]
+    assert np.array_equal(plain.labels, weighed.labels)
+    trained = plain.labels != IGNORE_INDEX
+    assert plain.loss_weights.tolist() == np.where(trained, 1.0, 0.0).tolist()
+    assert weighed.loss_weights.tolist() == np.where(trained, 2.5, 0.0).tolist()
+
+
 OTHER = "{% for m in messages %}{{ m.role }}: {{ m.content }}|\n{% endfor %}"
 
 

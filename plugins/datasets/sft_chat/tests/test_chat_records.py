@@ -74,6 +74,24 @@ def test_a_weight_between_nothing_and_all_is_kept():
 
 
 @pytest.mark.parametrize(
+    "record", [{"messages": [USER, {**ANSWER, "weight": 0.5}]}, {"prompt": "u", "completion": "a"}]
+)
+def test_a_record_s_weight_multiplies_those_of_its_messages(record):
+    own = [message.weight for message in read(record).messages]
+    found = read({**record, "weight": 3})
+    assert [message.weight for message in found.messages] == [3 * weight for weight in own]
+    assert found.unused == ()
+    assert {message.train for message in read({**record, "weight": 0}).messages} == {False}
+    assert read({**record, "weight": None}).messages == read(record).messages
+
+
+@pytest.mark.parametrize("weight", [-1, True, "2", float("nan"), float("inf"), [1]])
+def test_a_record_s_weight_is_a_number_of_at_least_0(weight):
+    with raises(BadMessage, match="'weight' is"):
+        read({"messages": [USER, ANSWER], "weight": weight})
+
+
+@pytest.mark.parametrize(
     ("messages", "found"),
     [
         ([USER, USER, ANSWER], [("user", "u\n\nu"), ("assistant", "a")]),

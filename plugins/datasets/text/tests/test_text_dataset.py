@@ -12,7 +12,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
-from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
+from nxdt_core.errors.data import DataNeedsTokenizer, DocumentWeightWrong, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset
 
@@ -60,6 +60,36 @@ def test_documents_end_with_the_end_token_and_stay_apart(tmp_path):
     assert sample.labels.tolist() == [98, EOS, IGNORE_INDEX, 100, 101, EOS, IGNORE_INDEX, EOS]
     assert sample.document_ids.tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
     assert sample.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+
+
+def test_a_document_s_weight_is_that_of_its_labels_and_0_leaves_it_out(tmp_path):
+    lines = [
+        '{"text": "ab", "w": 2}',
+        '{"text": ""}',
+        '{"text": "xy", "w": 0}',
+        '{"text": "cde"}',
+        '{"text": "fg", "w": 0.5}',
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    files = {"train_files": (tmp_path / "a.jsonl",)}
+    loader = dataloader(3, **files, weight_key="w")
+    train = loader.split("train")
+    samples = [train[index] for index in range(len(train))]
+    assert [bytes(each.input_ids.clip(0, 126).tolist()) for each in samples] == [b"ab~", b"cde", b"~fg"]
+    assert [each.loss_weights.tolist() for each in samples] == [[2, 2, 0], [1, 1, 1], [0, 0.5, 0.5]]
+    assert train.fingerprint() != dataloader(3, **files).split("train").fingerprint()
+    assert dataloader(3, **files).split("train")[0].loss_weights is None
+    joined = dataloader(3, **files, weight_key="w", reset_attention_mask=False).split("train")
+    assert joined[0].loss_weights.tolist() == [2, 2, 1]
+    held = dataloader(3, **files, weight_key="w", validation_fraction=0.4).split("validation")
+    assert held[0].loss_weights.tolist() == [0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("weight", ["-1", "true", '"2"', "NaN", "Infinity"])
+def test_a_document_s_weight_is_a_number_of_at_least_0(weight, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n{"text": "ab", "w": ' + weight + "}")
+    with raises(DocumentWeightWrong, match=r"a\.jsonl:2: the weight under the key 'w' is"):
+        dataloader(3, train_files=(tmp_path / "a.jsonl",), weight_key="w").split("train")
 
 
 def test_options_put_begin_tokens_and_let_documents_see_each_other(tmp_path):

@@ -25,7 +25,7 @@ from nxdt_core.errors.data import (
 
 
 def read(path, separator=None, text_key="text"):
-    return list(documents(path, read_bytes(path), text_key=text_key, separator=separator))
+    return [text for text, _ in documents(path, read_bytes(path), text_key=text_key, separator=separator)]
 
 
 def written(path, content):

@@ -35,6 +35,7 @@ SMALL_BLOCKS = ("model.optim.block_size=8",)
 LAYOUTS = {
     "one": (1, ()),
     "zero1": (2, (f"{STRATEGY}zero_stage=1",)),
+    "zero2": (2, (f"{STRATEGY}zero_stage=2",)),
     "zero3": (2, (f"{STRATEGY}zero_stage=3",)),
     "unsharded": (2, (f"{STRATEGY}zero1=false",)),
     "tp2": (2, (f"{STRATEGY}tensor_model_parallel_size=2", *SMALL_BLOCKS)),
@@ -52,6 +53,7 @@ LAYOUTS = {
         ),
     ),
     "pp2": (2, (f"{STRATEGY}pipeline_model_parallel_size=2",)),
+    "ep2": (2, (f"{STRATEGY}expert_model_parallel_size=2", "model.name=mixtral", "model.moe={num_experts: 4}")),
     "masters": (2, ("precision.type=mixed_precision", f"{STRATEGY}zero_stage=3")),
     "rounded": (1, ("precision.type=bf16SR",)),
     "rounded-bfloat16": (1, ("precision.type=bf16SR", "precision.optimizer_state=bfloat16")),
@@ -252,12 +254,14 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(ranks, tmp_path, 
     assert all(value.dtype == (torch.float32 if value.numel() >= 1024 else small) for value in state.values())
 
 
-@pytest.mark.parametrize("layout", slow_except(("zero3", "tp2", "tp2-zero3", "pp2", "tp2-within-blocks"), ("tp2",)))
+@pytest.mark.parametrize(
+    "layout", slow_except(("zero3", "tp2", "tp2-zero3", "pp2", "ep2", "tp2-within-blocks"), ("tp2",))
+)
 def test_state_moves_to_other_layouts(ranks, tmp_path, layout, steps):
     """Bitwise where no rank cuts a block; elsewhere blocks at the cut are quantised again."""
     world, overrides = LAYOUTS[layout]
     first, then = tmp_path / "first", tmp_path / "then"
-    sizes = [each for each in overrides if "block_size" in each]
+    sizes = [each for each in overrides if each.startswith("model.")]
     expected, _, _ = stopped_and_not(first, steps, *sizes)
     words = (f"trainer.devices={world}", *overrides)
     for losses in ranks(world).run(loaded_and_saved, first, then, steps, *words, timeout_s=240):

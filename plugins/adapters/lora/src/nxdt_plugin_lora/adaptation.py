@@ -192,8 +192,22 @@ def adapt(module: nn.Module, plan: ParallelPlan, config: LoraConfig) -> Adapted:
     for path in whole:
         module.get_submodule(path).requires_grad_(True)
     _free_biases(module, targets, config)
-    changed = replace(plan, no_weight_decay=(*plan.no_weight_decay, "*.lora_magnitude"))
+    exempt = (*plan.no_weight_decay, "*.lora_magnitude")
+    changed = replace(plan, no_weight_decay=exempt, lr_scales=_scales(module, config.loraplus_lr_ratio))
     return Adapted(plan=changed, rules=updates.rules, targets=tuple(targets))
+
+
+def _scales(module: nn.Module, ratio: float) -> dict[str, float]:
+    """Return the factor on the learning rate of what LoRA+ lets learn at the rate of B."""
+    if ratio == 1.0:
+        return {}
+    tables = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, UpdatedEmbedding))
+    return {
+        name: ratio
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+        and (parameter.ndim == 1 or (name.endswith(".lora_B") and not name.startswith(tables)))
+    }
 
 
 def _free_biases(module: nn.Module, targets: Iterable[str], config: LoraConfig) -> None:

@@ -28,6 +28,10 @@ class LoraConfig(Section):
     """Rank of the update."""
     lora_alpha: NonNegativeFloat = 32.0
     """Scale of the update, divided by the rank."""
+    loraplus_lr_ratio: NonNegativeFloat = 1.0
+    """Learning rate of B over that of A (LoRA+, Hayou et al. 2024, arXiv:2402.12354), as peft's
+    ``create_loraplus_optimizer``: biases, norms and DoRA's magnitudes that train have B's rate, too. A and B of
+    embeddings keep ``model.optim.lr``; rates of ``model.optim.param_groups`` take precedence."""
     lora_dropout: Fraction = 0.05
     """Dropout of what the update is given; 0 saves its memory."""
     lora_bias: Biases = "none"

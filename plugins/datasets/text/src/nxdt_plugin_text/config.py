@@ -31,6 +31,9 @@ class TextConfig(Section):
     """Share of the training tokens, taken from their end, to validate on instead of files; 0 takes none."""
     text_key: str = "text"
     """Key of the text in each object of a JSONL file."""
+    weight_key: str | None = None
+    """Key of the weight that the tokens of a JSONL file's object have in the loss: a number of at least 0; 0 leaves the
+    document out. Objects without it, and plain text, have 1. ``null``: no weights are read."""
     document_separator: str | None = None
     """Separator between documents of a plain text file, such as ``"\\n\\n"`` for blank lines; null makes each file
     one document."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,31 +12,44 @@ from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import JSON_TEXTS, decode, expand, json_objects, read_bytes
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream, tokenize
-from nxdt_core.errors.data import DataNeedsTokenizer, EmptyTextFile, JsonTextMissing, SpecialTokenMissing, TooFewTokens
+from nxdt_core.errors.data import (
+    DataNeedsTokenizer,
+    DocumentWeightWrong,
+    EmptyTextFile,
+    JsonTextMissing,
+    SpecialTokenMissing,
+    TooFewTokens,
+)
 from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_text.config import TextConfig
 
 
-def documents(path: Path, content: bytes, *, text_key: str, separator: str | None) -> Iterator[str]:
-    """Documents of one file, none of them blank.
+def documents(
+    path: Path, content: bytes, *, text_key: str, separator: str | None, weight_key: str | None = None
+) -> Iterator[tuple[str, float]]:
+    """Documents of one file and their weights in the loss, none of them blank or of weight 0.
 
     Args:
         path: names the file in errors; its suffix determines the format.
         content: result of :func:`nxdt_core.data.files.paths.read_bytes`.
         text_key: key of the text in JSONL.
         separator: separates documents of plain text; None: the file is one document.
+        weight_key: key of the weight in JSONL; None: all have 1.
 
     Raises:
-        EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing: the content is not usable.
+        EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing, DocumentWeightWrong: the content is not usable.
     """
     empty = True
     text = decode(path, content)
-    texts = _json_texts(path, text, text_key) if bare_name(path).endswith(JSON_TEXTS) else _split(text, separator)
-    for document in texts:
-        if document.strip():
+    is_json = bare_name(path).endswith(JSON_TEXTS)
+    texts = (
+        _json_texts(path, text, text_key, weight_key) if is_json else ((each, 1.0) for each in _split(text, separator))
+    )
+    for document, weight in texts:
+        if document.strip() and weight:
             empty = False
-            yield document
+            yield document, weight
     if empty:
         raise EmptyTextFile(path=str(path))
 
@@ -44,9 +58,18 @@ def _split(text: str, separator: str | None) -> list[str]:
     return [text] if separator is None else text.split(separator)
 
 
-def _json_texts(path: Path, text: str, key: str) -> Iterator[str]:
+def _json_texts(path: Path, text: str, key: str, weight_key: str | None) -> Iterator[tuple[str, float]]:
     for number, record in json_objects(path, text, example=f'{{"{key}": "..."}}'):
-        yield _text_of(path, number, record, key)
+        yield _text_of(path, number, record, key), _weight_of(path, number, record, weight_key)
+
+
+def _weight_of(path: Path, number: int, record: dict[str, Any], key: str | None) -> float:
+    weight = None if key is None else record.get(key)
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+        raise DocumentWeightWrong(path=str(path), line=number, key=key, found=repr(weight))
+    return float(weight)
 
 
 def _text_of(path: Path, number: int, record: dict[str, Any], key: str) -> str:
@@ -117,15 +140,23 @@ class TextData:
         """Tokens of the files that ``key`` names, and a digest of all that decides them."""
         config = self._config
         digests: list[str] = []
+        weights: list[float] = []
 
         def texts() -> Iterator[str]:
             for path in expand(patterns, key):
                 content = read_bytes(path)
                 digests.append(digest(content))
-                yield from documents(path, content, text_key=config.text_key, separator=config.document_separator)
+                keys = (config.text_key, config.document_separator, config.weight_key)
+                for document, weight in documents(
+                    path, content, text_key=keys[0], separator=keys[1], weight_key=keys[2]
+                ):
+                    weights.append(weight)
+                    yield document
 
-        stream = tokenize(texts(), self._tokenizer, bos_id=self._bos_id, eos_id=self._eos_id)
-        settings = (config.text_key, config.document_separator, self._bos_id, self._eos_id)
+        stream = tokenize(texts(), self._tokenizer, bos_id=self._bos_id, eos_id=self._eos_id, weights=weights)
+        settings: tuple[object, ...] = (config.text_key, config.document_separator, self._bos_id, self._eos_id)
+        if config.weight_key is not None:
+            settings = (*settings, config.weight_key)
         return stream, digest(*digests, self._tokenizer.fingerprint(), settings)
 
     def _packed(self, stream: TokenStream, source: str, split: str) -> PackedDataset:

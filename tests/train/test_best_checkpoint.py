@@ -1,0 +1,80 @@
+"""``RUN/best`` is the checkpoint that ``checkpoint.monitor`` ranks first, for every reader of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from nxdt_testing.errors import raises
+
+from nxdt_core import checkpoint
+from nxdt_core.config import load
+from nxdt_core.errors.checkpoints import CheckpointNotFound, NoBestCheckpoint
+from nxdt_core.train.generate import generate
+from nxdt_core.train.run.train import train
+from nxdt_core.train.weights.export import export_hf
+from nxdt_core.train.weights.found import find_weights
+from nxdt_core.train.weights.saved_config import locate
+
+TINY = (
+    *("trainer.max_steps=4", "model.num_layers=1", "model.hidden_size=32", "data.seq_length=16"),
+    *("checkpoint.every_n_train_steps=1", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"),
+)
+WORSENING = ("model.optim.sched={name: constant}", "model.optim.lr=0.3")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """``run(name, *overrides)``: the directory of a run of four steps."""
+
+    def trained(name, *overrides):
+        given = [f"exp_manager.exp_dir={tmp_path}", f"name={name}", *TINY, *WORSENING, *overrides]
+        config = load("recipe:llama-tiny", given)
+        train(config)
+        return config.run_dir
+
+    return trained
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_step_is_that_of_the_logged_metric(run, mode):
+    directory = run("judged", "checkpoint.monitor=val_loss", f"checkpoint.mode={mode}", "checkpoint.save_top_k=-1")
+    rows = [json.loads(line) for line in (directory / "validation.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows}
+    best = (min if mode == "min" else max)(losses, key=losses.get)
+    assert len(losses) == 4
+    for address in (directory / "best", directory / "checkpoints" / "best"):
+        storage, step = locate(str(address), None)
+        assert (storage.uri, step) == (str(directory / "checkpoints"), best)
+        assert find_weights(str(address)).step == best
+
+
+def test_it_outlives_retention_and_is_what_is_generated_with_and_exported(run, tmp_path):
+    directory = run("kept", "checkpoint.monitor=val_loss", "checkpoint.mode=min", "checkpoint.save_top_k=1")
+    store = checkpoint.open_storage(str(directory / "checkpoints"))
+    kept = [status.step for status in checkpoint.list_checkpoints(store)]
+    _, best = locate(str(directory / "best"), None)
+    assert kept == sorted({best, 4})
+    assert best < 4, "the newest is the best, and hides mistakes"
+    step = directory / "checkpoints" / f"step-{best:08}"
+    words = ["".join(generate(str(each), "In the", max_new_tokens=6)) for each in (directory / "best", step)]
+    assert words[0] == words[1]
+    for name, source in {"best": directory / "best", "step": step}.items():
+        export_hf(str(source), str(tmp_path / name))
+    assert (tmp_path / "best" / "model.safetensors").read_bytes() == (
+        tmp_path / "step" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_without_a_metric_it_is_an_error_and_a_store_of_that_name_comes_first(run, tmp_path):
+    directory = run("best", "trainer.max_steps=1")
+    with raises(NoBestCheckpoint, match="checkpoint.monitor is 'step'"):
+        find_weights(str(directory / "best"))
+    assert find_weights(str(directory)).step == 1
+    with raises(CheckpointNotFound):  # a run starts from the same weights each time
+        run("next", f"checkpoint.resume_from={directory / 'best'}", "checkpoint.weight_init_only=true")
+    shutil.copytree(directory / "checkpoints", tmp_path / "stores" / "best")
+    assert locate(str(tmp_path / "stores" / "best"), None)[0].uri == str(tmp_path / "stores" / "best")
+    with raises(CheckpointNotFound):
+        find_weights(str(tmp_path / "nothing" / "best"))
