@@ -5,8 +5,9 @@ the activations; every accelerator has one kernel for each, which keeps its inpu
 It has no autocast either.
 
 Inductor cuts a layer's graph where the fewest bytes cross from forward to backward. It computes cheap operations again,
-unless their result is the input of a matrix product: backward would have to write that to memory again. Measured on
-the graphs of the models here; ``tests/engine/estimate/test_estimate_compiled.py`` repeats it.
+unless their result is the input of a matrix product: backward would have to write that to memory again. A product that
+casts its inputs to one byte writes them anyhow, so that they are computed again. Measured on the graphs of the models
+here, which ``tests/engine/estimate/test_estimate_compiled.py`` repeats, and for float8 on a GPU.
 """
 
 from __future__ import annotations
@@ -111,6 +112,21 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(hidden), None if weight is None else torch.empty_like(weight)
 
 
+class _CastingProduct(torch.autograd.Function):
+    """Of a :class:`~nxdt_core.protocols.precision.LinearProduct` in a compiled layer; keeps no inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.given = hidden.shape, hidden.dtype
+        return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=compute_dtype(hidden))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (weight,), (shape, dtype) = ctx.saved_tensors, ctx.given
+        return grad.new_empty(shape, dtype=dtype), torch.empty_like(weight)
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
 ) -> Any:
@@ -167,6 +183,8 @@ def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bo
     for path, part in _in_layers(module, plan):
         if hasattr(type(part), "computed"):
             continue
+        if getattr(part, "product", functional.linear) is not functional.linear:
+            part.product = _CastingProduct.apply  # type: ignore[assignment]
         if matches_any(plan.cheap, path):
             has_parameters = any(True for _ in part.parameters())
             if not has_parameters:
