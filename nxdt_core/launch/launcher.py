@@ -116,8 +116,8 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the ranks
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores_of_process()) // node.devices)))
+    threads = str(max(1, len(cores_of_process()) // node.devices))
+    of_ranks = {PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     settings = {
         "min_nodes": node.count,
         "max_nodes": node.count,
@@ -133,10 +133,26 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
         words = [
             word.replace("$", "$$") for word in interpreter_arguments(config, command)
         ]  # the agent fills in templates
-        run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
+        with _in_environment(of_ranks):
+            run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
+
+
+@contextmanager
+def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables within the block. What a caller of :func:`nxdt_core.cli.main` starts afterwards is not a rank of
+    this run: ``NXDT_PARENT`` would end it at once."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 _RETRY_S = 1.0

@@ -154,6 +154,23 @@ def test_a_launcher_that_is_killed_ends_all_nodes_while_ranks_are_still_to_come(
     nodes[killed].communicate()
 
 
+@pytest.mark.parametrize("name", [PARENT_VARIABLE, "OMP_NUM_THREADS"])
+def test_a_launcher_leaves_the_environment_of_its_process_as_it_was(tmp_path, name, monkeypatch):
+    """Else each command that the process starts afterwards would be killed, as a rank whose launcher has ended."""
+    monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "runs.py"
+    given = ["train", *words(tmp_path, "trainer.max_steps=1", "trainer.devices=2")]
+    lines = (
+        "import os",
+        "from nxdt_core.cli import main",
+        f"assert main({given!r}) == 0",
+        f"assert {name!r} not in os.environ",
+    )
+    script.write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_command_without_a_launcher_does_not_end_with_its_parent(tmp_path):
     """A shell may end before a run that it has started in the background."""
     started = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=-3, stderr=-3).pid)"
