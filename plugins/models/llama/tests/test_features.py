@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ def logits_of(directories: dict[str, str], strategy: dict[str, Any], ids: torch.
             "model": {"model_config": directory, "optim": {"lr": 0.0}},
             "distributed_strategy": strategy,
         }
-        config = Path(directory) / f"{'-'.join(strategy)}.yaml"
+        config = Path(directory) / f"rank-{os.getpid()}.yaml"  # ranks share the directory
         config.write_text(json.dumps(run))
         weights = find_weights(directory, config=str(config))
         engine = build.engine(weights.run)
