@@ -16,7 +16,7 @@ from nxdt_core.train.weights.found import find_weights
 
 
 def chosen(section):
-    """What trains, which is no section of its own."""
+    """What trains, which is not a separate section."""
     return Trainable(("norm", "layers.*.attention.o_proj"))
 
 

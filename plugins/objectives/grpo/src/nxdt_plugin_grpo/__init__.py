@@ -76,17 +76,12 @@ def nxdt_components() -> Mapping[str, Iterable[Component]]:
 
 @hookimpl
 def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
-    """Report rewards that cannot be had, and layouts whose forward passes data-parallel ranks make together."""
+    """Report rewards that cannot be had."""
     if context.config["objective"]["name"] not in ("grpo", "grpo:grpo"):
         return
     from nxdt_plugin_grpo.rewards import reward_problems
 
     yield from reward_problems(context.config["objective"]["rewards"], context.kernel)
-    strategy = context.config["distributed_strategy"]
-    for key, most in {"zero_stage": 2, "expert_model_parallel_size": 1}.items():
-        if (strategy.get(key) or 0) > most:
-            message = f"data-parallel ranks generate answers of different lengths, so that {key} may be at most {most}"
-            yield ConfigFinding(key=f"distributed_strategy.{key}", message=message)
 
 
 @hookimpl

@@ -44,6 +44,9 @@ _FIGURES = (
 )
 _COUNT = f"{_OF_ANSWER}{_FIGURES[0]}"
 
+_BLANK = Prompt(place="", ids=(0,), record={})
+"""Of a blank sample, at the end of a validation: other ranks wait for its passes."""
+
 
 class Grpo:
     """−min(r A, clip(r, 1 − ε, 1 + ε) A), and β times the divergence from the reference, over the tokens of answers.
@@ -137,29 +140,32 @@ class Grpo:
     def _drawn(self, session: TrainSession, micro_batches: Sequence[Batch], step: int) -> dict[int, Group]:
         """Return the groups of the global batch by their place in it; each data-parallel rank draws its own."""
         config, window, tokenizer = self._config, session.config.run.data.seq_length, session.data.tokenizer
-        if tokenizer is None or not all(batch.origins for batch in micro_batches[:1]):
+        if tokenizer is None:
             raise NoPrompts()
         writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
         stops = frozenset(stop_ids(build.chat_keys(session.config), tokenizer))
         own = {}
         origins = (origin for batch in micro_batches for origin in (batch.origins or [None] * batch.samples))
         for place, prompt in zip(places(session, micro_batches), origins, strict=True):
-            if not isinstance(prompt, Prompt):  # a blank sample at the end of a validation
-                own[place] = Group()
-                continue
+            asked = prompt if isinstance(prompt, Prompt) else _BLANK
             longest = config.max_completion_length
-            if len(prompt.ids) + longest > window:
-                raise PromptTooLong(place=prompt.place, tokens=len(prompt.ids), most=longest, window=window)
-            own[place] = answers_to(
-                prompt,
+            if len(asked.ids) + longest > window:
+                raise PromptTooLong(place=asked.place, tokens=len(asked.ids), most=longest, window=window)
+            found = answers_to(
+                asked,
                 writer,
-                self._rewards or (),
+                self._rewards or () if asked is not _BLANK else (),
                 stops,
                 count=config.num_generations,
                 longest=longest,
                 drawn=(session.config.run.seed, step, place),
+                in_step=session.engine.rank_info.dp_size > 1,
             )
-        return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
+            own[place] = Group() if asked is _BLANK else found
+        every = {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
+        if not any(group.answers for group in every.values()):  # one rank may have blank samples alone
+            raise NoPrompts()
+        return every
 
     def _batches(
         self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]

@@ -85,7 +85,7 @@ def rewards_of(entries: Sequence[str | Mapping[str, Any]], kernel: Kernel) -> li
 
     Raises:
         RewardMisnamed: an entry is not a name with options.
-        NxdtError: there is no such component, or its options are wrong.
+        NxdtError: the component does not exist, or its options are wrong.
     """
     return [_built(number, entry, kernel) for number, entry in enumerate(entries)]
 

@@ -38,6 +38,7 @@ def answers_to(
     count: int,
     longest: int,
     drawn: tuple[int, ...],
+    in_step: bool,
 ) -> Group:
     """Draw answers and score them. Collective over the ranks that share the model.
 
@@ -49,20 +50,25 @@ def answers_to(
         count: answers.
         longest: tokens of an answer at most.
         drawn: what the random numbers depend on.
+        in_step: always take ``longest`` passes, since other ranks with other prompts take part in each.
     """
     answers: list[list[int]] = [[] for _ in range(count)]
     ended: set[int] = set()
+    done: set[int] = set()
     digest = hashlib.blake2b(repr(drawn).encode(), digest_size=7).digest()
     sampling = Sampling(max_new_tokens=longest, temperature=1.0, samples=count, seed=int.from_bytes(digest, "little"))
     for row, token in writer.tokens([prompt.ids], sampling, ended):
-        answers[row].append(token)
+        if row not in done:
+            answers[row].append(token)
         if token in stops:
-            ended.add(row)
-    texts = [writer.tokenizer.decode(answer[:-1] if row in ended else answer) for row, answer in enumerate(answers)]
+            done.add(row)
+            if not in_step:
+                ended.add(row)
+    texts = [writer.tokenizer.decode(answer[:-1] if row in done else answer) for row, answer in enumerate(answers)]
     return Group(
         prompt=list(prompt.ids),
         answers=answers,
-        ended=[row in ended for row in range(count)],
+        ended=[row in done for row in range(count)],
         rewards={each.name: each.scores(texts, prompt) for each in rewards},
     )
 
