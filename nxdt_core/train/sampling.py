@@ -33,8 +33,8 @@ class Sampling:
     """Texts that end what is generated, and are not part of it."""
     samples: int = 1
     """Continuations of each prompt."""
-    seed: int = 0
-    """Of the first sample's draws; the next sample has the next seed."""
+    seed: int | tuple[int, ...] = 0
+    """Of the first sample's draws, or of that of each prompt; the next sample has the next seed."""
 
 
 class Sampler:
@@ -49,7 +49,8 @@ class Sampler:
         """
         rows = [prompt for prompt in prompts for _ in range(sampling.samples)]
         self._sampling, self._vocab_size = sampling, vocab_size
-        seeds = [sampling.seed + number for _ in prompts for number in range(sampling.samples)]
+        firsts = [sampling.seed] * len(prompts) if isinstance(sampling.seed, int) else sampling.seed
+        seeds = [first + number for first in firsts for number in range(sampling.samples)]
         self._draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._occurred = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         self._generated = torch.zeros(len(rows), vocab_size, dtype=torch.int32)
