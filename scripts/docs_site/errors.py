@@ -45,7 +45,7 @@ def _index(found: Mapping[str, Explanation]) -> Iterator[str]:
     yield "code, type it into the search. The exit status of an error that you can fix is 2, or 1 if a process died."
     for letter, (title, about) in FAMILIES.items():
         codes = [each for code, each in found.items() if _letter(code) == letter]
-        yield from ("", f"## {letter}: {title}", "", f"{about[0].upper()}{about[1:]}.", "")
+        yield from ("", f"## {letter}: {title} {{ data-search-exclude }}", "", f"{about[0].upper()}{about[1:]}.", "")
         yield from (f'??? abstract "{len(codes)} codes"', "", "    | Code | Cause |", "    |---|---|")
         for each in codes:
             yield f"    | [{each.code.removeprefix('NXDT-')}](errors/{letter}.md#{each.code}) | {_cell(each.cause)} |"

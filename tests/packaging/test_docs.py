@@ -60,7 +60,7 @@ def test_the_guide_for_authors_names_every_hook():
 
 def test_a_guide_begins_with_a_command_that_does_the_task():
     """Or with code: at most a short paragraph is above it."""
-    others = "configuration data finetuning migration parallel plugins precision trainium".split()
+    others = ["configuration", "data", "finetuning", "migration", "parallel", "plugins", "precision", "trainium"]
     guides = [*(ROOT / "docs/how-to").glob("*.md"), *(ROOT / "docs/kinds").glob("*.md")]
     guides += [ROOT / f"docs/{name}.md" for name in others]
     assert len(guides) > 40
@@ -255,6 +255,7 @@ QUERIES = {
     "GGUF": "how-to/serve/#llamacpp-gguf",
     "quantise": "how-to/serve/#quantise-a-model",
     "quantize": "how-to/serve/#quantise-a-model",
+    "error codes": "reference/errors/",
     "recipe gallery": "reference/recipes/",
     "trainium": "trainium/",
     "checkpoint": "checkpoints/",
