@@ -15,6 +15,7 @@ import tomllib
 from functools import partial
 
 import pytest
+import quickjs
 
 from nxdt_core.cli.app import COMMANDS
 from nxdt_core.config.components import usable_class
@@ -267,38 +268,40 @@ QUERIES = {
     "S022": "reference/errors/S/#NXDT-S022",
 }
 """Words that people search for → page and section that answers them."""
-NODE = shutil.which("node") or shutil.which("nodejs")
-SEARCH = """
-const fs = require("fs"), [site, ...queries] = process.argv.slice(1), workers = site + "/assets/javascripts/workers/";
-let handle, answer;
+BROWSER = """
 globalThis.self = globalThis;
+globalThis.console = {warn() {}, log() {}};
+globalThis.location = {href: "https://localhost/"};
+let handle, answer;
 globalThis.addEventListener = (_, handler) => { handle = handler; };
 globalThis.postMessage = message => { answer = message.data; };
-(0, eval)(fs.readFileSync(workers + fs.readdirSync(workers).find(name => name.endsWith(".js")), "utf8"));
-(async () => {
-  const index = JSON.parse(fs.readFileSync(site + "/search/search_index.json"));
-  await handle({data: {type: 0, data: {...index, options: {suggest: true}}}});
-  const found = {};
-  for (const query of queries) {
-    await handle({data: {type: 2, data: query}});
-    found[query] = answer.items.map(page => page.map(section => section.location));
-  }
-  console.log(JSON.stringify(found));
-})();
 """
-"""The program of the site that searches in a visitor's browser: it answers each query with pages, best first, and the
-sections of each."""
+"""What the program of the site that searches needs of a visitor's browser."""
 
 
 @pytest.fixture(scope="module")
 def search(site):
     """``search(*queries)``: by query, for each page that the site's search shows, its sections, best first."""
-    if NODE is None:
-        pytest.skip("no Node.js is installed to run the search of the site")
+    (worker,) = (site / "assets/javascripts/workers").glob("*.js")
+    browser = quickjs.Context()
+    browser.set("index", (site / "search/search_index.json").read_text())
+
+    def message(kind, data):
+        browser.eval(f"handle({{data: {{type: {kind}, data: {data}}}}})")
+        while browser.execute_pending_job():
+            pass
+
+    browser.eval(BROWSER + worker.read_text())
+    message(0, "{...JSON.parse(index), options: {suggest: true}}")
 
     def run(*queries):
-        command = [NODE, "-e", SEARCH, str(site), *queries]
-        return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout)
+        found = {}
+        for query in queries:
+            message(2, json.dumps(query))
+            found[query] = json.loads(
+                browser.eval("JSON.stringify(answer.items.map(page => page.map(section => section.location)))")
+            )
+        return found
 
     return run
 
