@@ -58,12 +58,21 @@ def test_the_guide_for_authors_names_every_hook():
     assert [hook for hook in HOOKS if f"`{hook}`" not in guide] == []
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page", ["architecture", "performance", "performance-methods", "efficiency", "../CONTRIBUTING"]
+)
 def test_files_that_a_page_of_the_source_names_exist(page):
     """By their path from the root or from ``nxdt_core``; a pattern names at least one."""
-    named = set(re.findall(r"`((?:[\w*-]+/)+[\w*-]+\.(?:py|csv|txt|toml))`", (ROOT / page).read_text()))
-    assert len(named) > 5
+    named = set(re.findall(r"`((?:[\w*-]+/)+[\w*-]+\.(?:py|csv|txt|toml))`", (ROOT / f"docs/{page}.md").read_text()))
+    assert len(named) > 4
     assert [name for name in named if not any([*ROOT.glob(name), *(ROOT / "nxdt_core").glob(name)])] == []
+
+
+def test_every_benchmark_is_on_the_page_of_methods():
+    page = (ROOT / "docs/performance-methods.md").read_text()
+    scripts = [path for path in ROOT.glob("benchmarks/[!a]*/*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert len(scripts) > 15
+    assert [path.name for path in scripts if f"`{path.relative_to(ROOT)}`" not in page] == []
 
 
 def test_the_guide_for_authors_shows_every_file_of_the_example(site):
