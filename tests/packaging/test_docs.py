@@ -68,6 +68,17 @@ def test_files_that_a_page_of_the_source_names_exist(page):
     assert [name for name in named if not any([*ROOT.glob(name), *(ROOT / "nxdt_core").glob(name)])] == []
 
 
+def test_decisions_are_on_the_page_of_their_subject_newest_first():
+    index = (ROOT / "docs/decisions.md").read_text()
+    pages = {path.name: path.read_text() for path in ROOT.glob("docs/decisions/*.md")}
+    assert set(re.findall(r"\]\(decisions/([\w-]+\.md)\)", index)) == set(pages)
+    assert re.findall(r"^## \d.*", index, re.MULTILINE) == [], "entries are on the pages of their subjects"
+    for name, text in pages.items():
+        dates = [title[:10] for title in re.findall(r"^## (.*)", text, re.MULTILINE)]
+        assert dates == sorted(dates, reverse=True), name
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates), name
+
+
 def test_every_benchmark_is_on_the_page_of_methods():
     page = (ROOT / "docs/performance-methods.md").read_text()
     scripts = [path for path in ROOT.glob("benchmarks/[!a]*/*.py") if '__name__ == "__main__"' in path.read_text()]
