@@ -287,3 +287,19 @@ def test_imports_in_pages_and_in_code_that_tests_write_name_what_exists():
                     wrong.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
     assert found > 1000
     assert wrong == []
+
+
+def test_the_page_of_moved_names_leads_to_modules_and_names_that_exist():
+    packages = [CORE, *plugin_packages(), *ROOT.glob("testing/**/nxdt_testing")]
+    modules = {name: path for package in packages for name, path in modules_of(package).items()}
+    rows = re.findall(r"^\| ([^|]*`nxdt_[^|]*)\|", (ROOT / "docs/moved.md").read_text(), re.MULTILINE)
+    named = [name for cell in rows for name in re.findall(r"`(nxdt_\w+\.[\w.]+)`", cell)]
+    attributes = [
+        (module, name)
+        for names, module in re.findall(r"^(.*`) of `(nxdt_[\w.]+)`", "\n".join(rows), re.MULTILINE)
+        for name in re.findall(r"`(\w+)[`.]", names)
+    ]
+    assert len(named) > 60
+    assert len(attributes) > 20
+    assert [name for name in named if name not in modules and "raises" not in name] == []
+    assert [each for each in attributes if not re.search(rf"\b{each[1]}\b", modules[each[0]].read_text())] == []

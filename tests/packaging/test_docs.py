@@ -68,6 +68,22 @@ def test_files_that_a_page_of_the_source_names_exist(page):
     assert [name for name in named if not any([*ROOT.glob(name), *(ROOT / "nxdt_core").glob(name)])] == []
 
 
+def test_classes_modules_and_folders_that_the_architecture_names_exist():
+    page = (ROOT / "docs/architecture.md").read_text()
+    core = ROOT / "nxdt_core"
+    source = "".join(path.read_text() for path in core.rglob("*.py"))
+    classes = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w+)[`.]", page))
+    assert len(classes) > 4
+    assert [name for name in classes if f"class {name}" not in source] == []
+    engine = page.partition("| `nxdt_core/engine/` |")[2].partition("\n\n")[0]
+    named = [core / "engine" / name for name in re.findall(r"`([\w.]+(?:/|\.py))`", engine)]
+    packages = page.partition("| Package |")[2].partition("\n\n")[0]
+    named += [core / name for name in re.findall(r"^\| `(\w+)`", packages, re.MULTILINE)]
+    named += [core / name for name in re.findall(r"`((?:\w+/)+)`", page.partition("## Entry points")[0])]
+    assert len(named) > 40
+    assert [path for path in named if not path.exists() and not path.with_suffix(".py").exists()] == []
+
+
 def test_decisions_are_on_the_page_of_their_subject_newest_first():
     index = (ROOT / "docs/decisions.md").read_text()
     pages = {path.name: path.read_text() for path in ROOT.glob("docs/decisions/*.md")}
