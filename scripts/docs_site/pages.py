@@ -82,6 +82,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, write in PAGES.items():
         files.append(File.generated(config, path, content=write()))
+    files.append(File.generated(config, "reference/recipes/llama-small.svg", content=gallery.loss_image("llama-small")))
     return files
 
 
@@ -89,7 +90,11 @@ WEIGHTS = {
     "how-to/": 4.0,
     "plugins.md": 4.0,
     "trainium.md": 8.0,
-    "checkpoints.md": 2.5,
+    "checkpoints.md": 6.0,
+    "precision.md": 6.0,
+    "migration.md": 4.0,
+    "data.md": 3.0,
+    "finetuning.md": 3.0,
     "kinds/": 2.0,
     "tutorials/": 2.0,
     "reference/plugins/": 2.0,
