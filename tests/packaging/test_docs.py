@@ -69,12 +69,48 @@ def test_a_guide_begins_with_a_command_that_does_the_task():
     assert [path.name for path, text in above.items() if len(text.split()) > 50 or "\n## " in text] == []
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page", ["architecture", "performance", "performance-methods", "efficiency", "../CONTRIBUTING"]
+)
 def test_files_that_a_page_of_the_source_names_exist(page):
     """By their path from the root or from ``nxdt_core``; a pattern names at least one."""
-    named = set(re.findall(r"`((?:[\w*-]+/)+[\w*-]+\.(?:py|csv|txt|toml))`", (ROOT / page).read_text()))
-    assert len(named) > 5
+    named = set(re.findall(r"`((?:[\w*-]+/)+[\w*-]+\.(?:py|csv|txt|toml))`", (ROOT / f"docs/{page}.md").read_text()))
+    assert len(named) > 4
     assert [name for name in named if not any([*ROOT.glob(name), *(ROOT / "nxdt_core").glob(name)])] == []
+
+
+def test_classes_modules_and_folders_that_the_architecture_names_exist():
+    page = (ROOT / "docs/architecture.md").read_text()
+    core = ROOT / "nxdt_core"
+    source = "".join(path.read_text() for path in core.rglob("*.py"))
+    classes = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w+)[`.]", page))
+    assert len(classes) > 4
+    assert [name for name in classes if f"class {name}" not in source] == []
+    engine = page.partition("| `nxdt_core/engine/` |")[2].partition("\n\n")[0]
+    named = [core / "engine" / name for name in re.findall(r"`([\w.]+(?:/|\.py))`", engine)]
+    packages = page.partition("| Package |")[2].partition("\n\n")[0]
+    named += [core / name for name in re.findall(r"^\| `(\w+)`", packages, re.MULTILINE)]
+    named += [core / name for name in re.findall(r"`((?:\w+/)+)`", page.partition("## Entry points")[0])]
+    assert len(named) > 40
+    assert [path for path in named if not path.exists() and not path.with_suffix(".py").exists()] == []
+
+
+def test_decisions_are_on_the_page_of_their_subject_newest_first():
+    index = (ROOT / "docs/decisions.md").read_text()
+    pages = {path.name: path.read_text() for path in ROOT.glob("docs/decisions/*.md")}
+    assert set(re.findall(r"\]\(decisions/([\w-]+\.md)\)", index)) == set(pages)
+    assert re.findall(r"^## \d.*", index, re.MULTILINE) == [], "entries are on the pages of their subjects"
+    for name, text in pages.items():
+        dates = [title[:10] for title in re.findall(r"^## (.*)", text, re.MULTILINE)]
+        assert dates == sorted(dates, reverse=True), name
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates), name
+
+
+def test_every_benchmark_is_on_the_page_of_methods():
+    page = (ROOT / "docs/performance-methods.md").read_text()
+    scripts = [path for path in ROOT.glob("benchmarks/[!a]*/*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert len(scripts) > 15
+    assert [path.name for path in scripts if f"`{path.relative_to(ROOT)}`" not in page] == []
 
 
 def test_the_guide_for_authors_shows_every_file_of_the_example(site):
