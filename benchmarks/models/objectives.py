@@ -40,7 +40,7 @@ Step = Callable[[], object]
 
 
 def records(count: int) -> list[dict[str, Any]]:
-    """Pairs of answers of 20 to 120 words."""
+    """Return pairs of answers of 20 to 120 words."""
     draw = random.Random(0)
     words = ["the", "people", "of", "our", "town", "went", "early", "and", "found", "bread", "apples", "before", "noon"]
 
@@ -54,7 +54,7 @@ def records(count: int) -> list[dict[str, Any]]:
 
 
 def unpaired(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers of ``pairs``, each labelled."""
+    """Return the answers of ``pairs``, each labelled."""
     return [
         {"prompt": pair["prompt"], "completion": pair[key], "label": key == "chosen"}
         for pair in pairs
@@ -209,7 +209,7 @@ def theirs(name: str, weights: Path, given: Sequence[dict[str, Any]], seq: int, 
 
 
 def vowels(completions: Sequence[str], **_: object) -> list[float]:
-    """The share of vowels and spaces, as our reward ``characters`` counts them."""
+    """Return the share of vowels and spaces, as our reward ``characters`` counts them."""
     return [sum(letter in "aeiou " for letter in text) / max(1, len(text)) for text in completions]
 
 
