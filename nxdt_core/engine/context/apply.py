@@ -29,7 +29,6 @@ from nxdt_core.engine.context.blocks import (
     zigzag_unshard,
 )
 from nxdt_core.engine.context.exchange import gathered_backward, gathered_forward, ring_backward, ring_forward
-from nxdt_core.engine.context.kernels import accumulation_dtype, contiguous_heads
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (
@@ -39,6 +38,7 @@ from nxdt_core.errors.layouts import (
     RingNeedsPointToPoint,
 )
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
+from nxdt_core.models.attention.kernels import accumulation_dtype, contiguous_heads
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan

@@ -26,8 +26,8 @@ from nxdt_core.engine.context.blocks import (
     zigzag_shard,
     zigzag_unshard,
 )
-from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
-from nxdt_core.engine.context.partial_attention import AttentionGradients, Block, MergedAttention
+from nxdt_core.models.attention.kernels import Gradients, accumulation_dtype
+from nxdt_core.models.attention.partial_attention import AttentionGradients, Block, MergedAttention
 from nxdt_core.torch_versions import all_gather_single
 
 _SEQUENCE = 2

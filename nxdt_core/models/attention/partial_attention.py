@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.context.kernels import (
+from nxdt_core.models.attention.grouped_query import block_rows
+from nxdt_core.models.attention.kernels import (
     AttentionKernel,
     ComposedKernel,
     FlashOrEfficientKernel,
@@ -18,7 +19,6 @@ from nxdt_core.engine.context.kernels import (
     accumulation_dtype,
     contiguous_heads,
 )
-from nxdt_core.models.attention.grouped_query import block_rows
 
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
