@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``family``: each of those with a configuration that the plugin ships; ``balanced``: each to
     whose routers transformers adds a loss; ``written``: each that has a form in directories; ``stored``: each of these,
     by default those whose directories differ in kind."""
-    written = [family for family in FAMILIES if family != "granitemoe"]
+    written = list(FAMILIES)
     stored = slow_except(written, STORED)
     for name, families in {"family": FAMILIES, "written": written, "stored": stored, "balanced": BALANCED}.items():
         if name in metafunc.fixturenames:

@@ -91,7 +91,8 @@ def test_names_are_those_of_transformers_but_for_experts(builder, fused, written
     with torch.device("meta"):
         ours = {source.name: torch.empty(source.shape) for source in sources(made)}
     assert fused(ours).keys() == names - users
-    assert all(source.hf_names == (source.name,) for source in sources(made) if source.transform == "none")
+    if written != "granitemoe":  # whose router and experts have other names in directories than in transformers
+        assert all(source.hf_names == (source.name,) for source in sources(made) if source.transform == "none")
 
 
 def test_fresh_weights_are_spread_as_transformers_spreads_them(builder, fused, family):

@@ -15,15 +15,20 @@ from safetensors.torch import load_file, save_file
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.config.huggingface import older_rope
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.train.weights.export import export_hf
+from nxdt_core.train.weights.importing import import_checkpoint
 from tests import processes
 
 IDS = torch.arange(20)[None]
 
 
-def saved(builder, tmp_path):
-    """A directory that transformers wrote, and its model."""
+def saved(builder, tmp_path, dtype=torch.float32):
+    """A directory that transformers wrote, and its model; no vector is alike all along."""
     torch.manual_seed(0)
-    theirs = builder.architecture.model_class(builder.architecture.config).eval()
+    theirs = builder.architecture.model_class(builder.architecture.config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.rand_like(parameter) - 0.5, alpha=0.1)
     theirs.save_pretrained(tmp_path / "in")
     return tmp_path / "in", theirs
 
@@ -41,6 +46,20 @@ def test_a_directory_comes_out_as_it_went_in(builder, fused, tmp_path, stored):
     mine, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out"))
     differ = {key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key)}
     assert differ == {"dtype", "torch_dtype", *older_rope(mine)} | ({"num_experts"} & other.keys())
+
+
+@pytest.mark.parametrize("fused_experts", ["granitemoe"])
+def test_matrices_that_hold_gate_and_up_pass_a_checkpoint_unchanged(builder, tmp_path, fused_experts):
+    directory, _ = saved(builder(fused_experts), tmp_path, torch.bfloat16)
+    import_checkpoint(str(directory), str(tmp_path / "checkpoints"), weights_only=True)
+    export_hf(str(tmp_path / "checkpoints"), str(tmp_path / "out"), max_shard_bytes=50_000)
+    files = (tmp_path / "out").glob("*.safetensors")
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = load_file(directory / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name], tensor), name
 
 
 def test_the_dtype_of_exported_weights_is_theirs(builder, tmp_path):

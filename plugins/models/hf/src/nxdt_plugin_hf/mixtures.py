@@ -130,6 +130,8 @@ STACK = "stack"
 """Attribute of :class:`RoutedExperts` with the matrices."""
 STACK_SIDES: Mapping[str, Literal["column", "row"]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
 """Which side of its matrices tensor parallelism cuts."""
+BIAS = "_bias"
+"""End of the names of biases of experts, there and here."""
 DISPATCHER = "dispatcher"
 """Its attribute that moves tokens to experts and back."""
 TENSOR_STYLE = "moe_tp_experts"
