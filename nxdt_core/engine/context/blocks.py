@@ -136,6 +136,8 @@ class ContextSequence:
     """None where each row of the batch is one document."""
     window: int | None
     """How many tokens one sees, itself included; None for all before it."""
+    sinks: torch.Tensor | None
+    """[heads], scores without a value; None: there are none."""
 
 
 def ring_blocks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.config.huggingface import older_rope
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.train.generate import load_model
+from nxdt_core.train.sampling import Sampling
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.importing import import_checkpoint
 from tests import processes
@@ -48,7 +51,7 @@ def test_a_directory_comes_out_as_it_went_in(builder, fused, tmp_path, stored):
     assert differ == {"dtype", "torch_dtype", *older_rope(mine)} | ({"num_experts"} & other.keys())
 
 
-@pytest.mark.parametrize("fused_experts", ["granitemoe"])
+@pytest.mark.parametrize("fused_experts", ["granitemoe", "gpt-oss"])
 def test_matrices_that_hold_gate_and_up_pass_a_checkpoint_unchanged(builder, tmp_path, fused_experts):
     directory, _ = saved(builder(fused_experts), tmp_path, torch.bfloat16)
     import_checkpoint(str(directory), str(tmp_path / "checkpoints"), weights_only=True)
@@ -60,6 +63,24 @@ def test_matrices_that_hold_gate_and_up_pass_a_checkpoint_unchanged(builder, tmp
     for name, tensor in expected.items():
         assert written[name].dtype == tensor.dtype
         assert torch.equal(written[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "granitemoe"])
+def test_generation_with_a_cache_writes_what_transformers_writes(builder, tmp_path, kind):
+    directory, theirs = saved(builder(kind), tmp_path)
+    import_checkpoint(
+        str(directory), str(tmp_path / "checkpoints"), overrides=["data.tokenizer.library=byte"], weights_only=True
+    )
+    model = load_model(str(tmp_path / "checkpoints"))
+    found = defaultdict(list)  # two texts, of which one is filled up; beyond the windows of 16
+    for row, token in model.writer.tokens([IDS[0].tolist(), IDS[0, :13].tolist()], Sampling(max_new_tokens=40)):
+        found[row].append(token)
+    stops, surplus = [*model.stop_ids], [*range(model.tokenizer.vocab_size, 272)]
+    for row, ids in enumerate((IDS, IDS[:, :13])):
+        more = {"max_new_tokens": 40, "eos_token_id": stops, "suppress_tokens": surplus}
+        expected = theirs.generate(ids, do_sample=False, **more)[0, ids.shape[1] :]
+        assert found[row] == [token for token in expected.tolist() if token not in stops]
+        assert len(found[row]) > 4
 
 
 def test_the_dtype_of_exported_weights_is_theirs(builder, tmp_path):

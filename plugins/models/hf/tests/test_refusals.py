@@ -49,9 +49,13 @@ def made(**values):
         ({"model_type": "qwen2", "hidden_size": "wide"}, "NXDT-M084", ["'hidden_size'", "expected int"]),
         ({"model_type": "qwen2", "quantization_config": {"bits": 4}}, "NXDT-M012", ["model.dequantize()"]),
         ({"model_type": "mamba"}, "NXDT-M085", ["MambaForCausalLM"]),
-        ({"model_type": "gpt_oss", "num_local_experts": 4}, "NXDT-M085", ["mlp.experts", "gate_up_proj_bias"]),
+        (
+            {"model_type": "nemotron_h"},
+            "NXDT-M085",
+            ["mixer.experts", "gate_up_proj and down_proj (up_proj, down_proj)"],
+        ),
         ({"model_type": "llama4_text"}, "NXDT-M085", ["'model.layers.0.feed_forward.experts' are experts that do not"]),
-        ({"model_type": "mixtral", "num_local_experts": 4, "hidden_act": "gelu"}, "NXDT-M085", ["silu(gate) * up"]),
+        ({"model_type": "gpt_oss", "attention_dropout": 0.1}, "NXDT-M085", ["sinks; set attention_dropout to 0"]),
         (
             {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.1},
             "NXDT-M085",

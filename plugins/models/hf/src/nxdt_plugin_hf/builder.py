@@ -137,6 +137,9 @@ def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) ->
 
 
 def _written(model: PreTrainedModel, name: str) -> str:
+    owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if leaf in model.get_submodule(owner)._parameters:  # values of heads, which have a module here
+        name = name.removesuffix(".weight")
     found = list(_reverted(model, name, torch.zeros(1, device=HOST)))
     if len(found) != 1:
         raise _other_form(model, name)

@@ -77,6 +77,8 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
         if any(matches(pattern, path) for path in (*modules, *parameters))
     }
     cut = {pattern for pattern, style in theirs.items() if style == TENSOR_STYLE}
+    if not any(f"{pattern}.".startswith(f"{layers}.") for pattern in theirs):  # it has none for layers (gpt-oss)
+        cut = {pattern_of(path) for path, _ in routed_experts(model)}
     known = (*_STYLES, *_SUMMED, TENSOR_STYLE)
     unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
     styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
@@ -151,15 +153,16 @@ def _refused_experts(
 def _norms_of_heads(
     styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
 ) -> tuple[str, ...]:
-    """Return the modules in attention whose weights [heads, width] have one row for each sharded head."""
+    """Return the modules in attention with weights [heads, width], one row for each sharded head, and the sinks."""
     path, call = next(iter(calls.items()))
     attention = pattern_of(path)
     if not any(style == "column" and pattern.rpartition(".")[0] == attention for pattern, style in styles.items()):
         return ()
     shapes = {(heads, width) for heads in (call.heads, call.kv_heads) for width in (call.key_width, call.value_width)}
+    sinks = dict.fromkeys(f"{attention}.{each.sinks}" for each in calls.values() if each.sinks is not None)
     parts = (name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in styles)
     own = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in parts}
-    return tuple(pattern_of(name) for name, found in own.items() if found and found <= shapes)
+    return *(pattern_of(name) for name, found in own.items() if found and found <= shapes), *sinks
 
 
 def _heads(
