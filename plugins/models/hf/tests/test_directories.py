@@ -12,9 +12,11 @@ import transformers
 from nxdt_plugin_hf.builder import HFBuilder
 from nxdt_plugin_hf.config import HFModelConfig
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.config.huggingface import older_rope
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.sampling import Sampling
@@ -63,6 +65,30 @@ def test_matrices_that_hold_gate_and_up_pass_a_checkpoint_unchanged(builder, tmp
     for name, tensor in expected.items():
         assert written[name].dtype == tensor.dtype
         assert torch.equal(written[name], tensor), name
+
+
+def test_experts_of_four_bits_are_read_as_transformers_reads_them(builder, fused, tmp_path):
+    directory, _ = saved(builder("gpt-oss", intermediate_size=64), tmp_path, torch.bfloat16)
+    tensors, expected = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        packed = torch.randint(0, 256, (experts, outputs, inputs // 32, 17), dtype=torch.uint8)
+        blocks, scales = packed[..., :16].contiguous(), packed[..., 16].clamp(max=250)  # beyond is infinity
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, directory / "model.safetensors")
+    values = {**read_hf_config(directory), "quantization_config": {"quant_method": "mxfp4"}}
+    made = HFBuilder(HFModelConfig(hf_config=values))
+    state = fused(load_hf(directory, made))
+    assert "quantization_config" not in made.config_to_hf()
+    for name, matrices in expected.items():
+        assert torch.equal(state[name], matrices), name
+        assert state[name].dtype == torch.bfloat16
+    assert len(expected) == 8
+    save_file({**tensors, f"{name}_scales": scales[:, 1:].contiguous()}, directory / "model.safetensors")
+    with pytest.raises(NxdtError, match="and its scales") as caught:
+        load_hf(directory, made)
+    assert caught.value.code == "NXDT-M011"
 
 
 @pytest.mark.parametrize("kind", ["gpt-oss", "granitemoe"])
