@@ -16,7 +16,7 @@ from tests.engine.matrix.training import Report, train
 from tests.sampling import sampled
 
 DENSE = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "cohere")
-SPARSE = ("qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe", "gpt-oss")
+SPARSE = ("qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe", "gpt-oss")
 BALANCED = ("qwen3-moe balanced", "olmoe balanced", "gpt-oss balanced")
 """With the auxiliary loss of the routers."""
 FAMILIES = (*DENSE, *SPARSE)

@@ -19,6 +19,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.layouts import LayoutRefused
 from nxdt_core.errors.models import BadModelConfig
 
+AXK1 = {"model_type": "axk1", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
@@ -137,7 +138,7 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
             ["hidden states outside of its layers"],
         ),
         ({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2}, "pp", ["no pipeline plan"]),
-        ({"model_type": "qwen2_moe", "num_experts": 4}, "tp", ["'model.layers.*.mlp' does more than to add up"]),
+        (AXK1, "tp", ["'model.layers.*.mlp' does more than to add up"]),
         ({"model_type": "mixtral", "output_router_logits": True}, "pp", ["routers of all layers", "=false"]),
         ({"model_type": "mixtral", "output_router_logits": True}, "cp", ["whole sequences", "=false"]),
     ],

@@ -90,7 +90,7 @@ def _attend(
     if core is not None:
         sinks = {} if s_aux is None else {"sinks": s_aux()}
         attended: torch.Tensor = core(query, key, value, document_ids, **sinks)
-        return attended.transpose(1, 2), None
+        return attended.transpose(1, 2).contiguous(), None  # of which some models take a view
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
     own = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is s_aux), None)
     if s_aux is not None and own is None:
