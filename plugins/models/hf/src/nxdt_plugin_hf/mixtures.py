@@ -201,7 +201,7 @@ def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
     gate_up: Any = theirs.gate_up_proj
     experts, twice_wide, hidden_size = gate_up.mT.shape if theirs.is_transposed else gate_up.shape
     with gate_up.device:
-        ours = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=bool(theirs.has_bias))
+        ours = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=hasattr(theirs, f"gate_up_proj{BIAS}"))
     if not _is_silu(_Gate(theirs)):
         ours.stack.activation = _Gate(theirs)
     return ours
@@ -215,8 +215,8 @@ _BIASES = {f"{name}{BIAS}": 2 for name in _MATRICES}
 def _problem(theirs: Any) -> str | None:
     """What our experts would lose."""
     shapes = {name: parameter.ndim for name, parameter in theirs.named_parameters()}
-    biases = _BIASES if theirs.has_bias else {}
-    if not theirs.has_gate or theirs.has_post_expert_norm or shapes != {**_MATRICES, **biases}:
+    normed = getattr(theirs, "has_post_expert_norm", False)  # not in 5.17
+    if normed or shapes not in (_MATRICES, {**_MATRICES, **_BIASES}):
         return f"are not the two stacks of matrices gate_up_proj and down_proj ({', '.join(shapes)})"
     tried = _tried()
     try:

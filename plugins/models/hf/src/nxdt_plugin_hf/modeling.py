@@ -164,14 +164,14 @@ def _plain_embedding(model: Any) -> tuple[str, float | None]:
     if type(embedding).forward is nn.Embedding.forward:
         return path, None
     scale = getattr(embedding, "scalar_embed_scale", None)
-    if not isinstance(embedding, nn.Embedding) or not isinstance(scale, float):
+    if not isinstance(embedding, nn.Embedding) or not isinstance(scale, (int, float)):
         reason = f"its embedding '{path}' is a {type(embedding).__name__}, whose forward is not known"
         raise UnsupportedArchitecture(model=type(model).__name__, reason=reason)
     rows, width = embedding.weight.shape
     plain = nn.Embedding(rows, width, padding_idx=embedding.padding_idx)
     plain.weight = embedding.weight
     model.set_submodule(path, plain)
-    return path, scale
+    return path, float(scale)
 
 
 def _path_of(model: nn.Module, part: nn.Module | None, what: str) -> str:
