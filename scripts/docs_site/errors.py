@@ -8,6 +8,7 @@ from nxdt_core.cli.explain import Explanation, explanations
 
 FAMILIES = {
     "A": "Alignment and preference data",
+    "B": "Teachers of distillation",
     "R": "Rewards and their prompts",
     "C": "Configuration",
     "D": "Data and tokenizers",
