@@ -4,6 +4,7 @@ refused before a step."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ CHATS = (
     *("data.name=sft-chat", "data.train_files=[package://nxdt_plugin_sft_chat/data/library.jsonl]"),
     *("data.tokenizer.library=huggingface", "data.tokenizer.model=package://nxdt_plugin_sft_chat/data/tokenizer"),
 )
+BARE = Path(__file__).parents[4] / "tests" / "config" / "bare_parts.py"
 NO_VALIDATION = ("trainer.val_check_interval=null", "data.validation_fraction=0")
 
 
@@ -138,11 +140,12 @@ def test_a_step_of_the_teacher_may_be_named(small, teacher):
         ("objective={top_k: 3, beta: 0.5}", "beta is 0.5"),
         ("objective.teacher=null", "objective.teacher"),
         ("model.loss_chunk_tokens=16", "distillation compares logits"),
+        ("parallel_engine.name=bare", "frozen_model"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_built(small, override, said):
+def test_what_cannot_work_is_said_before_anything_is_built(override, said):
     with pytest.raises(NxdtError, match=said):
-        load("recipe:llama-tiny-distill", [override])
+        load("recipe:llama-tiny-distill", [f"plugins.local=[{BARE}]", override])
 
 
 def test_a_teacher_that_is_not_there_is_an_error(small, tmp_path):
