@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from nxdt_core.distributed.collectives import gather_along, reduce_from_group
 from nxdt_core.models.loss import row_chunks
 
+_COPIES = 4
+"""Tensors in full precision for each chunk: both models' rows, and two of what is computed from them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
@@ -148,7 +151,7 @@ class _Pair:
     def extremes(self) -> torch.Tensor:
         """Return of each row the student's log-sum-exp, largest logit and its token, and the teacher's: [6, rows]."""
         found = self._rows.new_zeros((6, len(self._rows)), dtype=self._dtype)
-        for part in row_chunks(self._rows):
+        for part in row_chunks(self._rows, _COPIES):
             for first, values in zip((0, 3), self._scaled(part), strict=True):
                 found[first, part] = torch.logsumexp(values, dim=1)
                 found[first + 1, part] = _nothing(self._dtype)
@@ -165,13 +168,15 @@ class _Pair:
             sums: log-sum-exp of the whole rows of the student and the teacher, [2, rows].
         """
         found, (first, second) = torch.zeros_like(sums), self._measure.shares
-        for part in row_chunks(self._rows):
+        for part in row_chunks(self._rows, _COPIES):
             student, teacher = self._log_probs(part, sums)
             middle = self._measure.between(student, teacher)
             if first:
-                found[0, part] = (teacher.exp() * (teacher - (student if middle is None else middle))).sum(1)
+                apart = teacher - (student if middle is None else middle)
+                found[0, part] = apart.mul_(teacher.exp()).sum(1)
             if second:
-                found[1, part] = (student.exp() * (student - (teacher if middle is None else middle))).sum(1)
+                apart = student - (teacher if middle is None else middle)
+                found[1, part] = apart.mul_(student.exp_()).sum(1)
         return found
 
     def gradient(self, sums: torch.Tensor, of_student: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -185,27 +190,27 @@ class _Pair:
         second = self._measure.shares[1]
         scale = grad * (second or 1) / self._measure.temperature
         found = torch.zeros_like(self._rows)
-        for part in row_chunks(self._rows):
+        for part in row_chunks(self._rows, _COPIES):
             student, teacher = self._log_probs(part, sums)
             if second:
                 middle = self._measure.between(student, teacher)
-                own = student - (teacher if middle is None else middle) - of_student[part, None]
-                own.mul_(student.exp())
+                own = (student - (teacher if middle is None else middle)).sub_(of_student[part, None])
+                own.mul_(student.exp_())
             else:
-                own = student.exp().sub_(teacher.exp())
+                own = student.exp_().sub_(teacher.exp_())
             found[part, : self._columns] = own.mul_(scale[part, None])
         return found
 
     def _log_probs(self, part: slice, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         student, teacher = self._scaled(part)
-        return student - sums[0, part, None], teacher - sums[1, part, None]
+        return student.sub_(sums[0, part, None]), teacher.sub_(sums[1, part, None])
 
     def _scaled(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some rows of both models' logits over the temperature, in full precision."""
+        """Return copies of some rows of both models' logits over the temperature, in full precision."""
         by, given = self._measure.temperature, [each[part] for each in self._teacher]
-        student = self._rows[part, : self._columns].to(self._dtype) / by
+        student = self._rows[part, : self._columns].to(self._dtype, copy=True).div_(by)
         if len(given) == 1:
-            return student, given[0][:, : self._columns].to(self._dtype) / by
+            return student, given[0][:, : self._columns].to(self._dtype, copy=True).div_(by)
         values, place = given[0] / by, given[1] - self._first
         own = (place >= 0) & (place < self._columns)
         # One more column takes what other ranks hold.
