@@ -18,6 +18,8 @@ from nxdt_plugin_distill.errors import (
 )
 from nxdt_plugin_distill.objective import Distill
 from nxdt_testing.errors import raises
+from nxdt_testing.ranks import RankPool, process_group
+from torch.distributed.tensor import DTensor
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
@@ -217,3 +219,23 @@ def test_a_plan_counts_the_teacher(small, teacher):
     sharded = ("trainer.devices=4", "distributed_strategy.zero_stage=3", "data.micro_batch_size=1")
     whole = ("trainer.devices=4", "distributed_strategy.zero1=false", "data.micro_batch_size=1")
     assert memory(*sharded).weights < memory(*whole).weights
+
+
+def gathered_behind_the_layers(directory, overrides):
+    """Whether the weights of the teacher's first layer are whole while its head runs."""
+    with process_group(timeout_s=60), TrainSession(load("recipe:llama-tiny-distill", overrides)) as session:
+        (teacher,) = session.objective._model.local_modules()
+        first, seen = teacher.get_submodule("layers.0.mlp.down_proj"), []
+        hook = teacher.lm_head.register_forward_pre_hook(lambda *_: seen.append(isinstance(first.weight, DTensor)))
+        session.step(next(session.batches()))
+        hook.remove()
+        return not all(seen) or not seen
+
+
+def test_a_teacher_frees_each_layer_after_its_forward_pass_under_zero1(small, tmp_path):
+    overrides = [*NARROW, *FEW, "data.micro_batch_size=1", "trainer.devices=2", "distributed_strategy.zero1=true"]
+    untied = ("model.share_embeddings_and_output_weights=false", "trainer.max_steps=1", *NO_VALIDATION)
+    train(load("recipe:llama-small", [*NARROW, *FEW, *untied, f"exp_manager.exp_dir={tmp_path}"]))
+    named = (f"objective.teacher={tmp_path / 'llama-small'}", "objective.teacher_config=null")
+    found = RankPool(2).run(gathered_behind_the_layers, str(tmp_path), [*overrides, *named], timeout_s=120)
+    assert found == [False, False]
