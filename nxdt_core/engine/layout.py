@@ -93,7 +93,7 @@ class LayoutOptions:
     shared_heads: frozenset[torch.dtype] | None = None
     """See :attr:`nxdt_core.distributed.devices.DeviceProfile.shared_heads`."""
     frozen: bool = False
-    """Whether no parameter trains."""
+    """Whether it only runs forward: nothing trains, except what adapters add."""
 
     def of_frozen(self) -> LayoutOptions:
         """Return the options of a model that runs forward only, next to the one that these are for."""
@@ -185,7 +185,7 @@ def lay_out(
     check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
-    if options.frozen:
+    if options.frozen and not adapters:  # which freeze what their checkpoints leave out
         whole.requires_grad_(False)
     _check_supported(whole, plan, mesh, options)
     set_dtypes(whole, plan, precision)

@@ -17,6 +17,7 @@ from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import AdapterBaseUnknown
@@ -25,6 +26,7 @@ from nxdt_core.protocols.adapter import OpensAdapters, SavedAdapter
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import TaughtObjective
 from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Box
 from nxdt_core.train import build
 from nxdt_core.train.weights.base import base_digest, base_weights, load_weights
 from nxdt_core.train.weights.importing import described_run
@@ -152,8 +154,11 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         if manifest.facts.without_base:
             below = base_weights(saved.config, found, manifest, base=base, trusted=keys)
+            held = model.state_dict()
             for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):
-                model.load_state_dict({name: weight}, strict=False)
+                if name in held:
+                    piece = piece_of(held[name], name)
+                    piece.tensor.copy_(weight[piece.box.within(Box.whole(piece.shape))])
             if base_digest(model, engine.ranks) != manifest.facts.base:
                 raise AdapterOfAnotherBase(where=where, base=below.origin)
         load_weights(found, manifest, engine=engine, model=model)

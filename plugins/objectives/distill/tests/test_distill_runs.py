@@ -221,6 +221,27 @@ def test_a_plan_counts_the_teacher(small, teacher):
     assert memory(*sharded).weights < memory(*whole).weights
 
 
+def first_loss(directory, overrides):
+    """The divergence from the teacher in the first step."""
+    with TrainSession(load("recipe:llama-tiny-distill", [f"exp_manager.exp_dir={directory}", *overrides])) as session:
+        return float(session.step(next(session.batches())).loss.metrics["kd_loss"])
+
+
+def test_a_teacher_may_be_an_adapter_over_the_weights_that_its_run_began_with(teacher, tmp_path):
+    begins = (f"checkpoint.resume_from={teacher.checkpoint_uri}", "checkpoint.weight_init_only=true")
+    lora = ("adapter.name=lora", "adapter.save_lora_base=false", "model.num_layers=3", "model.optim.lr=0.1")
+    overrides = [*NARROW, *FEW, *lora, *begins, f"exp_manager.exp_dir={tmp_path}", "trainer.max_steps=2"]
+    train(load("recipe:llama-small", [*overrides, "model.optim.sched.warmup_steps=1"]))
+    own = [*NARROW, *FEW, "data.micro_batch_size=1", "objective.teacher_config=null"]
+    adapted = [*own, f"objective.teacher={tmp_path / 'llama-small'}"]
+    (wanted,) = RankPool(1).run(first_loss, str(tmp_path), adapted)
+    (base,) = RankPool(1).run(first_loss, str(tmp_path), [*own, f"objective.teacher={teacher.run_dir}"])
+    assert abs(wanted - base) > 1e-3
+    for layout in ("distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.zero_stage=3"):
+        found = RankPool(2).run(first_loss, str(tmp_path), [*adapted, "trainer.devices=2", layout], timeout_s=120)
+        assert found == [pytest.approx(wanted, abs=1e-5)] * 2
+
+
 def gathered_behind_the_layers(directory, overrides):
     """Whether the weights of the teacher's first layer are whole while its head runs."""
     with process_group(timeout_s=60), TrainSession(load("recipe:llama-tiny-distill", overrides)) as session:
