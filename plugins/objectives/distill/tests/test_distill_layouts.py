@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
-from nxdt_testing.ranks import RankPool
+import torch
+import torch.distributed as dist
+from nxdt_plugin_distill.divergence import Measure, divergences
+from nxdt_testing.ranks import RankPool, process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from nxdt_core.config import load
 from nxdt_core.train import TrainSession
@@ -117,6 +122,33 @@ def alone(tmp_path_factory, teachers):
         return RankPool(1).run(learn, str(tmp_path_factory.mktemp("alone")), teachers, 1, whole)[0]
 
     return of
+
+
+def compared(parts: tuple[bool, bool]) -> tuple[list[float], list[float]]:
+    """Divergences and their gradient, where ``parts`` says whose vocabulary two ranks share."""
+    with process_group():
+        mesh, draws = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+        whole = torch.randn(2, 5, 12, generator=draws, dtype=torch.float64).unbind()
+        student, teacher = (
+            DTensor.from_local(each.chunk(2, -1)[dist.get_rank()].contiguous(), mesh, [Shard(-1)]) if cut else each
+            for each, cut in zip(whole, parts, strict=True)
+        )
+        local = (student.to_local() if parts[0] else student).requires_grad_()
+        given = DTensor.from_local(local, mesh, [Shard(-1)]) if parts[0] else local
+        found, same = divergences(given, teacher, Measure(beta=0.5, tokens=11))
+        (gradient,) = torch.autograd.grad(found.sum(), local)
+        if parts[0]:
+            gradient = DTensor.from_local(gradient, mesh, [Shard(-1)]).full_tensor()
+        return [*found.tolist(), *same.tolist()], gradient.flatten().tolist()
+
+
+def test_the_vocabulary_of_one_model_alone_may_be_shared():
+    wanted, *others = (RankPool(2).run(compared, parts) for parts in product((False, True), repeat=2))
+    assert any(wanted[0][1])
+    for ranks in others:
+        for found in ranks:
+            for own, other in zip(found, wanted[0], strict=True):
+                assert own == pytest.approx(other, abs=1e-12)
 
 
 @pytest.mark.parametrize(

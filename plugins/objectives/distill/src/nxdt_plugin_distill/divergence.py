@@ -92,14 +92,14 @@ def divergences(student: torch.Tensor, teacher: Teacher, measure: Measure) -> tu
 
     Args:
         student: logits [..., vocab], sharded by vocabulary or whole.
-        teacher: likewise, or some tokens of each row.
+        teacher: likewise, also where only one of both is sharded; or some tokens of each row.
         measure: the divergence.
 
     Returns:
         Both [...], in the dtype of accumulation, equal on all ranks that share the vocabulary.
     """
     rows, columns = _rows(student), measure.columns(student)
-    parts = [teacher.logits, teacher.ids] if isinstance(teacher, TopTokens) else [_rows(teacher)]
+    parts = [teacher.logits, teacher.ids] if isinstance(teacher, TopTokens) else [_rows(_cut_like(student, teacher))]
     found: tuple[torch.Tensor, torch.Tensor] = _Divergences.apply(  # type: ignore[no-untyped-call]
         rows, measure, columns, _group(student), *parts
     )
@@ -236,6 +236,16 @@ def _over_ranks(own: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[tor
 def _nothing(dtype: torch.dtype) -> float:
     """A logit of tokens without probability. An infinite one would give 0 × ∞."""
     return torch.finfo(dtype).min / 4
+
+
+def _cut_like(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the teacher's logits in the parts of the student's. Collective where the teacher's alone are sharded."""
+    if isinstance(teacher, DTensor) == isinstance(student, DTensor):
+        return teacher
+    if isinstance(teacher, DTensor):
+        return teacher.full_tensor()
+    group, width = _group(student), _local(student).shape[-1]
+    return teacher if group is None else teacher.narrow(-1, group.rank() * width, width)
 
 
 def _local(logits: torch.Tensor) -> torch.Tensor:

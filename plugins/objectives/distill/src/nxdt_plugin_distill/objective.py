@@ -66,10 +66,11 @@ class Distill:
         Raises:
             TeacherMissing: there is none.
         """
-        share, hard = self._config.kd_ratio, logits if self._config.kd_ratio < 1 else logits.detach()
+        share = self._config.kd_ratio
+        hard, compared = (logits if weighs else logits.detach() for weighs in (1 - share, share))
         # First, so that its backward, which holds another gradient, comes when the teacher's logits are freed.
         cross = cross_entropies(hard, batch.labels, step)
-        soft, same = divergences(logits, self._taught(logits), self._measure)
+        soft, same = divergences(compared, self._taught(logits), self._measure)
         trained = (batch.labels != IGNORE_INDEX).to(soft)
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
         losses = {"ce_loss": (cross * weights).sum(), "kd_loss": (soft * weights).sum()}
