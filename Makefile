@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
+# What the demo needs, in the same environment: a fifth of the packages. The rest is added to it.
+LEAN := $(VENV)/.demo
+LEAN_DISTS := . plugins/models/llama plugins/datasets/text
 # The core, its conformance kits, and every folder of plugins/ with a pyproject.toml.
 # `nxdt` in meta/ has no code: it is built, and not installed for development.
 DISTS := . testing $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
@@ -38,15 +41,19 @@ help:
 
 install: $(STAMP)  ## Start | install the core and all plugins into .venv
 
-$(STAMP): constraints.txt requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
+$(LEAN): constraints.txt $(LEAN_DISTS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==2.13.0 hatchling editables
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt $(LEAN_DISTS:%=-e %) matplotlib
+	touch $(LEAN)
+
+$(STAMP): $(LEAN) requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
 	$(BIN)/python scripts/distributions.py editable > $(VENV)/editable.txt
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt -r $(VENV)/editable.txt -r requirements-dev.txt
 	$(PIP) install --quiet --no-deps -c constraints.txt -r requirements-data.txt
 	touch $(STAMP)
 
-demo: $(STAMP)  ## Start | train a small Llama on real text, stop, resume, generate, plot
+demo: $(LEAN)  ## Start | train a small Llama on real text, stop, resume, generate, plot
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh
 
 test: $(STAMP)  ## Test | all tests, with a sample of the longest lists of cases
