@@ -1,6 +1,12 @@
 """What a terminal shows of a run: what it is, what it does, a line per logged step, a bar."""
 
+import io
+import re
+import time
+
 import click
+
+from nxdt_core.train.callbacks.console import Console
 
 RUN = (
     "trainer.max_steps=4",
@@ -35,6 +41,7 @@ def test_a_run_shows_a_banner_then_what_it_does_then_a_bar_that_fits(nxdt_on_ter
     bars = [line for line in lines if line.startswith("step ") and "|" in line]
     assert bars[0].startswith("step 0/4 |")
     assert all(len(line) <= 80 and "ETA" in line for line in bars)
+    assert [step for step in range(5) if not any(bar.startswith(f"step {step}/4 |") for bar in bars)] == []
     assert bars[-1].startswith("step 4/4 |")
     assert "loss " in bars[-1]
     assert bars[-1].endswith(" tokens/s")
@@ -54,3 +61,36 @@ def test_a_pipe_gets_the_lines_without_a_bar(nxdt):
         "2/4",
         "4/4",
     ]
+
+
+class Terminal(io.StringIO):
+    """Keeps what is written."""
+
+    def isatty(self):
+        return True
+
+
+def test_the_bar_moves_with_each_step_and_its_clock_in_a_long_one():
+    stream = Terminal()
+    console = Console(5, stream=stream)
+    console.begin(0)
+    for step in range(1, 4):
+        time.sleep(0.1)
+        console.advance(step)
+    end = time.monotonic() + 30
+    while len(set(re.findall(r"step 3/5 .*?\| (\d\d:\d\d), ", stream.getvalue()))) < 3 and time.monotonic() < end:
+        time.sleep(0.1)
+    console.close()
+    shown = re.findall(r"step (\d)/5 .*?\| (\d\d:\d\d), ETA", stream.getvalue())
+    assert {step for step, _ in shown} == {"0", "1", "2", "3"}
+    assert len({clock for step, clock in shown if step == "3"}) >= 3
+    written = stream.getvalue()
+    time.sleep(1.2)
+    assert stream.getvalue() == written, "nothing is drawn after the end"
+
+
+def test_a_line_wider_than_the_terminal_is_wrapped_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream, path = Terminal(), "/a/directory/whose-name/is-wider/than-the-terminal"
+    Console(5, stream=stream).say(f"step 4: checkpoint saved to {path} (1 MiB in 0.1 s)")
+    assert stream.getvalue() == f"step 4: checkpoint saved to\n  {path}\n  (1 MiB in 0.1 s)\n"
