@@ -126,6 +126,11 @@ _PARTS = {
     "communication": "gathered weights and gradients on their way",
 }
 
+_MEASURED = (
+    "The plan counts tensors. nxdt report shows what a run measured: on a GPU the peak of torch's allocator, on a CPU "
+    "that of the whole process."
+)
+
 _DIMENSIONS = {
     "tp": "tensor parallel",
     "cp": "context parallel",
@@ -154,20 +159,24 @@ def print_report(plan: RunPlan) -> None:
         click.echo()
         print_wrapped("no time per step", f"the links of {plan.product}, or its peak in this dtype, are not known")
     click.echo()
+    print_wrapped("", _MEASURED)
     _print_verdict(plan)
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    from nxdt_core.protocols.objective import traits_of
+    from nxdt_core.train.build import objective
+
     found, data, sizes = plan.estimate, plan.config.run.data, plan.sizes
+    batch = traits_of(objective(plan.config)).batch(data.global_batch_size, data.seq_length)
     yield "run", plan.config.source
     yield "layout", " · ".join(plan.estimate.layout)
     trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"
     yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP per token"
     yield (
         "step",
-        f"{data.global_batch_size:,} sequences of {data.seq_length:,} = {_billions(found.tokens_per_step)} tokens,"
-        f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
-        f" of {data.micro_batch_size} per rank",
+        f"{batch} = {_billions(found.tokens_per_step)} tokens, {_count(found.flops_per_step)}FLOP;"
+        f" {_plural(found.micro_batches, 'micro-batch', 'micro-batches')} of {data.micro_batch_size} per rank",
     )
     if sizes.pp > 1:
         yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"

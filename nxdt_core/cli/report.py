@@ -103,6 +103,9 @@ _CHARTS = (
     ("Validation perplexity", ("validation:perplexity",), False),
 )
 """Title, columns, and whether the axis is logarithmic. Further columns follow with their own names."""
+_MEMORY = (
+    "Measured: on a GPU the peak of torch's allocator, on a CPU that of the whole process. nxdt plan counts tensors."
+)
 _SHOWN = ("loss", "val_loss", "tokens_per_s", "lr", "grad_norm")
 _LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
 _OF_SAVES = "metrics:checkpoint_"
@@ -207,8 +210,9 @@ def _metric_plots(runs: Sequence[Run]) -> Iterator[Markup]:
         ]
         picture = plot(lines, label=title, log=log)
         if picture is not None:
-            note = _legend([(colour, name) for colour, name, _ in lines]) if len(columns) > 1 else None
-            yield element("figure", element("h3", title, ", log scale" if log else None), picture, note)
+            legend = _legend([(colour, name) for colour, name, _ in lines]) if len(columns) > 1 else None
+            note = _dim(_MEMORY) if columns == ("metrics:max_memory_bytes",) else None
+            yield element("figure", element("h3", title, ", log scale" if log else None), picture, legend, note)
 
 
 def _in_mib(title: str, curves: Sequence[Series]) -> str:

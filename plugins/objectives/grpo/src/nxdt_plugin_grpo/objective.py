@@ -69,6 +69,7 @@ class Grpo:
         """Names of the values of answers; of blank samples they are zero."""
         self.traits = ObjectiveTraits(
             rows_per_sample=config.num_generations,
+            samples=f"prompts x {config.num_generations} answers",
             values=("advantages", *(_OF_ANSWER + name for name in self._figures)),
             unit="tokens of answers" if config.loss_type == "dapo" else "answers",
             reference="step" if config.beta else None,
@@ -145,7 +146,10 @@ class Grpo:
         writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
         stops = frozenset(stop_ids(build.chat_keys(session.config), tokenizer))
         own = {}
-        origins = (origin for batch in micro_batches for origin in (batch.origins or [None] * batch.samples))
+        origins = [origin for batch in micro_batches for origin in (batch.origins or [None] * batch.samples)]
+        # One rank may have blank samples alone. Answers to them would be drawn for nothing.
+        if not session.engine.ranks.any_rank(any(isinstance(origin, Prompt) for origin in origins)):
+            raise NoPrompts()
         for place, prompt in zip(places(session, micro_batches), origins, strict=True):
             asked = prompt if isinstance(prompt, Prompt) else _BLANK
             longest = config.max_completion_length
@@ -162,10 +166,7 @@ class Grpo:
                 in_step=session.engine.rank_info.dp_size > 1,
             )
             own[place] = Group() if asked is _BLANK else found
-        every = {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
-        if not any(group.answers for group in every.values()):  # one rank may have blank samples alone
-            raise NoPrompts()
-        return every
+        return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
 
     def _batches(
         self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]
