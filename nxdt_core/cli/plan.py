@@ -64,12 +64,11 @@ def plan(
     search: bool,
     json_output: bool,
 ) -> None:
-    """Say what a run would need: memory of each rank by what it is for, traffic, idle time, time per step, sizes.
+    """Estimate what a run needs: memory of each rank by purpose, traffic, idle time, time per step and sizes.
 
-    CONFIG and KEY=VALUE are those of `nxdt train`; what that would refuse is refused here too. The model is
-    built without memory, laid out as it would be, and a micro-batch is sent through it in shapes alone: no
-    device is needed, nothing is downloaded, no data is read. Exit status 1 where a rank needs more memory than
-    there is.
+    CONFIG and KEY=VALUE are those of `nxdt train`; what it refuses is refused here too. The model is built without
+    memory, in the layout of the run, and only shapes pass through it: no device is needed, nothing is downloaded
+    and no data is read. The exit status is 1 if a rank needs more memory than a device has.
 
     --search tries sizes of tensor, pipeline, context and expert parallelism, ZeRO-1 and ZeRO-3, with less and
     more recomputation. It prints the fastest that leave a tenth of the memory free, and the keys that select the

@@ -20,7 +20,7 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 )
 @click.argument("uri")
 @click.option("--keep-last", required=True, type=click.IntRange(min=1), help="Newest committed checkpoints to keep.")
-@click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
 @as_json
 def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool) -> None:
