@@ -90,9 +90,9 @@ lint: $(STAMP)  ## Test | style, types and wording
 docs: $(STAMP)  ## Test | build the documentation
 	$(BIN)/mkdocs build --strict
 
-wheels: $(STAMP)  ## Write | wheels of all distributions into dist
+wheels: $(LEAN)  ## Write | wheels of all distributions into dist
 	rm -rf dist
-	for dist in $(DISTS) meta; do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$dist || exit 1; done
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(DISTS:%=./%) ./meta
 
 check-wheels: $(STAMP)  ## Test | each plugin alone from its wheel, then all together (ARGS="llama s3" for some)
 	$(BIN)/python scripts/check_wheels.py $(ARGS)

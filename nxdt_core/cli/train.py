@@ -13,6 +13,7 @@ from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, prin
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
 from nxdt_core.progress import PROGRESS, process_age_s
+from nxdt_core.visible_text import from_here
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -121,7 +122,7 @@ def _train(config: ResolvedConfig, client: Client | None = None, json_output: bo
         if json_output:
             print_json(summary.to_dict())
         else:
-            say(str(summary))
+            say(from_here(str(summary)) if sys.stdout.isatty() else str(summary))
     return summary.exit_status
 
 

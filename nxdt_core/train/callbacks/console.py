@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from nxdt_core.train.run.log import VALUES
-from nxdt_core.visible_text import visible
+from nxdt_core.visible_text import from_here, visible
 
 _log = logging.getLogger(__name__)
 _BAR = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}, ETA {remaining}{postfix}"
@@ -72,8 +72,9 @@ class Console:
     def _print(self, line: str) -> None:
         text = visible(line)
         if self._stream.isatty():  # words stay whole: a path can be copied
-            columns = shutil.get_terminal_size().columns
-            text = textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="  ")
+            wrapper.break_long_words = wrapper.break_on_hyphens = False
+            text = wrapper.fill(from_here(text))
         print(text, file=self._stream, flush=True)
 
     def begin(self, step: int) -> None:
