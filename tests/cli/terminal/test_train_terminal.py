@@ -41,7 +41,6 @@ def test_a_run_shows_a_banner_then_what_it_does_then_a_bar_that_fits(nxdt_on_ter
     bars = [line for line in lines if line.startswith("step ") and "|" in line]
     assert bars[0].startswith("step 0/4 |")
     assert all(len(line) <= 80 and "ETA" in line for line in bars)
-    assert [step for step in range(5) if not any(bar.startswith(f"step {step}/4 |") for bar in bars)] == []
     assert bars[-1].startswith("step 4/4 |")
     assert "loss " in bars[-1]
     assert bars[-1].endswith(" tokens/s")
@@ -49,6 +48,7 @@ def test_a_run_shows_a_banner_then_what_it_does_then_a_bar_that_fits(nxdt_on_ter
     again, text = nxdt_on_terminal("train", "recipe:llama-tiny", *RUN, "trainer.max_steps=6", columns=80)
     assert again == 0
     assert "loading step 4" in text
+    assert "checkpoint saved to nxdt_experiments/llama-tiny/checkpoints/step-00000006" in " ".join(text.split())
     log = next((work / "nxdt_experiments/llama-tiny").glob("logs/*")).read_text()
     assert "sequences of 16 = 64 tokens per step" in log
 
@@ -75,7 +75,7 @@ def test_the_bar_moves_with_each_step_and_its_clock_in_a_long_one():
     console = Console(5, stream=stream)
     console.begin(0)
     for step in range(1, 4):
-        time.sleep(0.1)
+        time.sleep(0.15)
         console.advance(step)
     end = time.monotonic() + 30
     while len(set(re.findall(r"step 3/5 .*?\| (\d\d:\d\d), ", stream.getvalue()))) < 3 and time.monotonic() < end:
