@@ -42,6 +42,7 @@ help:
 install: $(STAMP)  ## Start | install the core and all plugins into .venv
 
 $(LEAN): constraints.txt $(LEAN_DISTS:%=%/pyproject.toml)
+	@echo "Installing PyTorch, nxdt and two plugins into $(VENV): about a minute"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==2.13.0 hatchling editables
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt $(LEAN_DISTS:%=-e %) matplotlib

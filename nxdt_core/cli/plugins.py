@@ -125,7 +125,7 @@ def list_(kind: str | None, json_output: bool) -> None:
     for plugin in kernel.plugins:
         offers = plugin.reason or _offers(_components(kernel, plugin))
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
-    header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT")
+    header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY NOT")
     print_table(header, rows, optional=("DIST", "VERSION"))
     for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
         print_note(note)
