@@ -85,7 +85,8 @@ def test_light_commands_of_the_documentation_run(tmp_path):
         assert done.returncode == 0, f"{args}: {done.stderr}"
         return done.stdout
 
-    (tmp_path / "my_run.yaml").write_text(nxdt("recipes", "show", "llama-tiny"))
+    for name in ("my_run", "my_chats"):
+        (tmp_path / f"{name}.yaml").write_text(nxdt("recipes", "show", "llama-tiny"))
     light = ("nxdt plugins list", "nxdt recipes list", "nxdt config ")
     for line in (line for line in COMMANDS if line.startswith(light)):
         nxdt(*shlex.split(line)[1:])
