@@ -11,6 +11,6 @@ show "Train 200 steps and stop" "nxdt train recipe:llama-small exp_manager.exp_d
 show "Resume, and train to step 300" "nxdt train recipe:llama-small exp_manager.exp_dir=$runs trainer.max_steps=300"
 show "List the checkpoints" "nxdt checkpoint list $run/checkpoints"
 show "Generate text" \
-    "nxdt generate $run 'And the LORD said unto Moses, ' --max-new-tokens 80 --temperature 0.4 --top-k 5 --seed 4"
+    "nxdt generate $run 'And the LORD said unto Moses, ' --max-new-tokens 80 --temperature 0.4 --top-k 5 --seed 6"
 show "Plot the loss" "nxdt plot $run"
 printf '\nNext: ". .venv/bin/activate", then docs/quickstart.md\n'

@@ -3,7 +3,7 @@
 Usage: python scripts/prose.py [PATH ...]    without paths: every tracked file that a reader sees
 
 Checked are Markdown outside code, and in Python docstrings, comments and string literals: help texts, errors,
-descriptions of configuration keys. Tests are not, nor is the notebook of decisions, whose entries are not rewritten.
+descriptions of configuration keys. Tests are not, nor are decisions, which keep the words of their date.
 In the README, the guide for contributors and ``docs/``, a sentence of prose has at most 25 words.
 A line with ``prose: allow`` in a comment is skipped.
 
@@ -86,8 +86,8 @@ PATTERNS = [
     (re.compile(rf"(?<![-\w])(?:{words.replace(' ', _GAP)})\b(?!-)", re.IGNORECASE), instead)
     for words, instead in WORDS.items()
 ]
-EXCLUDED = re.compile(r"(?:^|/)(?:tests/|conftest\.py$)|^(?:docs/decisions\.md|CHANGELOG\.md|scripts/prose\.py)$")
-DOCUMENTATION = re.compile(r"^(?:README|CONTRIBUTING)\.md$|^docs/(?!(?:decisions|defects)\.md$).*\.md$")
+EXCLUDED = re.compile(r"(?:^|/)(?:tests/|conftest\.py$)|^(?:docs/decisions/.*|CHANGELOG\.md|scripts/prose\.py)$")
+DOCUMENTATION = re.compile(r"^(?:README|CONTRIBUTING)\.md$|^docs/(?!decisions/|defects\.md$).*\.md$")
 """Pages whose sentences are measured."""
 
 STYLE_GUIDE = "CONTRIBUTING.md"

@@ -37,7 +37,7 @@ SHAPES = {
     "1B": ("model.num_layers=16", "model.hidden_size=2048", "model.ffn_hidden_size=8192"),
 }
 RANK, ALPHA = 16, 32
-VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
+VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": "true"}, "qlora": {"base_dtype": "nf4"}}
 LR = 1e-4
 TIME_CLAIM, MEMORY_CLAIM = 1.05, 1.0
 """Largest ratios to peft's."""
@@ -91,7 +91,10 @@ def contenders(shape: str, seq: int, dropout: float, variant: str) -> tuple[Cont
     given += ["data.micro_batch_size=2", "data.global_batch_size=2", "model.optim.name=adamw", f"model.optim.lr={LR}"]
     given += ["model.optim.sched=null", "model.optim.weight_decay=0", "model.vocab_size=4096"]
     given += ["adapter.name=lora", f"adapter.lora_rank={RANK}", f"adapter.lora_alpha={ALPHA}"]
-    given += [f"adapter.lora_dropout={dropout}", *(f"adapter.{key}=true" for key in VARIANTS[variant])]
+    given += [
+        f"adapter.lora_dropout={dropout}",
+        *(f"adapter.{key}={value}" for key, value in VARIANTS[variant].items()),
+    ]
     config = load("recipe:llama-tiny", given)
     engine = build.engine(config)
     engine.start()
@@ -115,12 +118,23 @@ def contenders(shape: str, seq: int, dropout: float, variant: str) -> tuple[Cont
 
 def _of_peft(base: Path, ids: torch.Tensor, dropout: float, device: torch.device, variant: str) -> Contender:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     config = LoraConfig(
-        r=RANK, lora_alpha=ALPHA, lora_dropout=dropout, target_modules="all-linear", **VARIANTS[variant]
+        r=RANK, lora_alpha=ALPHA, lora_dropout=dropout, target_modules="all-linear", use_dora=variant == "dora"
     )
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    plain = AutoModelForCausalLM.from_pretrained(
+        base,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        quantization_config=four_bits if variant == "qlora" else None,
+    )
     model = get_peft_model(plain, config).to(device).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0, fused=True)

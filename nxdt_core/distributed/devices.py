@@ -104,7 +104,7 @@ class DeviceProfile:
     context_parallel_method: Literal["ring", "gather"] = "ring"
     """How context parallelism moves keys and values where the configuration does not say."""
     attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"
-    """Attention with a log-sum-exp (:mod:`~nxdt_core.engine.context.kernels`), which context parallelism merges;
+    """Attention with a log-sum-exp (:mod:`~nxdt_core.models.attention.kernels`), which context parallelism merges;
     ``composed`` is matrix products and runs anywhere."""
     block_attention: tuple[str, ...] = ()
     """Names of the dtypes in which attention to packed documents runs by blocks of keys

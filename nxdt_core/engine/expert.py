@@ -33,7 +33,7 @@ from nxdt_core.models.updates import Update
 from nxdt_core.protocols.plan import ParallelPlan
 
 _SHARDED_DIM = {"column": 1, "row": 2}
-"""Of matrices [experts, out, in]."""
+"""Of matrices [experts, out, in]; biases [experts, out] of those that are cut along their rows are whole."""
 
 
 def apply_expert_parallel(
@@ -110,6 +110,7 @@ def _shard_experts(path: str, experts: nn.Module, plan: ParallelPlan, mesh: Para
             owner, _, leaf = name.rpartition(".")
             setattr(experts.get_submodule(owner), leaf, _sharded(parameter, cuts, mesh))
     experts.local = local_part  # type: ignore[assignment]
+    experts.shares = mesh.size("tp")  # type: ignore[assignment]
     for name, update in experts.named_modules():
         if not isinstance(update, Update):
             continue
@@ -136,7 +137,7 @@ def _sharded_dims(
         if side is None:
             raise TensorPlanUnusable(problem=f"experts.tensor does not say how '{full_name}' is cut")
         dim = _SHARDED_DIM[side]
-        if follows not in (None, dim):
+        if follows not in (None, dim) or dim >= parameter.ndim:
             return
         if parameter.shape[dim] % tp:
             features = "output features" if side == "column" else "input features"

@@ -29,12 +29,14 @@ class KeyMap:
     """One parameter's name here and in a Hugging Face checkpoint; ``*`` stands for a layer number.
 
     Where shapes differ, ``transform`` names how the Hugging Face tensor is made into ours: ``none``, ``transpose``
-    (two-dimensional), ``stack`` (one Hugging Face tensor an expert, a second ``*``, stacked on a new leading
+    (of the last two dimensions), ``stack`` (one Hugging Face tensor an expert, a second ``*``, stacked on a new leading
     dimension), ``concat`` (several names, concatenated on dimension 0; ``sections`` gives their rows), ``interleave``
     (rows of ``sections[0]`` kinds, such as query, key and value, of ``sections[1]`` heads each: all of a kind together
     there, all of a head together here), ``interleave_transpose`` (the same in the columns of a transposed matrix),
     ``pad`` (ours has rows beyond their ``sections[0]``, such as a vocabulary's that is filled up: they are not written,
-    and the mean of the others where they are read).
+    and the mean of the others where they are read), ``part`` (several parameters [experts, rows, …] share the tensor,
+    of whose ``sections[1]`` equal parts along the rows ours is number ``sections[0]``; every ``sections[1]``-th row
+    where ``sections[2]`` is 1, as in interleaved gates), ``part_transpose`` (the same, of transposed matrices).
     """
 
     name: str

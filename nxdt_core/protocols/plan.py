@@ -87,7 +87,9 @@ class ExpertPlan:
     """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
     through their attribute ``local`` (:class:`nxdt_core.models.moe.experts.SwiGLUExperts`)."""
     tensor: Mapping[str, Literal["column", "row"]] = field(default_factory=dict)
-    """Parameter path pattern of experts' matrices [experts, out, in] → which side tensor parallelism shards."""
+    """Parameter path pattern of experts' matrices [experts, out, in], and of their biases [experts, out] → which side
+    tensor parallelism shards. Biases of a ``row`` are whole: each rank adds its share of them, by the attribute
+    ``shares``."""
     dispatchers: tuple[str, ...] = ()
     """Modules that move tokens to experts and back and end the tensor block; expert parallelism replaces them."""
     pooled: int = 0

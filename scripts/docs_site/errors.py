@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nxdt_core.cli.explain import Explanation, explanations
 
 FAMILIES = {
-    "A": "Alignment and preference data",
-    "R": "Rewards and their prompts",
-    "C": "Configuration",
-    "D": "Data and tokenizers",
-    "E": "Evaluation",
-    "K": "Kernel and plugins",
-    "L": "LoRA",
-    "M": "Models and Hugging Face files",
-    "N": "Trainium through neuronx-distributed",
-    "P": "Parallel layouts and ranks",
-    "S": "Checkpoints and storage",
-    "T": "Training",
+    "A": ("Alignment and preference data", "records of pairs and labels, the losses of DPO, KTO and others"),
+    "C": ("Configuration", "keys, values, files, overrides, and settings that exclude each other"),
+    "D": (
+        "Data and tokenizers",
+        "data files, `nxdt data preprocess`, chat templates, tokens, the position in the data",
+    ),
+    "E": ("Evaluation", "`nxdt evaluate`, its records, metrics and tasks"),
+    "K": ("Kernel and plugins", "plugins that are missing, broken, blocked or of another version"),
+    "L": ("LoRA", "adapters, their targets and their files"),
+    "M": ("Models and Hugging Face files", "architectures, weights that do not fit, exports and imports"),
+    "N": ("Trainium through neuronx-distributed", "packages, layouts and settings of the engine `nxd`"),
+    "P": ("Parallel layouts and ranks", "sizes that do not divide, launchers, ranks that die or hang"),
+    "R": ("Rewards and their prompts", "reward functions and prompts of GRPO"),
+    "S": ("Checkpoints and storage", "saves, loads, damage, signatures, S3, FSx and other stores"),
+    "T": ("Training", "optimizers, schedules, steps that are not finite, callbacks, resumes"),
 }
+"""Letter of the codes → title of the family, and what its errors are about."""
 
 
 def errors_pages() -> Iterator[tuple[str, str]]:
     """Yield path and Markdown of the list of all codes, and of a page for each family with a section per code."""
     found = explanations()
-    yield "reference/errors.md", "\n".join(_index(list(found)))
-    for letter, title in FAMILIES.items():
-        lines = [f"# Errors {letter}: {title.lower()}", ""]
-        lines += [
-            f"This page explains each error whose code begins with `NXDT-{letter}`: cause, message and fix. A name in",
-            "‹angle quotes› stands for a value of your run.",
-            "",
-        ]
+    yield "reference/errors.md", "\n".join(_index(found))
+    for letter, (title, about) in FAMILIES.items():
+        lines = [f"# Errors {letter}: {title}", ""]
+        lines += [f"Errors about {about}. A name in ‹angle quotes› stands for a value of your run.", ""]
         for code, each in found.items():
             if _letter(code) == letter:
                 lines += _section(each)
         yield f"reference/errors/{letter}.md", "\n".join(lines)
 
 
-def _index(codes: list[str]) -> Iterator[str]:
-    yield from ("# Error codes", "")
-    yield "Look up the code of an error message here. Each code has a section with its cause, its message and a fix."
-    yield "`nxdt explain NXDT-C016` prints the same without a network. The exit status of an error that you can fix"
-    yield "is 2, or 1 if a process died."
-    for letter, title in FAMILIES.items():
-        yield from ("", f"## {title}", "")
-        links = [
-            f"[{code.removeprefix('NXDT-')}](errors/{letter}.md#{code})" for code in codes if _letter(code) == letter
-        ]
-        yield " · ".join(links)
+def _index(found: Mapping[str, Explanation]) -> Iterator[str]:
+    yield from ("# Error codes", "", "```sh", "nxdt explain NXDT-C016", "```", "")
+    yield "This prints the cause, the message and the fix of an error code. The pages below have the same. To find a"
+    yield "code, type it into the search. The exit status of an error that you can fix is 2, or 1 if a process died."
+    for letter, (title, about) in FAMILIES.items():
+        codes = [each for code, each in found.items() if _letter(code) == letter]
+        yield from ("", f"## {letter}: {title} {{ data-search-exclude }}", "", f"{about[0].upper()}{about[1:]}.", "")
+        yield from (f'??? abstract "{len(codes)} codes"', "", "    | Code | Cause |", "    |---|---|")
+        for each in codes:
+            yield f"    | [{each.code.removeprefix('NXDT-')}](errors/{letter}.md#{each.code}) | {_cell(each.cause)} |"
 
 
 def _letter(code: str) -> str:

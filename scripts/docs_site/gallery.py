@@ -50,6 +50,24 @@ _LARGE = (
 """Commands for a recipe that needs data of the reader's own."""
 
 
+_STYLE = """\
+.panel{fill:#fff;stroke:#cfd8d8}.grid{stroke:#eceff1}text{font:12px system-ui,sans-serif;fill:#455a64}
+polyline{fill:none;stroke:#00897b;stroke-width:2}circle{fill:#00897b}
+.s1 polyline{stroke:#e65100}.s1 circle{fill:#e65100}
+@media (prefers-color-scheme:dark){.panel{fill:#1e2129;stroke:#3c424d}.grid{stroke:#3c424d}text{fill:#b0bec5}
+polyline{stroke:#4db6ac}circle{fill:#4db6ac}.s1 polyline{stroke:#ffb74d}.s1 circle{fill:#ffb74d}}"""
+
+
+def loss_image(name: str) -> str:
+    """Return the loss curves of a recipe as an SVG file."""
+    panel = '<rect class="panel" x="0.5" y="0.5" width="419" height="229" rx="8"/>'
+    head, begin, curves = _picture(name).partition(">")
+    return (
+        head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
+        + f"{begin}<style>{_STYLE}</style>{panel}{curves}"
+    )
+
+
 def gallery_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
     """Yield path and Markdown of the gallery, and of a page for the recipes of each plugin."""
     plans, runs = json.loads(PLANS.read_text()), json.loads(RUNS.read_text())

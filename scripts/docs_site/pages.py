@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from markdown.extensions.toc import slugify
 
 from nxdt_core.kernel import Kernel
 
@@ -81,6 +82,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, write in PAGES.items():
         files.append(File.generated(config, path, content=write()))
+    files.append(File.generated(config, "reference/recipes/llama-small.svg", content=gallery.loss_image("llama-small")))
     return files
 
 
@@ -88,7 +90,11 @@ WEIGHTS = {
     "how-to/": 4.0,
     "plugins.md": 4.0,
     "trainium.md": 8.0,
-    "checkpoints.md": 2.5,
+    "checkpoints.md": 6.0,
+    "precision.md": 6.0,
+    "migration.md": 4.0,
+    "data.md": 3.0,
+    "finetuning.md": 3.0,
     "kinds/": 2.0,
     "tutorials/": 2.0,
     "reference/plugins/": 2.0,
@@ -96,19 +102,32 @@ WEIGHTS = {
     "reference/api/": 0.3,
 }
 """Beginning of a page's path → factor on its place in the results of the site's search."""
-HIDDEN = ("decisions.md", "defects.md", "reference/schema.md")
-"""Pages for contributors, which the site's search leaves out."""
+HIDDEN = ("decisions", "defects.md", "reference/schema.md")
+"""Beginnings of the pages for contributors, which the site's search leaves out."""
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Set what the search does with a page, and show the code that it names; called by mkdocs."""
     path = page.file.src_uri
-    if path in HIDDEN:
+    if path.startswith(HIDDEN):
         page.meta["search"] = {"exclude": True}
     for beginning, factor in WEIGHTS.items():
         if path.startswith(beginning):
             page.meta["search"] = {"boost": factor}
+    if path == "decisions.md":
+        return markdown + titles_of_decisions()
     return kinds.expanded(Path(path).stem, markdown)
+
+
+def titles_of_decisions() -> str:
+    """Return Markdown that lists the entries of all pages of decisions, with links."""
+    lines = ["", "## All entries", ""]
+    for path in sorted((Path(__file__).parents[2] / "docs/decisions").glob("*.md")):
+        subject, *titles = re.findall(r"^##? (.+)", path.read_text(), re.MULTILINE)
+        name = subject.partition(": ")[2]
+        lines += [f"### {name[0].upper()}{name[1:]}", ""]
+        lines += [f"- [{title}](decisions/{path.name}#{slugify(title, '-')})" for title in titles] + [""]
+    return "\n".join(lines)
 
 
 @page("reference/schema.md")

@@ -269,7 +269,7 @@ IN_TEXT = re.compile(r"from (nxdt_(?:core|plugin_\w+)[\w.]*) import \(?([\w, ]+)
 
 
 def test_imports_in_pages_and_in_code_that_tests_write_name_what_exists():
-    """A module that moves takes them along; ``docs/decisions.md`` keeps the names of its time."""
+    """A module that moves takes them along; ``docs/decisions`` keeps the names of its time."""
     modules = {
         name: path.read_text() for package in [CORE, *plugin_packages()] for name, path in modules_of(package).items()
     }
@@ -277,7 +277,9 @@ def test_imports_in_pages_and_in_code_that_tests_write_name_what_exists():
     pages = [path for folder in folders for end in ("md", "py") for path in (ROOT / folder).rglob(f"*.{end}")]
     found, wrong = 0, []
     for path in [ROOT / "README.md", *pages]:
-        for module, names in IN_TEXT.findall("" if path.name == "decisions.md" else path.read_text(errors="replace")):
+        for module, names in IN_TEXT.findall(
+            "" if path.parent.name == "decisions" else path.read_text(errors="replace")
+        ):
             for name in (part.split(" as ")[0].strip() for part in names.split(",")):
                 found += 1
                 defined = re.search(rf"\b{name}\b", modules.get(module, "")) if name else True
@@ -285,3 +287,19 @@ def test_imports_in_pages_and_in_code_that_tests_write_name_what_exists():
                     wrong.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
     assert found > 1000
     assert wrong == []
+
+
+def test_the_page_of_moved_names_leads_to_modules_and_names_that_exist():
+    packages = [CORE, *plugin_packages(), *ROOT.glob("testing/**/nxdt_testing")]
+    modules = {name: path for package in packages for name, path in modules_of(package).items()}
+    rows = re.findall(r"^\| ([^|]*`nxdt_[^|]*)\|", (ROOT / "docs/moved.md").read_text(), re.MULTILINE)
+    named = [name for cell in rows for name in re.findall(r"`(nxdt_\w+\.[\w.]+)`", cell)]
+    attributes = [
+        (module, name)
+        for names, module in re.findall(r"^(.*`) of `(nxdt_[\w.]+)`", "\n".join(rows), re.MULTILINE)
+        for name in re.findall(r"`(\w+)[`.]", names)
+    ]
+    assert len(named) > 60
+    assert len(attributes) > 20
+    assert [name for name in named if name not in modules and "raises" not in name] == []
+    assert [each for each in attributes if not re.search(rf"\b{each[1]}\b", modules[each[0]].read_text())] == []

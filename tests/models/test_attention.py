@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from torch.overrides import TorchFunctionMode
 from nxdt_core.distributed.devices import PROFILES, current_device, max_memory_bytes, profile_of, reset_max_memory
 from nxdt_core.models.attention.documents import DocumentMasks, document_mask, window_mask
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.models.random.dropout import causal_attention
 from nxdt_core.models.rotary import RotaryEmbedding
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 1]])
 
 
-def definition(query, key, value, document_ids=None, window=None):
+def definition(query, key, value, document_ids=None, window=None, sinks=None):
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -32,6 +34,9 @@ def definition(query, key, value, document_ids=None, window=None):
                 apart = document_ids is not None and document_ids[b, i] != document_ids[b, j]
                 if j > i or apart or (window is not None and i - j >= window):
                     scores[b, :, i, j] = -torch.inf
+    if sinks is not None:
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ value
     return scores.softmax(-1) @ value
 
 
@@ -68,6 +73,22 @@ def test_a_windowed_core_sees_the_last_few_tokens(window, document_ids, monkeypa
         torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad), rtol=1e-6, atol=1e-9
     )
     assert CausalAttention(window=window).semantics().window == window
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("document_ids", [None, IDS], ids=["whole rows", "documents"])
+@pytest.mark.parametrize("kernel", ["masked_flash", "composed"])
+def test_sinks_take_part_in_the_softmax_and_have_no_value(window, document_ids, kernel, monkeypatch):
+    monkeypatch.setitem(PROFILES, "cpu", replace(PROFILES["cpu"], attention_kernel=kernel))
+    inputs = [*heads(2), torch.tensor([-1.0, 0.5, 3.0, 1e3], dtype=torch.float64).requires_grad_()]
+    *qkv, sinks = inputs
+    ours = SinkAttention(window=window)(*qkv, document_ids, sinks=sinks)
+    expected = definition(*qkv, document_ids, window, sinks)
+    torch.testing.assert_close(ours, expected)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad), rtol=1e-6, atol=1e-9
+    )
 
 
 def test_a_windowed_core_computes_few_scores(monkeypatch):

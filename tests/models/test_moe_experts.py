@@ -38,20 +38,23 @@ def test_equal_groups_may_be_a_dimension():
     torch.testing.assert_close(grouped_linear(rows, weights, None), expected)
 
 
-def test_an_expert_is_a_feed_forward_block():
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_expert_is_a_feed_forward_block(bias):
     torch.manual_seed(0)
-    experts, block = SwiGLUExperts(8, 12, 2), SwiGLU(8, 12)
+    experts, block = SwiGLUExperts(8, 12, 3, bias=bias), SwiGLU(8, 12, bias=bias)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
-    names = {
-        "gate_proj.weight": experts.gate_proj,
-        "up_proj.weight": experts.up_proj,
-        "down_proj.weight": experts.down_proj,
-    }
-    block.load_state_dict({name: value[1].detach() for name, value in names.items()})
-    rows = torch.randn(5, 8)
-    torch.testing.assert_close(experts(rows, RowGroups(torch.tensor([0, 5]))), block(rows))
-    assert repr(experts).startswith("SwiGLUExperts(\n  2 experts, 8 -> 12 -> 8")
+    rows = torch.randn(6, 8)
+    ordered, padded = experts(rows, RowGroups(torch.tensor([2, 0, 4]))), experts(rows.view(3, 2, 8)).flatten(0, 1)
+    for expert, own, filled in ((0, slice(0, 2), slice(0, 2)), (2, slice(2, 6), slice(4, 6))):
+        named = {name.removesuffix("_bias"): name for name, _ in experts.named_parameters()}
+        state = {f"{name}.weight": getattr(experts, name)[expert].detach() for name in named}
+        if bias:
+            state |= {f"{name}.bias": getattr(experts, f"{name}_bias")[expert].detach() for name in named}
+        block.load_state_dict(state)
+        torch.testing.assert_close(ordered[own], block(rows[own]))
+        torch.testing.assert_close(padded[filled], block(rows[filled]))
+    assert repr(experts).startswith("SwiGLUExperts(\n  3 experts, 8 -> 12 -> 8")
 
 
 @pytest.mark.parametrize("counts", [RowGroups(torch.tensor([3, 0, 5])), None], ids=["ordered", "padded"])

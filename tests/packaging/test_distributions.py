@@ -15,10 +15,10 @@ from tests.packaging.conftest import DISTS, ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 import distributions
 
-HISTORY = {"docs/decisions.md", "docs/moved.md", "CHANGELOG.md"}
+HISTORY = ("docs/decisions/", "docs/moved.md", "CHANGELOG.md")
 FOLDERS = ("docs", "examples", "nxdt_core", "plugins", "testing")
 PAGES = [path for folder in FOLDERS for end in ("md", "py", "tmpl") for path in (ROOT / folder).rglob(f"*.{end}")]
-ADVISING = [path for path in (ROOT / "README.md", *PAGES) if path.relative_to(ROOT).as_posix() not in HISTORY]
+ADVISING = [path for path in (ROOT / "README.md", *PAGES) if not path.relative_to(ROOT).as_posix().startswith(HISTORY)]
 """Files whose texts may say what to install; the others keep the names of their time."""
 NAMES = [tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]["name"] for path in DISTS]
 

@@ -16,10 +16,10 @@ from tests.packaging.conftest import ROOT
 TABLE = Path(__file__).with_name("promises.csv")
 PARTS = (
     ("docs/security.md", "## Not trusted", "(the end of the page)"),
-    ("docs/checkpoints.md", "## Guarantees", "## What is saved as the model"),
-    ("docs/checkpoints.md", "## Asynchronous saves", "## Inspect checkpoints"),
-    ("docs/checkpoints.md", "## Sign checkpoints", "## JSON output"),
-    ("docs/checkpoints.md", "## One run at a time", "## FSx for Lustre"),
+    ("docs/checkpoints.md", "## Guarantees", "## Resume"),
+    ("docs/checkpoints.md", "## Asynchronous saves", "## What is saved as the model"),
+    ("docs/checkpoints.md", "## Sign checkpoints", "## Import from NxD Training"),
+    ("docs/checkpoints.md", "## One run at a time", "## Sign checkpoints"),
     ("docs/parallel.md", "## Launch", "### Runs that hang"),
 )
 """Pages, and the headings where the parts of them begin and end."""

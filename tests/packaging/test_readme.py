@@ -78,6 +78,26 @@ def test_every_other_command_is_one_that_exists():
             assert all(name in dists or (ROOT / name / "pyproject.toml").exists() for name in names), line
 
 
+WHEELS = "make wheels  # in a checkout: no release is on a package index yet"
+READMES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("plugins/*/*/README.md")}
+OURS = re.compile(r"^(?:\$ )?(?:\S*/)?pip install .*\b(?:nxdt\b|nxdt-\w|examples/).*", re.MULTILINE)
+"""A line that installs a distribution of this repository, or a plugin that needs one."""
+
+
+@pytest.mark.parametrize("page", sorted({**PAGES, **READMES}.keys() - {"docs/decisions.md"}))
+def test_commands_that_install_work_in_a_checkout(page):
+    text = {**PAGES, **READMES}[page]
+    lines = OURS.findall(text)
+    assert [line for line in lines if "--find-links " not in line] == []
+    assert re.findall(r"`pip install '?nxdt-[^`]*`", text) == [], "name the distribution in prose: no index has it"
+    if page in READMES:
+        assert len(lines) == 1, page
+    if page == "README.md":
+        assert "`make wheels` builds" in text.partition(lines[0])[0]
+    elif lines and page != "docs/how-to/operations.md":  # there, `make wheels` is a step of its own
+        assert text.partition(lines[0])[0].endswith(f"\n{WHEELS}\n"), page
+
+
 def test_light_commands_of_the_documentation_run(tmp_path):
     def nxdt(*args):
         command = [sys.executable, "-m", "nxdt_core", *args]

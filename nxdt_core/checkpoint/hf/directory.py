@@ -21,6 +21,7 @@ from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.shards import TensorSpec, Writable
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, HFShard, plan_hf
+from nxdt_core.checkpoint.hf.key_map import HFTensor, room_for
 from nxdt_core.checkpoint.hf.reader import HFWeights
 from nxdt_core.checkpoint.hf.source import CONFIG, read_json
 from nxdt_core.checkpoint.pieces import dtype_name
@@ -111,19 +112,16 @@ def read_from(
     places = manifest.tensors.get("model", {}) if index is None else index
 
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
-        pieces = {
-            name: Piece(
-                torch.empty(tensor.box.shape, dtype=getattr(torch, shard.specs[name].dtype)),
-                tensor.parameter_shape,
-                tensor.box,
-            )
-            for name, tensor in shard.tensors.items()
-        }
-        owners = {name: places[tensor.parameter] for name, tensor in shard.tensors.items()}
-        entries = {name: entry if entry.same_as is None else places[entry.same_as] for name, entry in owners.items()}
+        pieces, owners, made = {}, {}, {}
+        for name, parts in shard.tensors.items():
+            boxes, made[name] = room_for(parts, getattr(torch, shard.specs[name].dtype))
+            for part, box in zip(parts, boxes, strict=True):
+                key = f"{name} of {part.parameter}"
+                pieces[key], owners[key] = Piece(box, part.parameter_shape, part.box), places[part.parameter]
+        entries = {key: entry if entry.same_as is None else places[entry.same_as] for key, entry in owners.items()}
         with explained_os_errors(f"{storage.uri}/{manifest.prefix}model"):
             fill(storage, manifest, pieces, entries)
-        return {name: tensor.of(pieces[name].tensor) for name, tensor in shard.tensors.items()}
+        return {name: make() for name, make in made.items()}
 
     return read
 
@@ -211,9 +209,16 @@ def save_hf(
         raise HFNotWritable(directory=str(directory))
 
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
-        pairs = ((tensor, state_dict[tensor.parameter]) for tensor in shard.tensors.values())
-        return {
-            tensor.name: tensor.of(whole[tensor.box.within(Box.whole(tuple(whole.shape)))]) for tensor, whole in pairs
-        }
+        return {name: _made(parts, state_dict) for name, parts in shard.tensors.items()}
 
     write_hf(storage, plan, read, origin="memory")
+
+
+def _made(parts: Sequence[HFTensor], state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    boxes = [state_dict[part.parameter][part.box.within(Box.whole(part.parameter_shape))] for part in parts]
+    if len(parts) == 1:
+        return parts[0].of(boxes[0])
+    targets, make = room_for(parts, boxes[0].dtype)
+    for target, box in zip(targets, boxes, strict=True):
+        target.copy_(box)
+    return make()

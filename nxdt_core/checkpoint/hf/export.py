@@ -138,7 +138,8 @@ class HFShard:
     """One file of weights in a Hugging Face directory."""
 
     file: str
-    tensors: Mapping[str, HFTensor]
+    tensors: Mapping[str, tuple[HFTensor, ...]]
+    """By name; several where parameters share a tensor."""
     specs: Mapping[str, TensorSpec]
     """Dtype and shape in the file, by the same names."""
 
@@ -200,9 +201,12 @@ def plan_hf(
     """
     found = sources(builder)
     _check(held, {source.name: source.shape for source in found}, {user for _, user in builder.plan().tied})
-    tensors = {tensor.name: tensor for source in found for tensor in source.tensors()}
+    tensors: dict[str, tuple[HFTensor, ...]] = {}
+    for tensor in (tensor for source in found for tensor in source.tensors()):
+        tensors[tensor.name] = (*tensors.get(tensor.name, ()), tensor)
     specs = {
-        name: TensorSpec(_dtype(held[tensor.parameter].dtype, dtype), tensor.shape) for name, tensor in tensors.items()
+        name: TensorSpec(_dtype(held[parts[0].parameter].dtype, dtype), parts[0].shape)
+        for name, parts in tensors.items()
     }
     groups = list(grouped(specs, max_shard_bytes))
     shards = tuple(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,7 +18,7 @@ from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete, Wei
 from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
 from nxdt_core.protocols.piece import Box
 
-__all__ = ["HFTensor", "Source", "exchange_of", "filled_up", "sources"]
+__all__ = ["HFTensor", "Source", "exchange_of", "filled_up", "room_for", "sources"]
 
 
 class _Copy:
@@ -56,18 +57,18 @@ class _Copy:
 
 class _Transpose(_Copy):
     def problem(self, names: int) -> str | None:
-        if len(self.shape) != 2:
+        if len(self.shape) < 2:
             return f"a tensor of shape {self.shape} cannot be transposed"
         return None
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[0].t().contiguous()
+        return tensors[0].mT.contiguous()
 
     def hf_shape(self, box: Box) -> tuple[int, ...]:
-        return box.shape[::-1]
+        return *box.shape[:-2], box.shape[-1], box.shape[-2]
 
     def write(self, elements: torch.Tensor) -> torch.Tensor:
-        return elements.t()
+        return elements.mT
 
 
 class _Stack(_Copy):
@@ -156,6 +157,37 @@ class _InterleaveTranspose(_Interleave, _Transpose):
         return super().write(elements).t()
 
 
+class _Part(_Copy):
+    """One of the parameters that share a tensor: of each expert's rows an equal part, or every n-th row."""
+
+    def problem(self, names: int) -> str | None:
+        if len(self.shape) < 2 or len(self.sections) != 3 or not 0 <= self.sections[0] < self.sections[1]:
+            return f"{self.sections} are not (number, parts, alternating) of experts {self.shape}"
+        return None
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the parameter as a view of the tensor that it shares."""
+        number, parts, alternating = self.sections
+        return whole[:, number::parts] if alternating else whole.chunk(parts, 1)[number]
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.within(tensors[0]).contiguous()
+
+    def hf_shape(self, box: Box) -> tuple[int, ...]:
+        return box.shape[0], box.shape[1] * self.sections[1], *box.shape[2:]
+
+
+class _PartTranspose(_Part):
+    """The same of the columns of transposed matrices."""
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        return super().within(whole.mT)
+
+    def hf_shape(self, box: Box) -> tuple[int, ...]:
+        experts, rows, columns = super().hf_shape(box)
+        return experts, columns, rows
+
+
 _TRANSFORMS: Mapping[str, type[_Copy]] = {
     "none": _Copy,
     "transpose": _Transpose,
@@ -164,13 +196,15 @@ _TRANSFORMS: Mapping[str, type[_Copy]] = {
     "pad": _Pad,
     "interleave": _Interleave,
     "interleave_transpose": _InterleaveTranspose,
+    "part": _Part,
+    "part_transpose": _PartTranspose,
 }
 """By the name in :class:`~nxdt_core.protocols.model.KeyMap`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFTensor:
-    """One tensor of a Hugging Face directory, made of a box of one parameter."""
+    """One tensor of a Hugging Face directory, made of a box of one parameter; or its part in one that several share."""
 
     name: str
     """In the directory."""
@@ -191,9 +225,24 @@ class HFTensor:
         """Return the tensor, as a view of the elements of its box; a copy where rows change places."""
         return self._transform.write(box)
 
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements of the box, as a view of the tensor ``whole`` that several parameters share."""
+        transform = self._transform
+        assert isinstance(transform, _Part)
+        return transform.within(whole)
+
     @property
     def _transform(self) -> _Copy:
         return _TRANSFORMS[self.transform](self.parameter_shape, self.sections)
+
+
+def room_for(parts: Sequence[HFTensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+    """Return an empty tensor for the box of each part, and a function that makes the directory's tensor of them."""
+    if len(parts) == 1:
+        box = torch.empty(parts[0].box.shape, dtype=dtype)
+        return [box], lambda: parts[0].of(box)
+    whole = torch.empty(parts[0].shape, dtype=dtype)
+    return [part.within(whole) for part in parts], lambda: whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +315,16 @@ def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> l
     users = {user for _, user in builder.plan().tied}
     named = module.named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in named if name not in users}
-    return [_source(type(builder).__name__, key_map, name, shape) for name, shape in shapes.items()]
+    found = [_source(type(builder).__name__, key_map, name, shape) for name, shape in shapes.items()]
+    shared: dict[str, list[Source]] = defaultdict(list)
+    for source in found:
+        if source.transform.startswith("part"):
+            shared[source.hf_names[0]].append(source)
+    for hf_name, sharing in shared.items():
+        if len({source.sections for source in sharing}) != sharing[0].sections[1]:
+            reason = f"'{hf_name}' has {sharing[0].sections[1]} parts, not {len(sharing)}"
+            raise KeyMapIncomplete(builder=type(builder).__name__, parameter=sharing[0].name, reason=reason)
+    return found
 
 
 def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int, ...]) -> Source:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
+from nxdt_core.checkpoint.hf.mxfp4 import BLOCKS, SCALES, PackedMatrices
 from nxdt_core.checkpoint.hf.source import CONFIG, read_json
 from nxdt_core.config.huggingface import architectures_of, oversized, weights_in
 from nxdt_core.distributed.devices import HOST
@@ -56,6 +57,7 @@ class HFWeights:
             for file in self._files():
                 self._open(file)
             self._check_index()
+            self._unpack()
         except BaseException:
             self._stack.close()
             raise
@@ -176,6 +178,17 @@ class HFWeights:
             if found is not None and found[0].name != file:
                 reason = f"it says that '{name}' is in '{file}', and that is in '{found[0].name}'"
                 raise HFFileDamaged(path=str(self._directory / INDEX), reason=reason)
+
+    def _unpack(self) -> None:
+        """Let matrices of four bits be tensors like others."""
+        for blocks in [name for name in self._located if name.endswith(BLOCKS)]:
+            name = blocks.removesuffix(BLOCKS)
+            if f"{name}{SCALES}" in self._located:
+                (path, handle), (_, scales) = self._located.pop(blocks), self._located.pop(f"{name}{SCALES}")
+                packed = PackedMatrices(handle, scales, name)
+                if reason := packed.problem():
+                    raise HFFileDamaged(path=str(path), reason=reason)
+                self._located[name] = path, packed
 
     def _file_name(self, name: str) -> str:
         """What the files call the tensor that the whole model calls ``name``."""

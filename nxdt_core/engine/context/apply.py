@@ -29,7 +29,6 @@ from nxdt_core.engine.context.blocks import (
     zigzag_unshard,
 )
 from nxdt_core.engine.context.exchange import gathered_backward, gathered_forward, ring_backward, ring_forward
-from nxdt_core.engine.context.kernels import accumulation_dtype, contiguous_heads
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (
@@ -39,6 +38,8 @@ from nxdt_core.errors.layouts import (
     RingNeedsPointToPoint,
 )
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
+from nxdt_core.models.attention.kernels import accumulation_dtype, contiguous_heads
+from nxdt_core.models.attention.partial_attention import sink_gradients
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
@@ -130,6 +131,8 @@ class ContextParallelAttention(nn.Module):
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
         step: StepContext | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the keys of all ranks. Collective, forward and backward.
 
@@ -139,6 +142,7 @@ class ContextParallelAttention(nn.Module):
             value: as ``key``.
             document_ids: int64 [batch, seq / cp], of the same tokens; None: one document a row.
             step: unused, since no mask is made.
+            sinks: [heads], scores that take part in the softmax and have no value.
 
         Returns:
             As ``query``.
@@ -151,6 +155,7 @@ class ContextParallelAttention(nn.Module):
             contiguous_heads(key),
             contiguous_heads(value),
             document_ids,
+            sinks,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
             method=self.method,
@@ -197,6 +202,7 @@ def context_parallel_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     document_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
     *,
     scale: float,
     window: int | None,
@@ -210,6 +216,7 @@ def context_parallel_attention(
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
         document_ids: int64 [batch, seq / ranks]; None where each row of the batch is one document.
+        sinks: [heads], scores that take part in the softmax and have no value.
         scale: factor of query · key.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
@@ -218,7 +225,7 @@ def context_parallel_attention(
     Returns:
         As ``query``, as wide as ``value``.
     """
-    arguments = (query, key, value, document_ids, scale, window, method, group_name)
+    arguments = (query, key, value, document_ids, sinks, scale, window, method, group_name)
     output: torch.Tensor
     if torch.compiler.is_compiling():
         output, _ = _attention(*arguments)
@@ -228,11 +235,11 @@ def context_parallel_attention(
 
 
 def _context_sequence(
-    document_ids: torch.Tensor | None, scale: float, window: int | None, group_name: str
+    document_ids: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, window: int | None, group_name: str
 ) -> ContextSequence:
     documents = document_cache_of(group_name)
     chunks = None if document_ids is None else documents(document_ids)
-    return ContextSequence(scale=scale, group=documents.group, documents=chunks, window=window)
+    return ContextSequence(scale=scale, group=documents.group, documents=chunks, window=window, sinks=sinks)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -243,22 +250,24 @@ class _ContextAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         document_ids: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         scale: float,
         window: int | None,
         method: str,
         group_name: str,
     ) -> torch.Tensor:
-        ctx.method, ctx.sequence = method, _context_sequence(document_ids, scale, window, group_name)
+        ctx.method, ctx.sequence = method, _context_sequence(document_ids, sinks, scale, window, group_name)
         output, lse = _METHODS[method][0](query, key, value, ctx.sequence)
-        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.save_for_backward(query, key, value, output, lse, sinks)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, output, lse, sinks = ctx.saved_tensors
         gradients = _METHODS[ctx.method][1](grad, query, key, value, output, lse, ctx.sequence)
-        return *gradients, None, None, None, None, None
+        of_sinks = None if sinks is None else sink_gradients(grad, output, lse, sinks)
+        return *gradients, None, of_sinks, None, None, None, None
 
 
 @torch.library.custom_op("nxdt::context_parallel_attention", mutates_args=())
@@ -267,13 +276,14 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     document_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int | None,
     method: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
-    return _METHODS[method][0](query, key, value, _context_sequence(document_ids, scale, window, group_name))
+    return _METHODS[method][0](query, key, value, _context_sequence(document_ids, sinks, scale, window, group_name))
 
 
 @_attention.register_fake
@@ -282,6 +292,7 @@ def _(
     key: torch.Tensor,
     value: torch.Tensor,
     document_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int | None,
     method: str,
@@ -301,6 +312,7 @@ def _gradients(
     output: torch.Tensor,
     lse: torch.Tensor,
     document_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int | None,
     method: str,
@@ -308,7 +320,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
     them."""
-    sequence = _context_sequence(document_ids, scale, window, group_name)
+    sequence = _context_sequence(document_ids, sinks, scale, window, group_name)
     of_query, of_key, of_value = _METHODS[method][1](grad, query, key, value, output, lse, sequence)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
@@ -322,6 +334,7 @@ def _(
     output: torch.Tensor,
     lse: torch.Tensor,
     document_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int | None,
     method: str,
@@ -331,12 +344,14 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, document_ids, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, *output, document_ids)
+    query, key, value, document_ids, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output, document_ids, sinks)
 
 
 def _differentiated(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_gradients(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+    _, _, _, output, lse, _, sinks = ctx.saved_tensors
+    of_sinks = None if sinks is None else sink_gradients(grad, output, lse, sinks)
+    return *_gradients(grad, *ctx.saved_tensors, *ctx.settings), None, of_sinks, None, None, None, None
 
 
 _attention.register_autograd(_differentiated, setup_context=_keep)

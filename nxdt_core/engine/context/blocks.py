@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxdt_core.distributed.collectives import gather_along
-from nxdt_core.engine.context.partial_attention import Block, Window
+from nxdt_core.models.attention.partial_attention import Block, Window
 
 Relation = Literal["apart", "mixed", "one"]
 """Of two chunks, over all rows of the batch: no document in common, one document that fills both, or neither."""
@@ -136,6 +136,8 @@ class ContextSequence:
     """None where each row of the batch is one document."""
     window: int | None
     """How many tokens one sees, itself included; None for all before it."""
+    sinks: torch.Tensor | None
+    """[heads], scores without a value; None: there are none."""
 
 
 def ring_blocks(

@@ -26,8 +26,8 @@ from nxdt_core.engine.context.blocks import (
     zigzag_shard,
     zigzag_unshard,
 )
-from nxdt_core.engine.context.kernels import Gradients, accumulation_dtype
-from nxdt_core.engine.context.partial_attention import AttentionGradients, Block, MergedAttention
+from nxdt_core.models.attention.kernels import Gradients, accumulation_dtype
+from nxdt_core.models.attention.partial_attention import AttentionGradients, Block, MergedAttention
 from nxdt_core.torch_versions import all_gather_single
 
 _SEQUENCE = 2
@@ -43,7 +43,7 @@ def ring_forward(
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
-        sequence: scale, ranks, documents and window.
+        sequence: scale, ranks, documents, window and sinks.
 
     Returns:
         Output, as ``query`` and as wide as ``value``, and log-sum-exp. No rank ever holds more than two shards of keys
@@ -53,7 +53,7 @@ def ring_forward(
     for source, keys, values in _ring_shards(key, value, group):
         for block in _blocks(sequence, source, key):
             merged.add(block, keys, values)
-    return merged.result()
+    return merged.result(sequence.sinks)
 
 
 def ring_backward(
@@ -149,7 +149,7 @@ def gathered_forward(
     keys, values = gathering.whole()
     for block in prefix_blocks(*layout):
         merged.add(block, keys, values)
-    return merged.result()
+    return merged.result(sequence.sinks)
 
 
 def gathered_backward(

@@ -116,12 +116,13 @@ class _CachedAttention(nn.Module):
         value: torch.Tensor,
         document_ids: torch.Tensor | None = None,
         step: StepContext | None = None,
+        **sinks: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what ``CausalAttention.forward`` does, for the new columns."""
+        """Return what the core does, for the new columns."""
         cache = self.cache
         if cache.length == 0:
             self._fill(key[:, :, : cache.new], value[:, :, : cache.new])
-            attended: torch.Tensor = self.core(query, key, value, document_ids, step)
+            attended: torch.Tensor = self.core(query, key, value, document_ids, step, **sinks)
             return attended
         place, seen = cache.length % self.width, min(cache.length + 1, self.width)
         self.keys[:, :, place] = key[:, :, 0]
@@ -133,6 +134,7 @@ class _CachedAttention(nn.Module):
             self.values[:, :, :seen],
             None if mask is None else mask[..., :seen],
             self.semantics,
+            **sinks,
         )
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -154,20 +156,30 @@ class _CachedAttention(nn.Module):
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, said: AttentionSemantics
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    said: AttentionSemantics,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of ``query`` [rows, heads, tokens, head_dim] to all keys [rows, kv_heads, columns, head_dim].
 
     Heads that share keys are queries of one head here, so that each key is read once.
     """
     grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    if said.softcap is None:
+    if said.softcap is None and sinks is None:
         scale: Any = said.scale
         attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     else:
         scale = query.shape[-1] ** -0.5 if said.scale is None else said.scale
-        scores = torch.tanh(grouped @ key.transpose(-1, -2) * (scale / said.softcap)) * said.softcap
+        scores = grouped @ key.transpose(-1, -2) * (scale / (said.softcap or 1.0))
+        if said.softcap is not None:
+            scores = torch.tanh(scores) * said.softcap
         scores = scores if mask is None else scores + mask
+        if sinks is not None:
+            of_rows = sinks.to(scores.dtype).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, query.shape[2])
+            scores = torch.cat((scores, of_rows.reshape(*scores.shape[:3], 1)), -1)
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        attended = weights.to(query.dtype) @ value
+        attended = weights[..., : key.shape[2]].to(query.dtype) @ value
     return attended.reshape(*query.shape[:3], value.shape[-1])

@@ -27,6 +27,7 @@ class RowGroups:
         self.counts = counts
         self._offsets: torch.Tensor | None = None
         self._sizes = sizes
+        self._members: torch.Tensor | None = None
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -41,6 +42,13 @@ class RowGroups:
         if self._sizes is None:
             self._sizes = host_values(self.counts)
         return self._sizes
+
+    def members(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return 1 where a row of ``rows`` [rows, …] is in a group, else 0: [rows, groups], in their dtype."""
+        if self._members is None or self._members.dtype != rows.dtype:
+            number, ends = torch.arange(len(rows), device=rows.device).unsqueeze(1), self.offsets
+            self._members = ((number >= ends - self.counts) & (number < ends)).to(rows.dtype)
+        return self._members
 
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,19 +66,27 @@ class SwiGLUExperts(nn.Module):
     parts of a sum.
     """
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int, *, dropout: float = 0.0) -> None:
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, experts: int, *, dropout: float = 0.0, bias: bool = False
+    ) -> None:
         """``dropout``: probability with which the activations between the matrices are zeroed while training (expert
-        dropout, Fedus et al. 2021, arXiv:2101.03961, section 2.4)."""
+        dropout, Fedus et al. 2021, arXiv:2101.03961, section 2.4). ``bias``: whether each matrix has one, such as
+        ``gate_proj_bias`` [experts, out]."""
         super().__init__()
         self.gate_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(experts, ffn_hidden_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, ffn_hidden_size))
-        self.activation = GatedSiLU()
+        if bias:
+            for name, matrix in list(self.named_parameters()):
+                self.register_parameter(f"{name}_bias", nn.Parameter(matrix.new_empty(matrix.shape[:2])))
+        self.activation: nn.Module = GatedSiLU()
         self.dropout = Dropout(dropout, dispatched=True)
         self.updates = nn.ModuleDict()
         """A slot: what adapters add, an :class:`~nxdt_core.models.updates.Update` by name of the matrix."""
         self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged
         """A slot: this process's part of a parameter. Engines that shard the parameters put its counterpart here."""
+        self.shares = 1
+        """A slot: processes that have parts of each expert's columns, and add up their outputs."""
 
     def forward(self, rows: torch.Tensor, groups: RowGroups | None = None) -> torch.Tensor:
         """Return each expert over its rows.
@@ -88,7 +104,16 @@ class SwiGLUExperts(nn.Module):
     def _product(self, name: str, rows: torch.Tensor, groups: RowGroups | None) -> torch.Tensor:
         matrix = self.local(getattr(self, name))
         product = grouped_linear(rows, matrix, groups)
-        return self.updates[name](rows, product, matrix, groups) if name in self.updates else product
+        if name in self.updates:
+            product = self.updates[name](rows, product, matrix, groups)
+        bias = getattr(self, f"{name}_bias", None)
+        if bias is None:
+            return product
+        bias = self.local(bias).to(product.dtype)
+        if name == "down_proj" and self.shares > 1:
+            bias = bias / self.shares
+        # A product, since backward of a lookup adds up the rows of a group in an order that varies on accelerators.
+        return product + (bias.unsqueeze(1) if groups is None else groups.members(product) @ bias)
 
     def extra_repr(self) -> str:
         """Return the number and widths, for ``print(model)``."""

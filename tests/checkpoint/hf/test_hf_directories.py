@@ -36,6 +36,11 @@ KEY_MAP = (
     KeyMap(name="layers.*.dense.weight", hf_names=("h.*.dense.weight",), transform="transpose"),
     KeyMap(name="layers.*.qkv.weight", hf_names=("h.*.q.weight", "h.*.kv.weight"), transform="concat", sections=(4, 2)),
     KeyMap(name="layers.*.experts", hf_names=("h.*.experts.*.w",), transform="stack"),
+    KeyMap(name="layers.*.down", hf_names=("h.*.down",), transform="transpose"),
+    KeyMap(name="layers.*.gate", hf_names=("h.*.gate_up",), transform="part", sections=(0, 2, 0)),
+    KeyMap(name="layers.*.up", hf_names=("h.*.gate_up",), transform="part", sections=(1, 2, 0)),
+    KeyMap(name="layers.*.even", hf_names=("h.*.both",), transform="part_transpose", sections=(0, 2, 1)),
+    KeyMap(name="layers.*.odd", hf_names=("h.*.both",), transform="part_transpose", sections=(1, 2, 1)),
 )
 
 
@@ -45,6 +50,9 @@ class Layer(nn.Module):
         self.dense = nn.Linear(4, 3, bias=False)
         self.qkv = nn.Linear(4, 6, bias=False)
         self.experts = nn.Parameter(torch.randn(5, 2, 4))
+        self.down = nn.Parameter(torch.randn(5, 4, 2))
+        for name in ("gate", "up", "even", "odd"):
+            self.register_parameter(name, nn.Parameter(torch.randn(5, 2, 4)))
 
 
 class Toy(nn.Module):
@@ -121,7 +129,13 @@ def test_names_and_layouts_are_those_of_the_map(saved, state):
     assert torch.equal(tensors["h.0.q.weight"], state["layers.0.qkv.weight"][:4])
     assert torch.equal(tensors["h.0.kv.weight"], state["layers.0.qkv.weight"][4:])
     assert torch.equal(tensors["h.3.experts.4.w"], state["layers.3.experts"][4])
-    assert len(tensors) == 1 + 12 * (1 + 2 + 5)
+    assert torch.equal(tensors["h.2.down"], state["layers.2.down"].mT)
+    assert torch.equal(tensors["h.2.gate_up"][:, :2], state["layers.2.gate"])
+    assert torch.equal(tensors["h.2.gate_up"][:, 2:], state["layers.2.up"])
+    assert tensors["h.2.both"].shape == (5, 4, 4)
+    assert torch.equal(tensors["h.2.both"][4, :, 0::2], state["layers.2.even"][4].T)
+    assert torch.equal(tensors["h.2.both"][4, :, 1::2], state["layers.2.odd"][4].T)
+    assert len(tensors) == 1 + 12 * (1 + 2 + 5 + 1 + 2)
 
 
 def test_files_stay_below_the_limit_and_the_index_names_each_tensor_once(tmp_path, state):
@@ -356,6 +370,8 @@ def test_a_tensor_without_a_parameter_is_not_dropped_in_silence(tmp_path, state)
             KeyMap(name="embed.weight", hf_names=("a",), transform="pad", sections=(8,)),
             "its 7 rows are not (8,) and padding",
         ),
+        (KeyMap(name="embed.weight", hf_names=("a",), transform="part", sections=(2, 2, 0)), "(number, parts, altern"),
+        (KeyMap(name="embed.weight", hf_names=("a",), transform="part", sections=(0, 2, 0)), "'a' has 2 parts, not 1"),
     ],
 )
 def test_a_wrong_key_map_is_the_builders_error(tmp_path, state, entry, reason):

@@ -18,6 +18,7 @@ from nxdt_core.engine.context.apply import apply_context_parallel, unshard_seque
 from nxdt_core.engine.context.blocks import zigzag_shard
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention
+from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 from tests.at_rest import at_rest
@@ -126,6 +127,33 @@ def test_windows_are_those_of_one_process(ranks, size):
     for found in ranks(size).run(on_ranks, cases):
         wrong = {case: error for case, error in zip(cases, found, strict=True) if not error < 1e-11}
         assert not wrong
+
+
+def sinks_on_ranks() -> list[float]:
+    """Differences from one process with a sink per head: of output, gradients of the tokens, and that of the sinks."""
+    with process_group():
+        mesh, ids = context_mesh(), documents("packed")
+        shard = functools.partial(zigzag_shard, rank=mesh.rank("cp"), ranks=mesh.size("cp"))
+        found = []
+        for method, window in itertools.product(METHODS, (None, 12)):
+            *qkv, grad = inputs(2, torch.float64)
+            sinks = torch.tensor([-1.0, 0.5, 2.0, 5.0], dtype=torch.float64)
+            leaves = [t.clone().requires_grad_() for t in (*qkv, sinks)]
+            expected = SinkAttention(window=window)(*leaves[:3], ids, sinks=leaves[3])
+            expected.backward(grad)
+            local = [t.clone().requires_grad_() for t in (*(shard(t, dim=2) for t in qkv), sinks)]
+            output = sharded_core(mesh, method, window)(*local[:3], shard(ids, dim=1), sinks=local[3])
+            output.backward(shard(grad, dim=2))
+            dist.all_reduce(local[3].grad, group=mesh.group("cp"))
+            pairs = [(output, shard(expected, dim=2)), (local[3].grad, leaves[3].grad)]
+            pairs += [(mine.grad, shard(each.grad, dim=2)) for mine, each in zip(local[:3], leaves[:3], strict=True)]
+            found.append(max((mine - each).abs().max().item() for mine, each in pairs))
+        return found
+
+
+def test_sinks_are_those_of_one_process(ranks):
+    for found in ranks(2).run(sinks_on_ranks):
+        assert max(found) < 1e-11
 
 
 def awkward_inputs(method: str) -> dict[str, float]:

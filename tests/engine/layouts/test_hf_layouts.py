@@ -16,8 +16,8 @@ from tests.engine.matrix.training import Report, train
 from tests.sampling import sampled
 
 DENSE = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "cohere")
-SPARSE = ("qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe")
-BALANCED = ("qwen3-moe balanced", "olmoe balanced")
+SPARSE = ("qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe", "gpt-oss")
+BALANCED = ("qwen3-moe balanced", "olmoe balanced", "gpt-oss balanced")
 """With the auxiliary loss of the routers."""
 FAMILIES = (*DENSE, *SPARSE)
 STEPS = 4
@@ -25,10 +25,10 @@ FAMILIES_OF_A_CASE = 2
 
 CASES = {
     "tp2-sp-packed": (FAMILIES, Layout(tp=2, sp=True, packed=True)),
-    "tp4-sp": (("qwen3", "olmo2", "qwen3-moe", "cohere"), Layout(tp=4, sp=True)),
+    "tp4-sp": (("qwen3", "olmo2", "qwen3-moe", "cohere", "gpt-oss"), Layout(tp=4, sp=True)),
     "tp2-balanced": (BALANCED, Layout(tp=2)),
     "tp2-sp-balanced": (BALANCED, Layout(tp=2, sp=True)),
-    "pp2": ((*DENSE, "qwen3-moe", "glm4-moe", "deepseek-v3"), Layout(pp=2)),
+    "pp2": ((*DENSE, "qwen3-moe", "glm4-moe", "deepseek-v3", "gpt-oss"), Layout(pp=2)),
     "pp2-tp2": (("gemma3", "phi3"), Layout(pp=2, tp=2)),
     "pp2-interleaved": (("gemma2",), Layout(pp=2, vpp=2)),
     "cp2": (("qwen2", "qwen3", "gemma3", "olmo2", "cohere", *SPARSE), Layout(cp=2, cp_method="ring")),
@@ -39,7 +39,7 @@ CASES = {
     "dp2-ep2": ((*SPARSE, *BALANCED), Layout(dp=2, ep=2)),
     "dp2-ep2-zero3": (SPARSE, Layout(dp=2, ep=2, zero=3)),
     "dp2-ep2-tp2-sp": ((*SPARSE, "olmoe balanced"), Layout(dp=2, ep=2, tp=2, sp=True)),
-    "dp2-ep2-pp2": (("qwen3-moe",), Layout(dp=2, ep=2, pp=2)),
+    "dp2-ep2-pp2": (("qwen3-moe", "gpt-oss"), Layout(dp=2, ep=2, pp=2)),
     "cp2-ep2": (SPARSE, Layout(cp=2, ep=2, cp_method="ring")),
 }
 

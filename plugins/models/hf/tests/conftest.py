@@ -17,9 +17,9 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.random.init import initialize
 from tests.sampling import slow_except
 
-SPARSE = ("qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe")
-BALANCED = ("qwen3-moe", "olmoe")
-STORED = ("gemma3", "olmo2", "qwen3-moe", "glm4-moe")
+SPARSE = ("qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe", "gpt-oss")
+BALANCED = ("qwen3-moe", "olmoe", "gpt-oss")
+STORED = ("gemma3", "olmo2", "qwen3-moe", "glm4-moe", "gpt-oss")
 """With a tied head, with one of its own, and with experts: ``test_builder.py`` shows for all families that their names
 in files are those of transformers, but for experts."""
 FAMILIES = ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "cohere", *SPARSE)
@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``family``: each of those with a configuration that the plugin ships; ``balanced``: each to
     whose routers transformers adds a loss; ``written``: each that has a form in directories; ``stored``: each of these,
     by default those whose directories differ in kind."""
-    written = [family for family in FAMILIES if family != "granitemoe"]
+    written = list(FAMILIES)
     stored = slow_except(written, STORED)
     for name, families in {"family": FAMILIES, "written": written, "stored": stored, "balanced": BALANCED}.items():
         if name in metafunc.fixturenames:
@@ -63,7 +63,7 @@ def materialised() -> Callable[[HFBuilder], CausalLM]:
         with torch.no_grad():
             generator = torch.Generator().manual_seed(2)
             for name, parameter in model.named_parameters():
-                if parameter.ndim == 1 or "norm" in name:
+                if parameter.ndim == 1 or "norm" in name or name.endswith("_bias"):
                     parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
         return model
 
@@ -96,10 +96,14 @@ def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     named = {}
     for name, tensor in tensors.items():
         path, _, kind = name.rpartition(".stack.")
+        side, _, leaf = kind.partition("_")
+        alternating = f"{path}.stack.gate_proj_bias" in tensors  # gpt-oss, whose matrices are [in, out]
         if not path:
-            named[name] = tensor
-        elif kind == "down_proj":
-            named[f"{path}.down_proj"] = tensor
-        elif kind == "gate_proj":
-            named[f"{path}.gate_up_proj"] = torch.cat([tensor, tensors[f"{path}.stack.up_proj"]], dim=1)
+            named[name.removesuffix(".weight") if name.endswith(".sinks.weight") else name] = tensor
+            continue
+        if side == "gate":
+            pair = (tensor, tensors[f"{path}.stack.up_{leaf}"])
+            tensor, side = torch.stack(pair, 2).flatten(1, 2) if alternating else torch.cat(pair, dim=1), "gate_up"
+        if side != "up":
+            named[f"{path}.{side}_{leaf}"] = tensor.mT if alternating and leaf == "proj" else tensor
     return named

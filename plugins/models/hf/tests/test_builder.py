@@ -65,6 +65,7 @@ def test_two_ranks_hold_half_of_every_matrix_and_all_of_other_norms_and_routers(
         shapes = {name: parameter.shape for name, parameter in made.build().named_parameters()}
     for name, (whole, held) in measured.elements.items():
         alone = ".gate." in name or ".router." in name or "q_a_proj" in name or "kv_a_proj" in name
+        alone |= name.endswith(("o_proj.bias", "down_proj_bias", "shared_expert_gate.weight"))
         stays = ("norm" in name and len(shapes[name]) == 1) or alone
         assert held == (whole if stays else whole // 2), name
     assert measured.unmatched == (("model.layers.*.self_attn.q_b_proj",) if family == "deepseek-v2" else ())
@@ -91,7 +92,8 @@ def test_names_are_those_of_transformers_but_for_experts(builder, fused, written
     with torch.device("meta"):
         ours = {source.name: torch.empty(source.shape) for source in sources(made)}
     assert fused(ours).keys() == names - users
-    assert all(source.hf_names == (source.name,) for source in sources(made) if source.transform == "none")
+    if written not in ("granitemoe", "gpt-oss"):  # whose names in directories or in memory are others
+        assert all(source.hf_names == (source.name,) for source in sources(made) if source.transform == "none")
 
 
 def test_fresh_weights_are_spread_as_transformers_spreads_them(builder, fused, family):
@@ -104,7 +106,9 @@ def test_fresh_weights_are_spread_as_transformers_spreads_them(builder, fused, f
     other = made.architecture.model_class(made.architecture.config)
     expected = other.state_dict()
     for name, parameter in fused(dict(module.named_parameters())).items():
-        if parameter.ndim == 1 or "norm" in name:
+        if name.endswith(("sinks", "router.bias")):
+            assert 0.02 < parameter.std() < 0.3  # of few numbers
+        elif parameter.ndim == 1 or "norm" in name or name.endswith("_bias"):
             assert torch.equal(parameter, expected[name]), name
         else:
             assert parameter.std().item() == pytest.approx(expected[name].std().item(), rel=0.15), name

@@ -112,13 +112,14 @@ LAYOUTS = {
     "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "dp2-zero1")), "dp2", "tp2"]
 )
 def test_layouts_draw_and_learn_the_same(small, layout, tmp_path):
+    """The second data-parallel rank has blank samples alone in validation, whose four prompts are half of a batch. A
+    longer window does not make rows of answers longer."""
     from nxdt_core.cli import main
 
-    """The second data-parallel rank has blank samples alone in validation, whose four prompts are half of a batch."""
     same = ["objective.num_iterations=2", "data.global_batch_size=8"]
     alone = small(*same, name="alone")
     train(alone)
-    shared = [*same, *LAYOUTS[layout]]
+    shared = [*same, "data.seq_length=128", *LAYOUTS[layout]]
     config = small(*shared, name="several")
     file = tmp_path / "several.yaml"
     file.write_text(json.dumps(config.to_values()))
@@ -129,6 +130,13 @@ def test_layouts_draw_and_learn_the_same(small, layout, tmp_path):
         assert found[1:] == pytest.approx(drawn, abs=1e-6)
     validated = [rows(each, "validation.jsonl")[4][1:] for each in (config, alone)]
     assert validated[0] == pytest.approx(validated[1], abs=1e-6)
+
+
+def test_rows_are_as_long_as_the_longest_answer_needs(small):
+    with TrainSession(small("data.seq_length=128")) as session:
+        batch = next(iter(session.batches()))
+        (first, *_), _ = session.objective.generate(session, batch.micro_batches, train=True)
+    assert first.input_ids.shape == (8, 64)
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def _named_for(leaf: UpdateParameter, source: Source, tied: Mapping[str, str]) -
 
 def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTensor:
     """A base parameter; the bias of a layer with an update is below that layer's ``base_layer``."""
-    if source.transform == "stack":
+    if len(source.shape) == 3:
         raise NoPeftForm(parameter=source.name, reason="peft trains no experts whole")
     if any(_RENAMED in name for name in source.hf_names):
         raise NoPeftForm(parameter=source.name, reason="transformers opens its module under another name")
@@ -155,6 +155,8 @@ def _update(name: str, shape: tuple[int, ...], leaf: UpdateParameter, source: So
     if source.transform == "concat":
         reason = f"transformers keeps that matrix as {len(source.hf_names)} tensors"
         raise NoPeftForm(parameter=leaf.base, reason=reason)
+    if len(source.shape) == 3 and source.transform != "stack":
+        raise NoPeftForm(parameter=leaf.base, reason="transformers keeps all experts in one tensor")
     if table and leaf.kind == "lora_magnitude" and source.transform == "pad" and source.sections != source.shape[:1]:
         raise NoPeftForm(
             parameter=leaf.base, reason="its norms count the rows that fill the vocabulary up, which only we have"

@@ -106,8 +106,9 @@ def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
     own = read_floats({key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL})
-    if quantized := values.get("quantization_config"):
-        raise HFUnsupported(model=model_type, key="quantization_config", found=quantized, supported="None")
+    quantized = values.get("quantization_config")
+    if quantized and not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"):
+        raise HFUnsupported(model=model_type, key="quantization_config", found=quantized, supported="None or MXFP4")
     try:
         return CONFIG_MAPPING[model_type].from_dict(own)
     except ImportError as error:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
+from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.models.random.dropout import CausalAttentionWithDropout
 from nxdt_core.protocols.step_context import StepContext
 
@@ -46,6 +47,8 @@ class AttentionCall:
     softcap: float | None
     """Scores are ``softcap · tanh(score / softcap)``."""
     dropout: float
+    sinks: str | None
+    """Name of the module's parameter with a score per head that has no value; None: there is none."""
     causal: bool
     documents: bool
     """Whether ``document_ids`` came through."""
@@ -78,15 +81,20 @@ def _attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Any = None,
     document_ids: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[batch, heads, seq, width] each to [batch, seq, heads, width]."""
     core = getattr(module, CORE, None)
     if core is not None:
-        attended: torch.Tensor = core(query, key, value, document_ids)
-        return attended.transpose(1, 2), None
+        sinks = {} if s_aux is None else {"sinks": s_aux()}
+        attended: torch.Tensor = core(query, key, value, document_ids, **sinks)
+        return attended.transpose(1, 2).contiguous(), None  # of which some models take a view
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
+    own = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is s_aux), None)
+    if s_aux is not None and own is None:
+        unknown.add("s_aux")
     getattr(module, _NOTED)[module] = AttentionCall(
         heads=query.shape[1],
         kv_heads=key.shape[1],
@@ -96,6 +104,7 @@ def _attend(
         window=sliding_window,
         softcap=softcap,
         dropout=dropout,
+        sinks=own,
         causal=bool(others.get("is_causal", getattr(module, "is_causal", True))),
         documents=document_ids is not None,
         unknown=tuple(sorted(unknown | ({"attention_mask"} if attention_mask is not None else set()))),
@@ -107,9 +116,11 @@ def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
     """Return the core that computes what ``call`` asks for; the plain one wherever that suffices.
 
     Args:
-        call: causal, without unknown arguments, and without dropout where it has a window, a cap or a scale.
+        call: causal, without unknown arguments, and without dropout where it has a window, a cap, a scale or sinks.
         masks: shared by the cores of a model.
     """
+    if call.sinks is not None:
+        return SinkAttention(scale=call.scale, window=call.window)
     if call.dropout:
         return CausalAttentionWithDropout(call.dropout, masks)
     if call.softcap is not None:
@@ -117,6 +128,18 @@ def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
     if call.scale != call.key_width**-0.5:
         return ScaledAttention(call.scale, masks, window=call.window)
     return CausalAttention(masks, window=call.window)
+
+
+class HeadValues(nn.Module):
+    """In the place of a parameter [heads, …] of an attention module, so that tensor parallelism can shard it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self) -> torch.Tensor:
+        """Return the values of this process's heads."""
+        return self.weight
 
 
 class ScaledAttention(CausalAttention):

@@ -23,7 +23,7 @@ from nxdt_plugin_hf.architecture import Architecture, read_architecture
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.errors import DirectoryFormUnknown
 from nxdt_plugin_hf.facts import ModelFacts
-from nxdt_plugin_hf.mixtures import STACK
+from nxdt_plugin_hf.mixtures import BIAS, STACK
 from nxdt_plugin_hf.modeling import CausalLM, build_model, pass_hidden_by_position
 from nxdt_plugin_hf.tracing import pattern_of
 
@@ -129,31 +129,44 @@ def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) ->
     for name, experts in parameters.items():
         pattern = pattern_of(name)
         if pattern not in entries:
-            names = _written(model, name) if experts is None else _written_experts(model, name, experts)
-            entries[pattern] = KeyMap(name=pattern, hf_names=(names,), transform="none" if experts is None else "stack")
+            if experts is None:
+                entries[pattern] = KeyMap(name=pattern, hf_names=(_written(model, name),))
+            else:
+                entries[pattern] = _written_experts(model, name, experts)
     return tuple(entries.values())
 
 
 def _written(model: PreTrainedModel, name: str) -> str:
+    owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if leaf in model.get_submodule(owner)._parameters:  # values of heads, which have a module here
+        name = name.removesuffix(".weight")
     found = list(_reverted(model, name, torch.zeros(1, device=HOST)))
     if len(found) != 1:
         raise _other_form(model, name)
     return pattern_of(found[0][0])
 
 
-def _written_experts(model: PreTrainedModel, name: str, experts: str) -> str:
-    """Return the expression that takes one of our stacks out of the matrix that holds it in transformers."""
-    kind = name.removeprefix(f"{experts}.{STACK}.")
-    rows = {"gate_proj": (0, 2), "up_proj": (1, 2), "down_proj": (0, 1)}[kind]
-    fused = f"{experts}.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
-    values = torch.arange(_EXPERTS * rows[1], dtype=torch.float32, device=HOST).view(_EXPERTS, rows[1], 1)
-    written = {int(tensor): path for path, tensor in _reverted(model, fused, values) if tensor.shape == (1, 1)}
-    mine = [written.get(int(value)) for value in values[:, rows[0], 0]]
+def _written_experts(model: PreTrainedModel, name: str, experts: str) -> KeyMap:
+    """Return the entry of one of our stacks: transformers has gate and up in one matrix, and writes it or its parts."""
+    ours, kind = pattern_of(name), name.removeprefix(f"{experts}.{STACK}.")
+    side, _, leaf = kind.partition("_")
+    number, parts = {"gate": (0, 2), "up": (1, 2), "down": (0, 1)}[side]
+    fused = f"{experts}.gate_up_{leaf}" if parts > 1 else f"{experts}.{kind}"
+    values = torch.arange(_EXPERTS * parts, dtype=torch.float32, device=HOST).view(_EXPERTS, parts, 1)
+    written = dict(_reverted(model, fused, values))
+    if len(written) == 1 and torch.equal(next(iter(written.values())), values):
+        theirs: Any = model.get_submodule(experts)
+        transposed = "_transpose" if theirs.is_transposed and not kind.endswith(BIAS) else ""
+        sections = (number, parts, int(not theirs.is_concatenated)) if parts > 1 else ()
+        transform = f"part{transposed}" if parts > 1 else transposed.removeprefix("_") or "none"
+        return KeyMap(name=ours, hf_names=(pattern_of(*written),), transform=transform, sections=sections)
+    paths = {int(tensor): path for path, tensor in written.items() if tensor.shape == (1, 1)}
+    mine = [paths.get(int(value)) for value in values[:, number, 0]]
     patterns = {pattern_of(path) for path in mine if path is not None}
-    numbered = all(path is not None and f".{number}." in path for number, path in enumerate(mine))
+    numbered = all(path is not None and f".{expert}." in path for expert, path in enumerate(mine))
     if len(patterns) != 1 or not numbered:
         raise _other_form(model, fused)
-    return patterns.pop()
+    return KeyMap(name=ours, hf_names=(patterns.pop(),), transform="stack")
 
 
 def _reverted(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
+from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
-from nxdt_plugin_hf.attention import CORE, AttentionCall
+from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import (
+    BIAS,
     DISPATCHER,
     REFUSED,
     STACK,
@@ -55,6 +58,8 @@ class ModelFacts:
     init_rules: tuple[InitRule, ...]
     experts: Mapping[str, str]
     """Path of our matrices of experts → path of the module that they are of."""
+    biased: bool
+    """Whether experts have biases."""
     multiplied: int
     """Weights that a token is multiplied with, of experts those of as many as it is sent to."""
 
@@ -92,6 +97,7 @@ class ModelFacts:
             refused={dimension: reason for dimension, reason in reasons.items() if reason},
             init_rules=rules,
             experts={f"{path}.{STACK}": path for path in trace.experts},
+            biased=any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters()),
             multiplied=_multiplied(model, trace.experts),
         )
 
@@ -113,13 +119,19 @@ class ModelFacts:
             attention_cores=(core,),
             experts=ExpertPlan(
                 modules=tuple(f"{experts}.{STACK}" for experts in routed),
-                tensor={f"{experts}.{STACK}.{name}": side for experts in routed for name, side in STACK_SIDES.items()},
+                tensor={
+                    f"{experts}.{STACK}.{name}{end}": side
+                    for experts in routed
+                    for name, side in STACK_SIDES.items()
+                    for end in ("", *([BIAS] if self.biased else []))
+                },
                 dispatchers=tuple(f"{experts}.{DISPATCHER}" for experts in routed),
                 routers=routed,
             ),
             recompute={"CoreAttention": (core,), **self.classes},
             recompute_layer=f"{self.layers}.*",
             norms=tuple(f"{norm}.weight" for norm in self.norms),
+            no_weight_decay=("*.bias", *([f"*_proj{BIAS}"] if self.biased else [])),
             tied=self.tied,
             refused=self.refused,
         )
@@ -160,9 +172,10 @@ def _classes(model: CausalLM, layers: str) -> dict[str, tuple[str, ...]]:
 
 def _multiplied(model: CausalLM, top_k: Mapping[str, int]) -> int:
     parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-    dense = sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim == 2)
+    own = (named for part in parts for named in part.named_parameters(recurse=False))
+    dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
     experts = ((model.get_submodule(path), chosen) for path, chosen in top_k.items())
-    return dense + sum(p.numel() // len(p) * chosen for part, chosen in experts for p in part.parameters())
+    return dense + sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
 
 
 _STD = 0.02
@@ -174,39 +187,63 @@ def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
 
     Matrices are normal with the configuration's ``initializer_range``, as in the initialisation that transformers'
     models inherit. What vectors begin with, and matrices that are not trained, is seen on a copy of the module that has
-    them; those that are not filled with one number have no rule, so that they can come from a checkpoint alone.
+    them: one number, or random ones, which are normal as well; those that are filled otherwise have no rule, so that
+    they can come from a checkpoint alone. Biases of experts are zero.
     (transformers also sets the padding token's row to zero; here it is drawn.)
     """
     std = getattr(cast("PreTrainedModel", model).config, "initializer_range", None) or _STD
     rules: dict[str, InitRule] = {}
     for path, module in model.named_modules():
-        own = [(name, pattern_of(f"{path}.{name}"), p) for name, p in module.named_parameters(recurse=False)]
-        if all(pattern in rules for _, pattern, _ in own):
+        own = {name: pattern_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
+        own |= {n: pattern_of(f"{path}.{n}.weight") for n, p in module.named_children() if isinstance(p, HeadValues)}
+        if isinstance(module, HeadValues) or all(pattern in rules for pattern in own.values()):
             continue
-        constants = _constants(model, module) if any(not _random_rules(module, p) for _, _, p in own) else {}
-        for name, pattern, parameter in own:
-            if _random_rules(module, parameter):
+        alone = _as_theirs(module)
+        drawn = {name: _is_drawn(module, name, alone.get_parameter(name)) for name in own}
+        constants = {} if all(drawn.values()) else _constants(model, alone)
+        for name, pattern in own.items():
+            if drawn[name] or math.isnan(constants.get(name, 0.0)):
                 rules[pattern] = InitRule(pattern=pattern, distribution="normal", std=std)
             elif name in constants:
                 rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=constants[name])
     return tuple(rules.values())
 
 
-def _random_rules(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` of ``module`` begins as random numbers; norms of single heads are matrices and do not."""
-    return parameter.ndim >= 2 and parameter.requires_grad and not is_norm(module)
+def _as_theirs(module: nn.Module) -> nn.Module:
+    """Return a copy, on the meta device, with the parameters that transformers' initialisation expects in it."""
+    alone = copy.deepcopy(module)
+    for name, part in list(alone.named_children()):
+        if isinstance(part, HeadValues):
+            delattr(alone, name)
+            alone.register_parameter(name, part.weight)
+    return alone
+
+
+def _is_drawn(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter of ``module`` begins as random numbers; norms of single heads are matrices and do not."""
+    return parameter.ndim >= 2 and parameter.requires_grad and not is_norm(module) and not name.endswith(BIAS)
 
 
 @torch.no_grad()
-def _constants(model: CausalLM, module: nn.Module) -> dict[str, float]:
-    """Parameters of ``module`` that its initialisation fills with one number."""
-    if isinstance(module, nn.Linear):  # its matrix may be large; transformers' own rule for all
+def _constants(model: CausalLM, alone: nn.Module) -> dict[str, float]:
+    """Parameters of ``alone`` that its initialisation fills with one number, or with random ones: NaN."""
+    if isinstance(alone, nn.Linear):  # its matrix may be large; transformers' own rule for all
         return {"bias": 0.0}
-    alone = copy.deepcopy(module).to_empty(device=HOST)
-    for parameter in alone.parameters(recurse=False):
-        parameter.fill_(float("nan"))
-    cast("PreTrainedModel", model)._init_weights(alone)
-    filled = {
-        name: p for name, p in alone.named_parameters(recurse=False) if not _random_rules(module, p) and p.numel()
-    }
-    return {name: float(p.flatten()[0]) for name, p in filled.items() if bool((p == p.flatten()[0]).all())}
+    if isinstance(alone, SwiGLUExperts):  # which transformers does not know
+        return {name: 0.0 for name, _ in alone.named_parameters(recurse=False)}
+    alone.to_empty(device=HOST)
+    tried = []
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(2):
+            for parameter in alone.parameters(recurse=False):
+                parameter.fill_(float("nan"))
+            cast("PreTrainedModel", model)._init_weights(alone)
+            tried.append({name: p.clone() for name, p in alone.named_parameters(recurse=False) if p.numel()})
+    found = {}
+    for name, first in tried[0].items():
+        number = first.flatten()[0]
+        if bool((first == number).all()):
+            found[name] = float(number)
+        elif bool(first.isfinite().all()) and not torch.equal(first, tried[1][name]):
+            found[name] = float("nan")
+    return found

@@ -129,7 +129,9 @@ def _experts_of(block: nn.Module) -> RoutedExperts:
 STACK = "stack"
 """Attribute of :class:`RoutedExperts` with the matrices."""
 STACK_SIDES: Mapping[str, Literal["column", "row"]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
-"""Which side of its matrices tensor parallelism cuts."""
+"""Which side of its matrices tensor parallelism cuts; their biases end in :data:`BIAS`."""
+BIAS = "_bias"
+"""End of the names of biases of experts, there and here."""
 DISPATCHER = "dispatcher"
 """Its attribute that moves tokens to experts and back."""
 TENSOR_STYLE = "moe_tp_experts"
@@ -142,10 +144,10 @@ class RoutedExperts(nn.Module):
     Under tensor parallelism what it returns is this rank's part of a sum, which ends with the block around it.
     """
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, experts: int, *, bias: bool) -> None:
         super().__init__()
         self.experts = experts
-        self.stack = SwiGLUExperts(hidden_size, ffn_hidden_size, experts)
+        self.stack = SwiGLUExperts(hidden_size, ffn_hidden_size, experts, bias=bias)
         self.dispatcher = LocalDispatcher()
         self.shards: TokenShards = WholeMicroBatch()
 
@@ -197,26 +199,74 @@ def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
     if problem:
         raise UnsupportedArchitecture(model=model, reason=f"its experts '{path}' {problem}")
     gate_up: Any = theirs.gate_up_proj
-    experts, twice_wide, hidden_size = gate_up.shape
+    experts, twice_wide, hidden_size = gate_up.mT.shape if theirs.is_transposed else gate_up.shape
     with gate_up.device:
-        return RoutedExperts(hidden_size, twice_wide // 2, experts)
+        ours = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=hasattr(theirs, f"gate_up_proj{BIAS}"))
+    if not _is_silu(_Gate(theirs)):
+        ours.stack.activation = _Gate(theirs)
+    return ours
+
+
+_MATRICES = {"gate_up_proj": 3, "down_proj": 3}
+_BIASES = {f"{name}{BIAS}": 2 for name in _MATRICES}
+"""What their experts may have, and dimensions."""
 
 
 def _problem(theirs: Any) -> str | None:
     """What our experts would lose."""
     shapes = {name: parameter.ndim for name, parameter in theirs.named_parameters()}
-    if theirs.is_transposed or not theirs.is_concatenated or shapes != {"gate_up_proj": 3, "down_proj": 3}:
+    normed = getattr(theirs, "has_post_expert_norm", False)  # not in 5.17
+    if normed or shapes not in (_MATRICES, {**_MATRICES, **_BIASES}):
         return f"are not the two stacks of matrices gate_up_proj and down_proj ({', '.join(shapes)})"
-    with HOST, torch.no_grad():
-        rows = torch.linspace(-9, 9, 64).view(4, 16)
-        expected = GatedSiLU()(*rows.chunk(2, dim=-1))
-        try:
-            found = cast(torch.Tensor, theirs._apply_gate(rows))
-        except Exception as error:  # a model's own code may raise anything
-            return f"have a gate that cannot be tried ({type(error).__name__})"
-    if found.shape != expected.shape or not torch.allclose(found, expected, atol=1e-6):
-        return "have another gate than silu(gate) * up"
+    tried = _tried()
+    try:
+        whole, part = (_Gate(theirs)(*(tensor[:, :features] for tensor in tried)) for features in (8, 3))
+    except Exception as error:  # a model's own code may raise anything
+        return f"have a gate that cannot be tried ({type(error).__name__})"
+    if whole.shape != tried[0].shape or not torch.allclose(whole[:, :3], part, atol=1e-6):
+        return "have a gate that mixes features, of which tensor parallel ranks have parts"
     return None
+
+
+def _tried() -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up [4, 8]."""
+    gate, up = torch.linspace(-9, 9, 64, device=HOST).view(4, 16).chunk(2, dim=-1)
+    return gate, up
+
+
+def _is_silu(gate: _Gate) -> bool:
+    return torch.allclose(gate(*_tried()), GatedSiLU()(*_tried()), atol=1e-6)
+
+
+class _Adjacent(torch.autograd.Function):
+    """The identity, with a gradient in one piece of memory: grouped products reject every other element of a row."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
+class _Gate(nn.Module):
+    """The function of gate and up of a model's experts, as it is there: of both in one matrix."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        bare = copy.copy(theirs)
+        bare._parameters = {}
+        self._theirs = (bare,)  # in a tuple: a submodule would be part of the model
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return [rows, features]; both are of that shape."""
+        (theirs,) = self._theirs
+        if theirs.is_concatenated:
+            joined = torch.cat((gate, up), -1)
+        else:
+            joined = torch.stack([_Adjacent.apply(part) for part in (gate, up)], -1).flatten(-2)  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, theirs._apply_gate(joined))
 
 
 REFUSED = "its routers' auxiliary loss needs {what}; set model.hf_config.output_router_logits=false to train without"

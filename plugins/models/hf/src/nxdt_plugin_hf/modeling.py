@@ -17,7 +17,7 @@ from torch import nn
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
-from nxdt_plugin_hf.attention import CORE, AttentionCall, attention_core
+from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues, attention_core
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, router_balance
 
@@ -131,7 +131,10 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     replace_experts(model)
     masks = DocumentMasks()
     for path, call in calls.items():
-        model.get_submodule(path).add_module(CORE, attention_core(call, masks))
+        attention = model.get_submodule(path)
+        attention.add_module(CORE, attention_core(call, masks))
+        if call.sinks is not None:
+            attention.add_module(call.sinks, HeadValues(attention._parameters.pop(call.sinks)))
     layers = next(iter(calls)).partition(".0.")[0]
     model.set_submodule(layers, NumberedLayers(model.get_submodule(layers)))
     for path, module in list(model.named_modules()):
@@ -161,14 +164,14 @@ def _plain_embedding(model: Any) -> tuple[str, float | None]:
     if type(embedding).forward is nn.Embedding.forward:
         return path, None
     scale = getattr(embedding, "scalar_embed_scale", None)
-    if not isinstance(embedding, nn.Embedding) or not isinstance(scale, float):
+    if not isinstance(embedding, nn.Embedding) or not isinstance(scale, (int, float)):
         reason = f"its embedding '{path}' is a {type(embedding).__name__}, whose forward is not known"
         raise UnsupportedArchitecture(model=type(model).__name__, reason=reason)
     rows, width = embedding.weight.shape
     plain = nn.Embedding(rows, width, padding_idx=embedding.padding_idx)
     plain.weight = embedding.weight
     model.set_submodule(path, plain)
-    return path, scale
+    return path, float(scale)
 
 
 def _path_of(model: nn.Module, part: nn.Module | None, what: str) -> str:

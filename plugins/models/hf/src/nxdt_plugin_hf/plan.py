@@ -16,7 +16,7 @@ from torch import nn
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.plan import AttentionHeads, PipelinePlan, TensorStyle
-from nxdt_plugin_hf.attention import AttentionCall
+from nxdt_plugin_hf.attention import AttentionCall, HeadValues
 from nxdt_plugin_hf.mixtures import TENSOR_STYLE, mixtures, not_additive, routed_experts
 from nxdt_plugin_hf.tracing import pattern_of
 
@@ -34,17 +34,24 @@ _STYLES: Mapping[str, TensorStyle] = {
     "embedding_rowwise": "vocab_embedding",
 }
 """Theirs → ours."""
-_SUMMED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""Their styles for modules that are in a tensor block and stay whole; ours follows from their path."""
+_FROM_PATHS = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
+"""Their styles for modules that are in a tensor block and stay whole, and for attention with sinks; ours follow from
+their paths."""
 _ATTENTION: Sequence[Mapping[str, TensorStyle]] = (
     dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column"),
+    dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj"), "column"),
     dict.fromkeys(("q_proj", "kv_b_proj"), "column"),
     dict.fromkeys(("q_b_proj", "kv_b_proj"), "column"),
 )
-"""What makes heads in attention that a plan leaves whole: grouped heads, and latent attention without and with a
-compressed query (DeepSeek-V2, arXiv:2405.04434). ``o_proj`` takes them."""
+"""What makes heads in attention that a plan leaves whole: grouped heads, without and with a gate of what they give
+(AFMoE), and latent attention without and with a compressed query (DeepSeek-V2, arXiv:2405.04434). ``o_proj`` takes
+them."""
 _LATENT = {"q_a_proj", "kv_a_proj_with_mqa"}
 """What compresses tokens for latent attention, on each rank the whole."""
+
+
+_FEED_FORWARD: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+"""Linear layers of a feed-forward block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +77,18 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
         layers: path of its layers.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    sinks = [path for path, module in modules.items() if isinstance(module, HeadValues)]  # cut with their heads
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     theirs = {
         pattern: style
         for pattern, style in cast("PreTrainedModel", model).tp_plan.items()
         if any(matches(pattern, path) for path in (*modules, *parameters))
+        and not any(matches(pattern, path) for path in sinks)
     }
     cut = {pattern for pattern, style in theirs.items() if style == TENSOR_STYLE}
-    known = (*_STYLES, *_SUMMED, TENSOR_STYLE)
+    if not any(f"{pattern}.".startswith(f"{layers}.") for pattern in theirs):  # it has none for layers (gpt-oss)
+        cut = {pattern_of(path) for path, _ in routed_experts(model)}
+    known = (*_STYLES, *_FROM_PATHS, TENSOR_STYLE)
     unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
     styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
     styles |= _attention_styles(styles, calls, modules)
@@ -85,6 +96,7 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     if model.head_path:
         styles |= {model.head_path: "vocab_head"}
     around = dict(mixtures(model, layers))
+    styles |= _feed_forward_styles(styles, around, modules) if cut else {}
     styles |= {p: "row_partial" for p, s in styles.items() if s == "row" and _inside(around, p, modules)}
     inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
     norms = _norms_of_heads(inner, calls, modules)
@@ -120,6 +132,23 @@ def _attention_styles(
     return {}
 
 
+def _feed_forward_styles(
+    styles: Mapping[str, TensorStyle], around: Collection[str], modules: Mapping[str, nn.Module]
+) -> Mapping[str, TensorStyle]:
+    """Return the styles of feed-forward blocks that a plan leaves whole: experts for all tokens in the blocks
+    ``around`` others, and what is in the place of such a block in other layers."""
+    found: dict[str, TensorStyle] = {}
+    places = {pattern_of(path) for path in around}
+    for path, part in modules.items():
+        pattern = pattern_of(path)
+        there = pattern in places or pattern.rpartition(".")[0] in places
+        whole = not any(each.startswith(f"{pattern}.") for each in styles)
+        linear = {each for each, layer in part.named_modules() if type(layer) is nn.Linear} if there else {}
+        if whole and linear == _FEED_FORWARD.keys():
+            found |= {f"{pattern}.{each}": style for each, style in _FEED_FORWARD.items()}
+    return found
+
+
 def _inside(around: Collection[str], pattern: str, modules: Collection[str]) -> bool:
     """Whether a pattern names modules in blocks around experts."""
     return any(matches(pattern, path) and any(path.startswith(f"{block}.") for block in around) for path in modules)
@@ -151,15 +180,16 @@ def _refused_experts(
 def _norms_of_heads(
     styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
 ) -> tuple[str, ...]:
-    """Return the modules in attention whose weights [heads, width] have one row for each sharded head."""
+    """Return the modules in attention with weights [heads, width], one row for each sharded head, and the sinks."""
     path, call = next(iter(calls.items()))
     attention = pattern_of(path)
     if not any(style == "column" and pattern.rpartition(".")[0] == attention for pattern, style in styles.items()):
         return ()
     shapes = {(heads, width) for heads in (call.heads, call.kv_heads) for width in (call.key_width, call.value_width)}
+    sinks = dict.fromkeys(f"{attention}.{each.sinks}" for each in calls.values() if each.sinks is not None)
     parts = (name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in styles)
     own = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in parts}
-    return tuple(pattern_of(name) for name, found in own.items() if found and found <= shapes)
+    return *(pattern_of(name) for name, found in own.items() if found and found <= shapes), *sinks
 
 
 def _heads(

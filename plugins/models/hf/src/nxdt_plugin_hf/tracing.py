@@ -128,7 +128,10 @@ def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:
             raise UnsupportedArchitecture(model=name, reason=f"'{path}' does not receive the document boundaries")
         if call.unknown:
             raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
-        plain = call.window is None and call.softcap is None and call.scale == call.key_width**-0.5
-        if call.dropout and not plain:
-            reason = f"'{path}' wants dropout with a window, a cap or a scale; set attention_dropout to 0"
+        scaled = call.scale != call.key_width**-0.5
+        if call.dropout and (call.window or call.softcap or scaled or call.sinks):
+            reason = f"'{path}' wants dropout with a window, a cap, a scale or sinks; set attention_dropout to 0"
+            raise UnsupportedArchitecture(model=name, reason=reason)
+        if call.softcap and call.sinks:
+            reason = f"'{path}' wants sinks with a cap"
             raise UnsupportedArchitecture(model=name, reason=reason)

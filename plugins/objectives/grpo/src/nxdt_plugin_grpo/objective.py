@@ -11,6 +11,7 @@ ends an answer; ``loss_weights`` are what each adds to the mean. ``values`` has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -140,32 +141,37 @@ class Grpo:
 
     def _drawn(self, session: TrainSession, micro_batches: Sequence[Batch], step: int) -> dict[int, Group]:
         """Return the groups of the global batch by their place in it; each data-parallel rank draws its own."""
-        config, window, tokenizer = self._config, session.config.run.data.seq_length, session.data.tokenizer
+        config, longest = self._config, self._config.max_completion_length
+        window, tokenizer = session.config.run.data.seq_length, session.data.tokenizer
         if tokenizer is None:
             raise NoPrompts()
         writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
         stops = frozenset(stop_ids(build.chat_keys(session.config), tokenizer))
-        own = {}
-        origins = [origin for batch in micro_batches for origin in (batch.origins or [None] * batch.samples)]
-        # One rank may have blank samples alone. Answers to them would be drawn for nothing.
-        if not session.engine.ranks.any_rank(any(isinstance(origin, Prompt) for origin in origins)):
-            raise NoPrompts()
-        for place, prompt in zip(places(session, micro_batches), origins, strict=True):
-            asked = prompt if isinstance(prompt, Prompt) else _BLANK
-            longest = config.max_completion_length
-            if len(asked.ids) + longest > window:
-                raise PromptTooLong(place=asked.place, tokens=len(asked.ids), most=longest, window=window)
-            found = answers_to(
-                asked,
+        own, rank_places = dict[int, Group](), places(session, micro_batches)
+        given = (origin for batch in micro_batches for origin in batch.origins or ())
+        if not session.engine.ranks.any_rank(any(isinstance(each, Prompt) for each in given)):
+            raise NoPrompts()  # one rank may have blank samples alone, and answers to them are drawn for nothing
+        for batch in micro_batches:
+            origins = batch.origins or [None] * batch.samples
+            prompts = [each if isinstance(each, Prompt) else _BLANK for each in origins]
+            for asked in prompts:
+                if len(asked.ids) + longest > window:
+                    raise PromptTooLong(place=asked.place, tokens=len(asked.ids), most=longest, window=window)
+            here = [next(rank_places) for _ in prompts]
+            groups = answers_to(
+                prompts,
                 writer,
-                self._rewards or () if asked is not _BLANK else (),
                 stops,
                 count=config.num_generations,
                 longest=longest,
-                drawn=(session.config.run.seed, step, place),
+                drawn=[(session.config.run.seed, step, place) for place in here],
                 in_step=session.engine.rank_info.dp_size > 1,
             )
-            own[place] = Group() if asked is _BLANK else found
+            for place, asked, group in zip(here, prompts, groups, strict=True):
+                texts = group.texts(tokenizer)
+                if asked is not _BLANK:
+                    group.rewards = {each.name: each.scores(texts, asked) for each in self._rewards or ()}
+                own[place] = Group() if asked is _BLANK else group
         return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
 
     def _batches(
@@ -175,15 +181,23 @@ class Grpo:
         totals = {place: self._totals(group) for place, group in groups.items()}
         every = torch.cat([totals[place] for place in sorted(groups)])
         spread = float(every.std()) if len(every) > 1 else 0.0
-        own = places(session, micro_batches)
+        own, length = places(session, micro_batches), self._length(session, groups)
         found = []
         for batch in micro_batches:
             here = [next(own) for _ in range(batch.samples)]
-            rows = Rows(len(here), self._config.num_generations, batch.input_ids.shape[1], self._figures)
+            rows = Rows(len(here), self._config.num_generations, length, self._figures)
             for number, place in enumerate(here):
                 self._fill(rows, number, groups[place], totals[place], spread)
             found.append(rows.batch())
         return found
+
+    def _length(self, session: TrainSession, groups: Mapping[int, Group]) -> int:
+        """Return the tokens of a row: as many as the longest answer of the global batch needs, in steps of at least
+        64, so that compiled layers see few lengths, or the whole window."""
+        mesh, window = session.engine.rank_info.mesh, session.config.run.data.seq_length
+        needed = max(len(group.prompt) + len(answer) for group in groups.values() for answer in group.answers)
+        step = math.lcm(64, 2 * mesh.get("cp", 1) * mesh.get("tp", 1))
+        return min(-(-needed // step) * step, window)
 
     def _totals(self, group: Group) -> torch.Tensor:
         """Return the reward of each answer."""

@@ -1,4 +1,4 @@
-"""Answers to one prompt, as the model draws them, with their rewards."""
+"""Answers to prompts, as the model draws them, with their rewards."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.continuation import Writer
 from nxdt_core.train.sampling import Sampling
 from nxdt_core.train.session import TrainSession
 from nxdt_plugin_grpo.prompts import Prompt
-from nxdt_plugin_grpo.rewards import Weighted
 
 
 @dataclass(kw_only=True)
@@ -28,49 +28,55 @@ class Group:
     old_log_probs: list[list[float]] = field(default_factory=list)
     """Of the answers' tokens before the first step on them; empty where there is one step."""
 
+    def texts(self, tokenizer: Tokenizer) -> list[str]:
+        """Return the answers without the token that ends them."""
+        answers = zip(self.answers, self.ended, strict=True)
+        return [tokenizer.decode(answer[:-1] if ended else answer) for answer, ended in answers]
+
 
 def answers_to(
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
     writer: Writer,
-    rewards: Sequence[Weighted],
     stops: Collection[int],
     *,
     count: int,
     longest: int,
-    drawn: tuple[int, ...],
+    drawn: Sequence[tuple[int, ...]],
     in_step: bool,
-) -> Group:
-    """Draw answers and score them. Collective over the ranks that share the model.
+) -> list[Group]:
+    """Draw answers to each of ``prompts``, without rewards. Collective over the ranks that share the model.
 
     Args:
-        prompt: what is asked.
+        prompts: what is asked.
         writer: of the model; it ends no answer itself.
-        rewards: of the run.
         stops: tokens that end an answer.
-        count: answers.
+        count: answers to each prompt.
         longest: tokens of an answer at most.
-        drawn: what the random numbers depend on.
+        drawn: what the random numbers of each prompt depend on.
         in_step: always take ``longest`` passes, since other ranks with other prompts take part in each.
     """
-    answers: list[list[int]] = [[] for _ in range(count)]
+    answers: list[list[int]] = [[] for _ in range(count * len(prompts))]
     ended: set[int] = set()
     done: set[int] = set()
-    digest = hashlib.blake2b(repr(drawn).encode(), digest_size=7).digest()
-    sampling = Sampling(max_new_tokens=longest, temperature=1.0, samples=count, seed=int.from_bytes(digest, "little"))
-    for row, token in writer.tokens([prompt.ids], sampling, ended):
+    seeds = tuple(
+        int.from_bytes(hashlib.blake2b(repr(each).encode(), digest_size=7).digest(), "little") for each in drawn
+    )
+    sampling = Sampling(max_new_tokens=longest, temperature=1.0, samples=count, seed=seeds)
+    for row, token in writer.tokens([prompt.ids for prompt in prompts], sampling, ended):
         if row not in done:
             answers[row].append(token)
         if token in stops:
             done.add(row)
             if not in_step:
                 ended.add(row)
-    texts = [writer.tokenizer.decode(answer[:-1] if row in done else answer) for row, answer in enumerate(answers)]
-    return Group(
-        prompt=list(prompt.ids),
-        answers=answers,
-        ended=[row in done for row in range(count)],
-        rewards={each.name: each.scores(texts, prompt) for each in rewards},
-    )
+    return [
+        Group(
+            prompt=list(prompt.ids),
+            answers=answers[first : first + count],
+            ended=[row in done for row in range(first, first + count)],
+        )
+        for first, prompt in zip(range(0, len(answers), count), prompts, strict=True)
+    ]
 
 
 def places(session: TrainSession, micro_batches: Sequence[Batch]) -> Iterator[int]:

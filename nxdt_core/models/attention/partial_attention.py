@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.context.kernels import (
+from nxdt_core.models.attention.grouped_query import block_rows
+from nxdt_core.models.attention.kernels import (
     AttentionKernel,
     ComposedKernel,
     FlashOrEfficientKernel,
@@ -18,7 +19,6 @@ from nxdt_core.engine.context.kernels import (
     accumulation_dtype,
     contiguous_heads,
 )
-from nxdt_core.models.attention.grouped_query import block_rows
 
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
@@ -100,9 +100,20 @@ class MergedAttention:
             output.lerp_(part.to(output.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
             torch.logaddexp(lse, part_lse, out=lse)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output in the dtype of the queries, and log-sum-exp."""
+    def result(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output in the dtype of the queries, and log-sum-exp. The ``sinks`` [heads] are scores without a value."""
+        if sinks is not None:
+            scores = sinks.detach().to(self._lse.dtype).unsqueeze(-1)
+            self._output.mul_(torch.sigmoid(self._lse - scores).unsqueeze(-1))
+            torch.logaddexp(self._lse, scores, out=self._lse)
         return self._output.to(self._query.dtype), self._lse
+
+
+def sink_gradients(grad: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of ``sinks`` [heads], from the output's and what :meth:`MergedAttention.result` gave."""
+    shares = torch.exp(sinks.detach().to(lse.dtype).unsqueeze(-1) - lse)  # [batch, heads, rows]
+    of_scores = shares * (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+    return of_scores.sum((0, 2)).neg().to(sinks.dtype)
 
 
 class AttentionGradients:
