@@ -79,7 +79,7 @@ def loss_svg(directory: Path) -> str:
     )
     ground = f'<style>{_CURVES}</style><rect width="420" height="230" rx="8"/>{legend}'
     opening, rest = drawn.html.removeprefix("<svg").split(">", 1)
-    return f'<svg xmlns="http://www.w3.org/2000/svg"{opening}>{ground}{rest}\n'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="560"{opening}>{ground}{rest}\n'
 
 
 def svg(lines: list[tuple[str, str]]) -> str:
