@@ -263,7 +263,7 @@ _TORCH_ENGINE = frozenset(
         *("pp", "vpp", "pp:1f1b", "pp:interleaved", "pp:zbv"),
         *("cp", "cp:ring", "cp:gather"),
         *("ep", "token_shuffle"),
-        *("adapters", "reference", "recompute", "compile", "param_groups"),
+        *("adapters", "reference", "frozen_model", "recompute", "compile", "param_groups"),
         *("dtype:float64", "dtype:bfloat16", "autocast", "master_weights"),
         *("gradient_dtype", "optimizer_dtype", "stochastic_rounding", "linear_product", "quantised_base"),
     }

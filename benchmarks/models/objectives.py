@@ -6,7 +6,7 @@ rows of `--seq` tokens; TRL pads them to the longest. A step of GRPO includes th
 in turn in one process, A B, B A, …; each row gives the CPU's milliseconds of both (medians), the median of the ratios
 of one round, and its quartiles. The exit status is 1 where a ratio is above 1.05, the noise that is allowed.
 
-    python benchmarks/models/objectives.py [--only dpo kto] [--rounds 5] [--records 16] [--seq 256] [--threads 1]
+    python benchmarks/models/objectives.py [--only dpo kto] [--rounds 5] [--records 16] [--seq 512] [--threads 1]
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--records", type=int, default=16, help="pairs, answers or prompts of a step")
-    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)

@@ -110,7 +110,9 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 def older_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys in which transformers 4 looks for what ``rope_parameters`` says; empty where a file has none."""
     found = hf_config.get("rope_parameters") or {}
-    rope, local = found.get("full_attention", found), found.get("sliding_attention", {})
+    rope, local = (
+        found.get(kind, other) or {} for kind, other in (("full_attention", found), ("sliding_attention", {}))
+    )
     older = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if "rope_theta" in local:
         older["rope_local_base_freq"] = local["rope_theta"]

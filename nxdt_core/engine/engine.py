@@ -75,9 +75,10 @@ class TorchEngine:
         seed: int,
         adapters: Sequence[Adapter] = (),
         materialise: bool = True,
+        frozen: bool = False,
     ) -> TorchModel:
         """Build this rank's part of the model on the device. ``materialise=False`` leaves its values undefined for a
-        load, except those that adapters added.
+        load, except those that adapters added. A ``frozen`` model is another one than that of the run.
 
         Raises:
             NxdtError: the model's plan does not allow the layout.
@@ -92,6 +93,8 @@ class TorchEngine:
         if self._run.adapter.base_dtype is not None:
             load_library()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
+        if frozen:
+            options = options.of_frozen()
         layout = lay_out(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")
         materialise_layout(layout, self.device, seed=seed, base=materialise)

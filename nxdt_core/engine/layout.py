@@ -8,7 +8,7 @@ compilation, data parallel sharding. Materialising follows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -92,6 +92,21 @@ class LayoutOptions:
     """What frozen weights of linear layers are quantised to."""
     shared_heads: frozenset[torch.dtype] | None = None
     """See :attr:`nxdt_core.distributed.devices.DeviceProfile.shared_heads`."""
+    frozen: bool = False
+    """Whether it only runs forward: nothing trains, except what adapters add."""
+
+    def of_frozen(self) -> LayoutOptions:
+        """Return the options of a model that runs forward only, next to the one that these are for."""
+        return replace(
+            self,
+            frozen=True,
+            token_shuffle=1,
+            pipeline_cuts=None,
+            recompute_granularity=None,
+            recompute_names=(),
+            loss_chunk_tokens=None,
+            base_dtype=None,
+        )
 
     @classmethod
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
@@ -170,6 +185,8 @@ def lay_out(
     check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
+    if options.frozen and not adapters:  # which freeze what their checkpoints leave out
+        whole.requires_grad_(False)
     _check_supported(whole, plan, mesh, options)
     set_dtypes(whole, plan, precision)
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
@@ -293,7 +310,8 @@ def _apply_model_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelM
             gathers_again=options.gathers_again,
             pad_heads=options.pad_heads,
         )
-    if mesh.sizes.ep * mesh.sizes.tp * mesh.sizes.cp > 1:
+    # A frozen model without experts may be next to one that has some.
+    if mesh.sizes.ep * mesh.sizes.tp * mesh.sizes.cp > 1 and (plan.experts.modules or not options.frozen):
         apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
     if options.token_shuffle > 1:
         apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)

@@ -83,7 +83,8 @@ class TorchModel:
             )
         self._weights: CopiedMasters | ScaledWeights | None = None
         """Where modules compute with other weights than are stored; FSDP2 gathers its own."""
-        if uses_copied_masters(mesh.sizes, compute.precision):
+        trains = any(parameter.requires_grad for parameter in self._parameters.by_name.values())
+        if trains and uses_copied_masters(mesh.sizes, compute.precision):
             self._weights = CopiedMasters(layout.modules, compute.hidden)
         elif any(gather.scaled for gather in layout.gathers):
             self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))

@@ -115,10 +115,11 @@ class _OfRows(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def row_chunks(rows: torch.Tensor) -> list[slice]:
-    """Parts of ``rows`` [rows, columns] whose full-precision copies are small: in cache, or bounded in memory."""
+def row_chunks(rows: torch.Tensor, copies: int = 1) -> list[slice]:
+    """Parts of ``rows`` [rows, columns] of which so many full-precision copies are small together: in cache, or bounded
+    in memory."""
     elements = _CHUNK_ELEMENTS_IN_CACHE if profile_of(rows.device).cache_bound_kernels else _CHUNK_ELEMENTS
-    step = max(1, elements // rows.shape[1])
+    step = max(1, elements // (rows.shape[1] * copies))
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 

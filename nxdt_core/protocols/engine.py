@@ -89,9 +89,11 @@ class ParallelEngine(Protocol):
         seed: int,
         adapters: Sequence[Adapter] = (),
         materialise: bool = True,
+        frozen: bool = False,
     ) -> ParallelModel:
         """Build on meta, apply adapters and plan, materialise. ``materialise=False`` allocates without drawing
-        weights, for a load that follows."""
+        weights, for a load that follows. ``frozen``: another model than the run's, forward only, such as a teacher;
+        asked of engines with the capability ``frozen_model`` alone."""
         ...
 
     def initialize_optimizer(

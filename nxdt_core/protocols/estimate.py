@@ -25,6 +25,9 @@ class RunParts:
     precision: PrecisionPolicy
     extra_state_bytes: float = 0.0
     """Bytes per trained element that the run holds besides the optimizer's state, such as averaged weights."""
+    teacher: ModelBuilder | None = None
+    """Of a second model, which runs forward only, where the objective is a
+    :class:`~nxdt_core.protocols.objective.TaughtObjective`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,7 @@ class Estimate:
     compute_dtype: str = "float32"
     """Of matrix products."""
     recomputed: float = 0.0
-    """Operations that backward repeats, as a share of ``flops_per_token``."""
+    """Operations that backward repeats, and those of a teacher, as a share of ``flops_per_token``."""
     hidden_behind: Mapping[str, float] = field(default_factory=dict)
     """By mesh dimension, the share of a step's computation during which its traffic can be under way; 0 where ranks
     wait for it."""

@@ -21,7 +21,15 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GeneratingObjective", "Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight", "traits_of"]
+__all__ = [
+    "GeneratingObjective",
+    "Objective",
+    "ObjectiveOutput",
+    "ObjectiveTraits",
+    "TaughtObjective",
+    "check_weight",
+    "traits_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +115,48 @@ class GeneratingObjective(Protocol):
         Returns:
             The micro-batches, and a JSON-able value, equal on all ranks; None for nothing.
         """
+        ...
+
+
+@runtime_checkable
+class TaughtObjective(Protocol):
+    """An :class:`Objective` that compares the model of the run with another one, which does not train.
+
+    Its record requires the capability ``frozen_model`` of the engine. It runs the other model in its ``prepare`` or in
+    its call, where that is not a pipeline's.
+    """
+
+    @property
+    def teacher(self) -> str:
+        """Address of the other model, as of :func:`~nxdt_core.train.weights.found.find_weights`."""
+        ...
+
+    @property
+    def teacher_config(self) -> str | None:
+        """YAML file or ``recipe:NAME`` that decides in place of the configuration at that address; None: nothing."""
+        ...
+
+    def check_teacher(self, run: Any, config: Any) -> None:
+        """Check that the model of ``run`` can be compared with that of ``config``, the run's
+        (:class:`~nxdt_core.config.ResolvedConfig`).
+
+        Raises:
+            NxdtError: it cannot.
+        """
+        ...
+
+    def take_teacher(self, teacher: Any, *, pipelined: bool) -> None:
+        """Take the other model (:class:`~nxdt_core.protocols.parallel_model.ParallelModel`), in the layout of the run.
+
+        Args:
+            teacher: with its weights.
+            pipelined: whether its layers are distributed over the stages of a pipeline, so that all ranks run it
+                together, before any of them has logits of the run's model.
+        """
+        ...
+
+    def kept_bytes(self, logits: torch.Tensor) -> int:
+        """Return the bytes that it keeps of the other model's ``logits`` of one micro-batch."""
         ...
 
 

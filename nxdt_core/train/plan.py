@@ -20,8 +20,10 @@ from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
 from nxdt_core.protocols.engine import ChecksProducts
 from nxdt_core.protocols.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
 from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.objective import TaughtObjective
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE_BYTES
+from nxdt_core.train.weights.found import teacher_run
 
 EFFICIENCY = 0.6
 """Assumed, not measured: published runs of dense models on H100 reach 40 to 60 % of the peak."""
@@ -206,10 +208,13 @@ def plan(
 
 def run_parts(config: ResolvedConfig) -> RunParts:
     """Return what an engine needs of a run's components for its estimate."""
+    objective = build.objective(config)
+    taught = teacher_run(objective, config) if isinstance(objective, TaughtObjective) else None
     return RunParts(
         builder=build.model_builder(config),
+        teacher=None if taught is None else build.model_builder(taught),
         adapters=build.adapters(config),
-        objective=build.objective(config),
+        objective=objective,
         precision=build.precision(config),
         extra_state_bytes=AVERAGE_BYTES if config.run.exp_manager.ema.enable else 0,
     )

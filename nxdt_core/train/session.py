@@ -39,7 +39,13 @@ from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import GeneratingObjective, Objective, ObjectiveTraits, traits_of
+from nxdt_core.protocols.objective import (
+    GeneratingObjective,
+    Objective,
+    ObjectiveTraits,
+    TaughtObjective,
+    traits_of,
+)
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, prepare
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
@@ -58,6 +64,7 @@ from nxdt_core.train.step import (
 )
 from nxdt_core.train.weights.average import WeightAverage
 from nxdt_core.train.weights.base import trained_parameters
+from nxdt_core.train.weights.found import teacher_of
 from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
 from nxdt_core.train.weights.saved_config import config_to_save
 
@@ -214,6 +221,9 @@ class TrainSession:
         self._note_frozen_rows()
         if self._traits.reference == "step":
             check_base_frozen(self.model, self.config.run.objective.name)
+        if isinstance(self.objective, TaughtObjective):
+            teacher = teacher_of(self.objective, self.config, self.engine)
+            self.objective.take_teacher(teacher, pipelined=self.engine.rank_info.mesh.get("pp", 1) > 1)
 
     def _note_frozen_rows(self) -> None:
         """Warn where the rows of tokens that the configuration adds are frozen. Collective."""

@@ -8,6 +8,7 @@ from nxdt_core.cli.explain import Explanation, explanations
 
 FAMILIES = {
     "A": ("Alignment and preference data", "records of pairs and labels, the losses of DPO, KTO and others"),
+    "B": ("Teachers of distillation", "models that teach, their vocabularies and tokenizers"),
     "C": ("Configuration", "keys, values, files, overrides, and settings that exclude each other"),
     "D": (
         "Data and tokenizers",

@@ -25,6 +25,7 @@ PLUGINS = {
     "lora": "LoRA",
     "preference": "Preferences and reward models",
     "grpo": "GRPO",
+    "distill": "Distillation",
 }
 """Plugin → title of the page of its recipes."""
 

@@ -48,6 +48,7 @@ ELSEWHERE = {
     "adapters": "tests/engine/layouts/test_lora_layouts.py",
     "quantised_base": "tests/engine/layouts/test_lora_layouts.py",
     "reference": "tests/engine/layouts/test_preference_layouts.py",
+    "frozen_model": "plugins/objectives/distill/tests/test_distill_layouts.py",
     "pad_heads": "tests/engine/tensor/test_padded_heads.py",
     "sp:regather": "tests/engine/tensor/test_gathered_again.py",
     "token_shuffle": "tests/engine/expert/test_token_shuffle.py",
@@ -100,7 +101,7 @@ def test_an_engine_is_asked_for_nothing_that_it_does_not_declare(missing, capabi
 
 
 def test_every_capability_of_an_engine_is_asked_for_by_some_setting():
-    beyond = {"adapters", "reference", "dtype:float64", "dtype:float16", "linear_product", "xla"}
+    beyond = {"adapters", "reference", "frozen_model", "dtype:float64", "dtype:float16", "linear_product", "xla"}
     assert CAPABILITIES["engine"].keys() == SETTINGS.keys() | beyond
 
 
@@ -291,8 +292,9 @@ def test_records_of_adapters_and_objectives_say_what_they_need(everything):
     for component in registry.all("adapter"):
         assert component.record.requires_of_model == {component.record.name}
     found = {component.record.name: set(component.record.requires) for component in registry.all("objective")}
-    assert {name for name, needed in found.items() if needed} == found.keys() & {"dpo", "kto"}
+    assert {name for name, needed in found.items() if needed} == found.keys() & {"distill", "dpo", "kto"}
     assert all(found.get(name, {"reference"}) == {"reference"} for name in ("dpo", "kto"))
+    assert found.get("distill", {"frozen_model"}) == {"frozen_model"}
 
 
 def test_checking_what_an_engine_declares_imports_no_torch(good, tmp_path):

@@ -91,6 +91,15 @@ def test_sinks_take_part_in_the_softmax_and_have_no_value(window, document_ids, 
     )
 
 
+def test_sinks_are_computed_with_in_the_dtype_of_autocast():
+    query, key, value = (tensor.detach().float() for tensor in heads(2))
+    sinks = torch.tensor([-1.0, 0.5, 3.0, 0.0])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = SinkAttention()(query, key, value.bfloat16(), IDS, sinks=sinks)  # queries are rotated in float32
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), definition(query, key, value, IDS, None, sinks), atol=3e-2, rtol=3e-2)
+
+
 def test_a_windowed_core_computes_few_scores(monkeypatch):
     scores = []
     attend = nn.functional.scaled_dot_product_attention

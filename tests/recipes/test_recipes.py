@@ -65,7 +65,7 @@ def weights(name: str) -> int:
 
 def family(name: str) -> str:
     """The released model that a recipe trains: what :mod:`tests.recipes.published` knows it by."""
-    return re.sub(r"(-dropless|-sft|-q?lora|-dpo|-kto|-orpo|-grpo|-reward)*(-trn[12]|-\d+gb)?$", "", name)
+    return re.sub(r"(-dropless|-sft|-q?lora|-dpo|-kto|-orpo|-grpo|-reward|-distill)*(-trn[12]|-\d+gb)?$", "", name)
 
 
 def number(text: str) -> int:

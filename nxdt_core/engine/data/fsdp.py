@@ -166,7 +166,8 @@ def apply_data_parallel(
     Returns:
         The gathers that send weights in another dtype than FSDP2 passes to them.
     """
-    keep = mesh.sizes.zero_stage < 3
+    # What no backward will read is freed after forward in any case.
+    keep = mesh.sizes.zero_stage < 3 and any(parameter.requires_grad for parameter in module.parameters())
     policy = _policy(precision)
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
     forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()

@@ -102,13 +102,12 @@ def peak_memory(
 def _computing(counts: ParameterCounts, storage: StorageLayout) -> dict[str, int]:
     """Return the bytes in memory while micro-batches run."""
     weights, optimizer = _between_steps(counts, storage, computing=True)
-    largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
+    largest = sum(counts.groups[:1])
     gradients, communication = counts.trained * storage.gradient_bytes, 0
     if storage.copied:
         weights += counts.trained * storage.compute_bytes
     if storage.sharded:
-        # ZeRO-3 holds the root, the part at work and the one that is fetched ahead.
-        gathered = counts.root + max(two, largest + max(counts.first, counts.last))
+        gathered = _gathered_at_a_time(counts)
         if storage.zero_stage < 3:
             gathered = counts.local - counts.experts_kept - counts.coded
         weights += _computed_with(gathered, counts, storage)
@@ -122,6 +121,17 @@ def _computing(counts: ParameterCounts, storage: StorageLayout) -> dict[str, int
             travelling = 0 if counts.frozen_narrow else counts.narrow
             communication += largest * storage.product_bytes * travelling // max(counts.local, 1)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": communication}
+
+
+def _gathered_at_a_time(counts: ParameterCounts) -> int:
+    """Elements of which ZeRO-3 holds the whole: the root, the part at work and the one that is fetched ahead."""
+    largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
+    return counts.root + max(two, largest + max(counts.first, counts.last))
+
+
+def gathered_bytes(counts: ParameterCounts, storage: StorageLayout) -> int:
+    """Return the bytes of gathered weights while a frozen model runs forward; 0 where none are sharded."""
+    return _computed_with(_gathered_at_a_time(counts), counts, storage) if storage.sharded else 0
 
 
 def _computed_with(elements: int, counts: ParameterCounts, storage: StorageLayout) -> int:

@@ -22,8 +22,8 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.data.collectives import gather_dtypes
 from nxdt_core.engine.data.fsdp import leaves_experts_whole
 from nxdt_core.engine.estimate.kernels import keep_as_compiled
-from nxdt_core.engine.estimate.memory import StorageLayout
-from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_micro_batch
+from nxdt_core.engine.estimate.memory import StorageLayout, gathered_bytes
+from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_forward, trace_micro_batch
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_parameters
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.global_batch import objective_output
@@ -34,10 +34,25 @@ from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.models.loss import RowKernels
 from nxdt_core.models.patterns import matches
+from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.objective import TaughtObjective
+from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 
 _FAKE = "fake"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTeacher:
+    """Bytes that a second model needs on one rank, which runs forward only; of a run without one there are none."""
+
+    weights: int = 0
+    """Its shard."""
+    running: int = 0
+    """In addition to that while it runs: gathered weights and hidden states."""
+    kept: int = 0
+    """What is kept of its logits of one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +66,7 @@ class MeasuredRank:
     layers: int
     hidden_size: int
     """Width of what travels between stages; 0 without a pipeline."""
+    teacher: MeasuredTeacher = MeasuredTeacher()
 
 
 def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> MeasuredRank:
@@ -86,37 +102,71 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
             with name_shape_errors([module], laid.plan, sizes):
                 traces.append(_trace(module, replace(work, options=options), storage, mesh, number, hidden_size))
-    return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size)
+        teacher = _measure_teacher(replace(work, options=options), storage, mesh, precision)
+    return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size, teacher=teacher)
+
+
+def _measure_teacher(
+    work: Workload, storage: StorageLayout, mesh: ParallelMesh, precision: PrecisionPolicy
+) -> MeasuredTeacher:
+    """Lay out this rank's stages of the second model, and run a micro-batch forward through each."""
+    if work.teacher is None or not isinstance(work.objective, TaughtObjective):
+        return MeasuredTeacher()
+    laid = lay_out(work.teacher, mesh, work.options.of_frozen(), precision)
+    hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
+    weights = forward = kept = 0
+    for number, module in zip(laid.numbers, laid.modules, strict=True):
+        counts = count_parameters(
+            module,
+            laid.plan,
+            work.sizes,
+            sharded=storage.sharded,
+            forms=gather_dtypes(module, laid.plan, work.precision),
+            state=work.state,
+        )
+        views, given = _use_local_tensors(module.eval()), _given(work, work.batch(), number, hidden_size)
+        with _refuse_values():
+            needed, output = trace_forward(module, given, autocast=work.autocast, views=views)
+        weights, forward = weights + counts.frozen_bytes, max(forward, needed + gathered_bytes(counts, storage))
+        kept = work.objective.kept_bytes(output) if number == work.sizes.stages - 1 else 0
+    return MeasuredTeacher(weights=weights, running=forward, kept=kept)
+
+
+def _given(work: Workload, batch: Batch, number: int, hidden_size: int) -> StageInput:
+    """Return what stage ``number`` takes of ``batch``."""
+    return StageInput(
+        first=batch.input_ids if number == 0 else work.hidden(hidden_size),
+        position_ids=batch.position_ids,
+        document_ids=batch.document_ids,
+        step=_step(work, batch),
+        sent=work.sent if work.sizes.pp > 1 else None,
+    )
+
+
+def _step(work: Workload, batch: Batch) -> StepContext:
+    of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
+    return StepContext(labels=batch.labels, vocabulary_loss=of_rows)
 
 
 def _trace(
     module: nn.Module, work: Workload, storage: StorageLayout, mesh: ParallelMesh, number: int, hidden_size: int
 ) -> MicroBatchTrace:
-    batch, autocast = work.batch(), work.precision.autocast
-
-    of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
-    step = StepContext(labels=batch.labels, vocabulary_loss=of_rows)
+    batch = work.batch()
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
-        return objective_output(work.objective, logits, batch, step).loss_sum
+        return objective_output(work.objective, logits, batch, _step(work, batch)).loss_sum
 
     module.train()
     views = _use_local_tensors(module)
     with _refuse_values():
         return trace_micro_batch(
             module,
-            StageInput(
-                first=batch.input_ids if number == 0 else work.hidden(hidden_size),
-                position_ids=batch.position_ids,
-                document_ids=batch.document_ids,
-                step=step,
-                sent=work.sent if work.sizes.pp > 1 else None,
-            ),
+            _given(work, batch, number, hidden_size),
             loss=loss if number == work.sizes.stages - 1 else None,
             holds_output=work.sizes.pp > 1,
             gradients=storage.gradient_use,
             masters=getattr(torch, work.precision.gradients) if storage.copied else None,
-            autocast=None if autocast is None else getattr(torch, autocast),
+            autocast=work.autocast,
             views=views,
             dimensions=dimensions(mesh),
         )

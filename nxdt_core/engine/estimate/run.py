@@ -26,7 +26,7 @@ from nxdt_core.engine.pipeline.cuts import stage_costs
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations
 from nxdt_core.engine.pipeline.split import stage_layers, stages_of_rank
 from nxdt_core.engine.weights import build_whole
-from nxdt_core.protocols.estimate import Estimate, RankEstimate
+from nxdt_core.protocols.estimate import Estimate, Memory, RankEstimate
 from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -81,7 +81,7 @@ def estimate(work: Workload) -> Estimate:
         layout=tuple(_layout(work)),
         ranks=tuple(ranks),
         compute_dtype=work.precision.autocast or work.precision.parameters,
-        recomputed=_FORWARD if work.options.recompute_granularity == "full" else 0.0,
+        recomputed=(_FORWARD if work.options.recompute_granularity == "full" else 0.0) + _taught(work),
         hidden_behind=_hidden_behind(work, storage) | ({"ep": _experts_share(whole, plan, work)} if chunks > 1 else {}),
         never_hidden=_never_hidden(work, chunks),
     )
@@ -89,6 +89,14 @@ def estimate(work: Workload) -> Estimate:
 
 _FORWARD = 1 / 3
 """Share of forward in the operations of a step: each matrix has one product in forward and two in backward."""
+
+
+def _taught(work: Workload) -> float:
+    """Return the operations of a second model, which runs forward alone, as a share of a step's."""
+    if work.teacher is None:
+        return 0.0
+    length = work.seq_length
+    return _FORWARD * work.teacher.flops_per_token(length) / work.builder.flops_per_token(length)
 
 
 def _hidden_behind(work: Workload, storage: StorageLayout) -> dict[str, float]:
@@ -190,14 +198,33 @@ def _of_rank(
     sizes = work.sizes
     stages = stages_of_rank(pp_rank, sizes.pp, sizes.vpp, sizes.schedule)
     traces = dict(zip(stages, measured.traces, strict=True))
+    memory = peak_memory(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size))
     return RankEstimate(
         pp_rank=pp_rank,
         stages=stages,
         layers=measured.layers,
         parameters=measured.counts.local,
         stored=measured.counts.stored,
-        memory=peak_memory(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size)),
+        memory=_with_teacher(memory, measured, work),
         sent=sent_in_a_step(measured, work, storage, stages),
+    )
+
+
+def _with_teacher(memory: Memory, measured: MeasuredRank, work: Workload) -> Memory:
+    """Return the memory with that of a second model: its weights, and what it needs beyond the peak of the loss.
+
+    It runs when the logits of a micro-batch are there. In a pipeline it runs before the step, and what is kept of its
+    logits waits for all micro-batches; the trace has counted one.
+    """
+    teacher, last = measured.teacher, measured.traces[-1]
+    alone = work.sizes.pp == 1
+    beyond = last.kept + teacher.running - sum(last.peak.values()) if alone else 0
+    waiting = 0 if alone else (work.micro_batches - 1) * teacher.kept
+    return replace(
+        memory,
+        weights=memory.weights + teacher.weights,
+        logits=memory.logits + waiting,
+        workspace=memory.workspace + (max(beyond, 0) if work.teacher is not None else 0),
     )
 
 

@@ -117,6 +117,22 @@ def trace_micro_batch(
     return MicroBatchTrace(kept=kept, peak=Counter(live.peak), sent=wire.sent)
 
 
+@torch.no_grad()
+def trace_forward(
+    stage: nn.Module, given: StageInput, *, autocast: torch.dtype | None = None, views: Iterable[torch.Tensor] = ()
+) -> tuple[int, torch.Tensor]:
+    """Run ``stage`` forward without gradients; arguments as of :func:`trace_micro_batch`.
+
+    Returns:
+        The bytes at the fullest moment, its input and its parameters not counted, and its output.
+    """
+    before = [given.first, given.position_ids, given.document_ids, *stage.parameters(), *stage.buffers()]
+    live = LiveBytes(tensor for tensor in before if tensor is not None)
+    with AcceleratorKernels(autocast, views), live:
+        output = stage(given.first, given.position_ids, given.document_ids, step=given.step)
+    return sum(live.peak.values()), output
+
+
 def _backward(output: torch.Tensor) -> None:
     """What ``torch.autograd.backward`` calls in the end. That one a function mode handles, with itself switched off
     until it is over, so that what is recomputed would miss the accelerator's kernels."""

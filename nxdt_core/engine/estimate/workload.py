@@ -28,6 +28,8 @@ class Workload:
     """A run, as far as its sizes depend on it."""
 
     builder: ModelBuilder
+    teacher: ModelBuilder | None = None
+    """Of a second model, which runs forward only."""
     adapters: Sequence[Adapter] = ()
     objective: Objective
     precision: PrecisionPolicy
@@ -92,9 +94,14 @@ class Workload:
         return self.hidden(size).to(self.sent).nbytes if self.sizes.pp > 1 else 0
 
     @property
+    def autocast(self) -> torch.dtype | None:
+        """Return the dtype of matrix products under autocast; None without it."""
+        return None if self.precision.autocast is None else getattr(torch, self.precision.autocast)
+
+    @property
     def sent(self) -> torch.dtype:
         """Return the dtype in which hidden states travel between pipeline stages."""
-        dtype: torch.dtype = getattr(torch, self.precision.autocast or self.precision.parameters)
+        dtype: torch.dtype = self.autocast or getattr(torch, self.precision.parameters)
         return dtype
 
 
@@ -109,6 +116,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
     return Workload(
         builder=parts.builder,
+        teacher=parts.teacher,
         adapters=parts.adapters,
         objective=parts.objective,
         precision=parts.precision,

@@ -67,7 +67,8 @@ def windowed_attention(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSemantics:
     """All that an attention core computes, for who puts another one in its place: softmax(scale q kᵀ) v over tokens of
-    the same document. A core that does more, such as a bias, has none."""
+    the same document. A core that does more, such as a bias, has none. Sinks are an argument of its call
+    (:mod:`nxdt_core.models.attention.sinks`), which what is in its place takes as well."""
 
     causal: bool
     """Whether only earlier tokens, and the token itself, are seen."""

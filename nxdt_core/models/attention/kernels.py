@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from nxdt_core.models.autocast import without_autocast
 
+__all__ = ()  # of the core alone
+
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of query, key and value."""

@@ -20,6 +20,8 @@ from nxdt_core.models.attention.kernels import (
     contiguous_heads,
 )
 
+__all__ = ()  # of the core alone
+
 _KERNELS: Mapping[str, AttentionKernel] = {
     "composed": ComposedKernel(),
     "masked_flash": MaskedFlashKernel(),

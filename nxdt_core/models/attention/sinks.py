@@ -22,6 +22,7 @@ from nxdt_core.models.attention.partial_attention import (
     Window,
     sink_gradients,
 )
+from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["SinkAttention"]
@@ -61,7 +62,8 @@ class SinkAttention(nn.Module):
         """
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         window = None if self.window is None or self.window >= query.shape[2] else self.window
-        heads = (contiguous_heads(tensor) for tensor in (query, key, value))
+        dtype = compute_dtype(query)  # autocast does not know the function
+        heads = (contiguous_heads(tensor.to(dtype)) for tensor in (query, key, value))
         attended: torch.Tensor = _Attention.apply(*heads, sinks, document_ids, scale, window)  # type: ignore[no-untyped-call]
         return attended
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,18 +17,22 @@ from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys
+from nxdt_core.distributed.placement import piece_of
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.training import AdapterBaseUnknown
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.adapter import OpensAdapters, SavedAdapter
 from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.objective import TaughtObjective
 from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Box
 from nxdt_core.train import build
 from nxdt_core.train.weights.base import base_digest, base_weights, load_weights
 from nxdt_core.train.weights.importing import described_run
 from nxdt_core.train.weights.saved_config import locate, named_config, one_process_run, saved_run
 
-__all__ = ["FoundWeights", "find_weights"]
+__all__ = ["FoundWeights", "find_weights", "teacher_of", "teacher_run"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +85,66 @@ def find_weights(
     return _committed(_in_run(uri), own, keys, base)
 
 
+def teacher_of(objective: TaughtObjective, config: ResolvedConfig, engine: ParallelEngine) -> ParallelModel:
+    """Return the teacher of an objective in the layout and the precision of the run of ``config``, forward only.
+    Collective.
+
+    Args:
+        objective: names the teacher.
+        config: of the run.
+        engine: started.
+
+    Raises:
+        SequenceTooLongForModel: positions of the teacher end before the run's sequences do.
+        WeightsDoNotFit: names or shapes differ.
+        NxdtError: what is wrong with the checkpoint or the directory, or what the objective finds.
+    """
+    found = _teacher(objective, config)
+    objective.check_teacher(found.run, config)
+    run = replace(found.run, run=found.run.run.changed(data=config.run.data))
+    with build.plan_errors_named(run), _as_of_teacher():
+        model = engine.initialize_model(
+            build.model_builder(run),
+            precision=build.precision(config),
+            seed=config.run.seed,
+            adapters=build.adapters(run),
+            materialise=False,
+            frozen=True,
+        )
+        found.load(engine, model)
+    return model
+
+
+@contextmanager
+def _as_of_teacher() -> Iterator[None]:
+    """Say in errors of a model that it is the teacher, and not the one that trains."""
+    try:
+        yield
+    except NxdtError as error:
+        error.happened = f"objective.teacher: {error.happened}"
+        raise
+
+
+def teacher_run(objective: TaughtObjective, config: ResolvedConfig) -> ResolvedConfig:
+    """Return the run of an objective's teacher on one process; where ``teacher_config`` describes it, without its
+    weights.
+
+    Raises:
+        NxdtError: as of :func:`teacher_of`.
+    """
+    if objective.teacher_config is None:
+        run = _teacher(objective, config).run
+    else:
+        run = one_process_run(load(objective.teacher_config)).config
+    objective.check_teacher(run, config)
+    return run
+
+
+def _teacher(objective: TaughtObjective, config: ResolvedConfig) -> FoundWeights:
+    trusted = config.run.checkpoint.sign.trusted
+    return find_weights(objective.teacher, config=objective.teacher_config, trusted=trusted)
+
+
 def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> FoundWeights:
     found, step = locate(uri, own)
     manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=keys)
@@ -89,8 +154,11 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         if manifest.facts.without_base:
             below = base_weights(saved.config, found, manifest, base=base, trusted=keys)
+            held = model.state_dict()
             for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):
-                model.load_state_dict({name: weight}, strict=False)
+                if name in held:
+                    piece = piece_of(held[name], name)
+                    piece.tensor.copy_(weight[piece.box.within(Box.whole(piece.shape))])
             if base_digest(model, engine.ranks) != manifest.facts.base:
                 raise AdapterOfAnotherBase(where=where, base=below.origin)
         load_weights(found, manifest, engine=engine, model=model)
@@ -110,7 +178,9 @@ def _foreign(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeig
         weights = model.state_dict()
         given = {name: weight for name, weight in weights.items() if name not in model.added}
         fill_rows = bool(build.added_tokens(run))
-        load_format_into(Path(path), build.model_builder(run), run.kernel, given, fill_rows=fill_rows)
+        load_format_into(
+            Path(path), build.model_builder(run), run.kernel, given, ranks=engine.ranks, fill_rows=fill_rows
+        )
         model.load_state_dict(weights, strict=False)
 
     source = read_hf_source(Path(path)) if name == "hf" else None

@@ -46,6 +46,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "hf": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/qwen2-tiny"},
     "hf-mixture": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/qwen3-moe-tiny"},
     "hf-shared": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/glm4-moe-tiny"},
+    "hf-sinks": {"name": "hf", "model_config": "package://nxdt_plugin_hf/configs/gpt-oss-tiny"},
 }
 
 

@@ -55,6 +55,7 @@ KINDS = {
     "hf-dense": ("hf-mixture", {"target_modules": ["layers.1.mlp.gate_proj", "o_proj"], "lora_dropout": 0.05}),
     "hf-dense-alone": ("hf-mixture", {"target_modules": ["layers.1.mlp"]}),
     "hf-shared": ("hf-shared", {}),
+    "hf-sinks": ("hf-sinks", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     "hf-shared-alone": ("hf-shared", {"target_modules": ["shared_experts", "q_proj"]}),
     "hf-experts": ("hf-mixture", {"target_modules": ["experts", "q_proj"], "lora_dropout": LoraConfig().lora_dropout}),
 }
@@ -316,6 +317,9 @@ def test_norms_that_count_rows_which_fill_the_vocabulary_up_have_no_form_in_peft
         ("mixtral", {"modules_to_save": ["router"]}, "under another name"),
         ("mixtral", {"modules_to_save": ["layers.1.moe"]}, "NXDT-L003"),
         ("hf-mixture", {"target_modules": ["gate_proj", "q_proj"]}, "gate_proj and up_proj of an expert as one"),
+        ("hf-sinks", {"target_modules": ["experts", "q_proj"]}, "keeps all experts in one tensor"),
+        ("hf-sinks", {"modules_to_save": ["mlp.experts"]}, "no experts whole"),
+        ("hf-sinks", {"modules_to_save": ["sinks"]}, "there it is part of one"),
         ("mixtral", {"target_modules": ["experts.up_proj"]}, "gate_proj and up_proj of an expert as one"),
         ("hf-mixture", {"target_modules": ["layers.1.mlp.up_proj"], "use_dora": True}, "takes a layer of that name"),
         ("tied", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}, "has an update"),

@@ -11,6 +11,7 @@ from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.measure import measure_sharding
 
 from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.config.huggingface import older_rope
 from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.models.patterns import matches
 from nxdt_core.models.random.init import initialize
@@ -29,6 +30,8 @@ def test_keys_that_transformers_4_calls_otherwise_have_both_names(builder):
     neox = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000.0, "hidden_size": 64}
     written = HFBuilder(HFModelConfig(hf_config={**neox, "num_attention_heads": 4})).config_to_hf()
     assert (written["rotary_pct"], written["rotary_emb_base"]) == (0.5, 5000.0)
+    without_rotation = {"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 5000.0}}}
+    assert older_rope(without_rotation) == {"rope_local_base_freq": 5000.0}
 
 
 def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, family):

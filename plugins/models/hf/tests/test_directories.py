@@ -139,9 +139,14 @@ def test_weights_that_do_not_fit_are_named(builder, tmp_path, change, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("begun", "architecture"), [("gemma3", "Gemma3ForCausalLM"), ("qwen3-moe", "Qwen3MoeForCausalLM")]
+    ("begun", "architecture", "layout"),
+    [
+        ("gemma3", "Gemma3ForCausalLM", ()),
+        ("qwen3-moe", "Qwen3MoeForCausalLM", ()),
+        ("gpt-oss", "GptOssForCausalLM", ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")),
+    ],
 )
-def test_a_run_begins_with_a_directory_and_its_export_generates(builder, tmp_path, begun, architecture):
+def test_a_run_begins_with_a_directory_and_its_export_generates(builder, tmp_path, begun, architecture, layout):
     directory, theirs = saved(builder(begun, initializer_range=0.02), tmp_path)
 
     def nxdt(*words):
@@ -150,7 +155,7 @@ def test_a_run_begins_with_a_directory_and_its_export_generates(builder, tmp_pat
         assert done.returncode == 0, done.stderr
         return done
 
-    run = ("recipe:hf-tiny", "name=directory", "model.name=null", f"model.model_config={directory}")
+    run = ("recipe:hf-tiny", "name=directory", "model.name=null", f"model.model_config={directory}", *layout)
     begin = (
         f"checkpoint.resume_from={directory}",
         "checkpoint.weight_init_only=true",

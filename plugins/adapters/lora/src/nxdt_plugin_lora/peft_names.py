@@ -124,6 +124,8 @@ def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTe
     """A base parameter; the bias of a layer with an update is below that layer's ``base_layer``."""
     if len(source.shape) == 3:
         raise NoPeftForm(parameter=source.name, reason="peft trains no experts whole")
+    if source.hf_names == (source.name.removesuffix(".weight"),):
+        raise NoPeftForm(parameter=source.name, reason="peft trains modules whole, and there it is part of one")
     if any(_RENAMED in name for name in source.hf_names):
         raise NoPeftForm(parameter=source.name, reason="transformers opens its module under another name")
     owner = source.name.rpartition(".")[0]

@@ -1,0 +1,41 @@
+"""What can be wrong with a teacher: codes ``NXDT-B…``."""
+
+from __future__ import annotations
+
+from nxdt_core.errors import NxdtError
+
+TeacherMissing = NxdtError.define(
+    "NXDT-B001",
+    "The distillation loss of a custom loop has no teacher.",
+    "The objective 'distill' got logits, and no teacher to compare them with.",
+    "Train through nxdt_core.train.TrainSession, which loads objective.teacher, or call take_teacher and prepare.",
+)
+
+TeacherVocabularyDiffers = NxdtError.define(
+    "NXDT-B002",
+    "A teacher whose vocabulary has another size.",
+    "The teacher {teacher} has logits of {theirs} tokens in {their_rows} rows, and the model of {own} in {own_rows}.",
+    "Train a model with the tokenizer, vocab_size and padding of the teacher, or choose another teacher.",
+)
+
+TeacherTokenizerDiffers = NxdtError.define(
+    "NXDT-B003",
+    "A teacher that was trained with another tokenizer.",
+    "The tokenizer of the teacher {teacher} is not that of the data.",
+    "Set data.tokenizer to the teacher's. Where ids mean the same tokens in both, set objective.check_tokenizer to "
+    "false.",
+)
+
+TeacherGivesScores = NxdtError.define(
+    "NXDT-B004",
+    "A teacher that is a reward model.",
+    "The teacher {teacher} gives scores (model.score_head), and distillation compares logits.",
+    "Choose a language model as the teacher.",
+)
+
+TopKTooLarge = NxdtError.define(
+    "NXDT-B005",
+    "More tokens to compare than the vocabulary has.",
+    "objective.top_k is {top_k}, and the teacher {teacher} knows {tokens} tokens.",
+    "Make it smaller, or leave it out to compare all tokens.",
+)

@@ -1,0 +1,195 @@
+"""The objective ``distill``: cross-entropy, and the divergence from a teacher's distribution of each token.
+
+The teacher runs forward on the micro-batches of the step, in the layout of the model that it teaches. Its logits are
+on the ranks that have the model's, in the same parts. Without a pipeline it runs when the logits of a micro-batch are
+there, so that one micro-batch of its logits is held. The stages of a pipeline run it before the step, for all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.errors import NxdtError
+from nxdt_core.models.loss import cross_entropies
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.train import build
+from nxdt_plugin_distill.config import DistillConfig
+from nxdt_plugin_distill.divergence import Measure, Teacher, TopTokens, divergences
+from nxdt_plugin_distill.errors import (
+    TeacherGivesScores,
+    TeacherMissing,
+    TeacherTokenizerDiffers,
+    TeacherVocabularyDiffers,
+    TopKTooLarge,
+)
+
+_COMPARED = 4096
+"""Ids of two tokenizers at most."""
+_SPECIAL = 0.01
+"""Share of ids that may differ."""
+
+
+class Distill:
+    """(1 − ``kd_ratio``) · cross-entropy + ``kd_ratio`` · divergence from the teacher, a mean over the labels.
+
+    Metrics: ``ce_loss`` and ``kd_loss``, the two terms before they are weighed, and ``top1_agreement``, the share of
+    labels for which both models find the same token likeliest.
+    """
+
+    traits = ObjectiveTraits(unit="labels")
+
+    def __init__(self, config: DistillConfig) -> None:
+        self._config = config
+        self._measure = Measure(beta=config.beta, temperature=config.temperature)
+        self._model: ParallelModel | None = None
+        self._pipelined = False
+        self._coming: Iterator[Teacher] | None = None
+        """What the teacher says of the micro-batches of a pass, in their order."""
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return the number of loss tokens, or the sum of ``loss_weights`` over them."""
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
+        """``logits`` [micro_batch, seq, vocab].
+
+        Raises:
+            TeacherMissing: there is none.
+        """
+        share = self._config.kd_ratio
+        hard, compared = (logits if weighs else logits.detach() for weighs in (1 - share, share))
+        # First, so that its backward, which holds another gradient, comes when the teacher's logits are freed.
+        cross = cross_entropies(hard, batch.labels, step)
+        soft, same = divergences(compared, self._taught(logits), self._measure)
+        trained = (batch.labels != IGNORE_INDEX).to(soft)
+        weights = trained if batch.loss_weights is None else batch.loss_weights * trained
+        losses = {"ce_loss": (cross * weights).sum(), "kd_loss": (soft * weights).sum()}
+        metrics = {name: each.detach() for name, each in losses.items()}
+        return ObjectiveOutput(
+            loss_sum=(1 - share) * losses["ce_loss"] + share * losses["kd_loss"],
+            weight=self.weight(batch),
+            metrics={**metrics, "top1_agreement": (same * weights).sum()},
+        )
+
+    # The teacher.
+
+    @property
+    def teacher(self) -> str:
+        """Return the address of the teacher."""
+        return self._config.teacher
+
+    @property
+    def teacher_config(self) -> str | None:
+        """Return what decides in place of the configuration there."""
+        return self._config.teacher_config
+
+    def check_teacher(self, run: ResolvedConfig, config: ResolvedConfig) -> None:
+        """Check that the model of ``run`` knows the tokens of that of ``config``.
+
+        Raises:
+            TeacherGivesScores, TeacherVocabularyDiffers, TeacherTokenizerDiffers, TopKTooLarge: it cannot teach it.
+        """
+        own, name = self._config, self._config.teacher
+        if getattr(run.selected("model").config, "score_head", False):
+            raise TeacherGivesScores(teacher=name)
+        (tokens, rows), theirs = _vocabulary(config), _vocabulary(run)
+        if (tokens, rows) != theirs:
+            raise TeacherVocabularyDiffers(
+                teacher=name, theirs=theirs[0], their_rows=theirs[1], own=tokens, own_rows=rows
+            )
+        if own.top_k is not None and own.top_k > tokens:
+            raise TopKTooLarge(top_k=own.top_k, teacher=name, tokens=tokens)
+        if own.check_tokenizer and not _read_alike(_tokenizer(config), _tokenizer(run)):
+            raise TeacherTokenizerDiffers(teacher=name)
+        self._measure = replace(self._measure, tokens=tokens)
+
+    def take_teacher(self, teacher: ParallelModel, *, pipelined: bool) -> None:
+        """Take the teacher; see :class:`~nxdt_core.protocols.objective.TaughtObjective`."""
+        self._model, self._pipelined = teacher, pipelined
+
+    def kept_bytes(self, logits: torch.Tensor) -> int:
+        """Return the bytes that are kept of the teacher's logits of a micro-batch."""
+        kept = self._kept(logits)
+        return kept.logits.nbytes + kept.ids.nbytes if isinstance(kept, TopTokens) else kept.nbytes
+
+    def prepare(self, micro_batches: Sequence[Batch], model: ParallelModel) -> tuple[Objective, Sequence[Batch]]:
+        """Return the objective of one pass, which knows what the teacher says of its micro-batches. Collective."""
+        del model
+        own, teacher = copy.copy(self), self._model
+        if teacher is None:
+            raise TeacherMissing()
+        groups = [micro_batches] if self._pipelined else [[batch] for batch in micro_batches]
+        coming = (each for group in groups for each in self._asked(teacher, group))
+        own._coming = iter([*coming]) if self._pipelined else coming
+        return own, micro_batches
+
+    def _asked(self, teacher: ParallelModel, micro_batches: Sequence[Batch]) -> list[Teacher]:
+        """Run the teacher; of a pipeline the last stage has its logits."""
+        listening = _Listening(self._kept)
+        teacher.run_eval(micro_batches, listening)
+        return listening.heard
+
+    def _kept(self, logits: torch.Tensor) -> Teacher:
+        top_k = self._config.top_k
+        return logits if top_k is None else TopTokens.of(logits, top_k, self._measure)
+
+    def _taught(self, logits: torch.Tensor) -> Teacher:
+        """Return what the teacher says of the next micro-batch, whose ``logits`` are those of the model."""
+        if logits.device.type == "meta":  # an estimate: something of the same size
+            return self._kept(torch.empty_like(logits))
+        said = None if self._coming is None else next(self._coming, None)
+        if said is None:
+            raise TeacherMissing()
+        return said
+
+
+class _Listening:
+    """An objective without a loss, which keeps something of the logits as micro-batches pass by."""
+
+    def __init__(self, kept: Any) -> None:
+        self._kept = kept
+        self.heard: list[Teacher] = []
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return the weight of the tokens: nothing is divided by it."""
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
+        """``logits`` [micro_batch, seq, vocab]."""
+        self.heard.append(self._kept(logits))
+        weight = self.weight(batch)
+        return ObjectiveOutput(loss_sum=torch.zeros_like(weight), weight=weight)
+
+
+def _vocabulary(config: ResolvedConfig) -> tuple[int, int]:
+    """Return the tokens that the run's model knows, and the rows of its logits, which may be filled up."""
+    rows = build.model_builder(config).vocab_size
+    return getattr(config.selected("model").config, "vocab_size", rows), rows
+
+
+def _tokenizer(config: ResolvedConfig) -> Tokenizer | None:
+    """Return the run's tokenizer; None where it names none that can be read here."""
+    try:
+        return build.tokenizer(config)
+    except NxdtError:  # such as one whose file is on another machine
+        return None
+
+
+def _read_alike(own: Tokenizer | None, theirs: Tokenizer | None) -> bool:
+    """Return whether ids mean the same tokens, as far as is known. Digests of one tokenizer differ by the program that
+    wrote its files; and a few tokens may be special in one of two."""
+    if own is None or theirs is None or own.fingerprint() == theirs.fingerprint():
+        return True
+    size = min(own.vocab_size, theirs.vocab_size)
+    ids = range(0, size, -(-size // _COMPARED))
+    return sum(own.decode([each]) != theirs.decode([each]) for each in ids) <= _SPECIAL * len(ids)

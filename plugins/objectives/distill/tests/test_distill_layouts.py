@@ -1,0 +1,170 @@
+"""What a model learns from a teacher does not depend on the layout: dense and with experts, padded and packed."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import islice, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from nxdt_plugin_distill.divergence import Measure, divergences
+from nxdt_testing.ranks import RankPool, process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from nxdt_core.config import load
+from nxdt_core.train import TrainSession
+from nxdt_core.train.run.train import train
+from tests.sampling import slow
+
+transformers = pytest.importorskip("transformers")
+
+COMPONENTS = Path(__file__).parents[4] / "tests" / "engine" / "matrix" / "components.py"
+STUDENT = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.max_position_embeddings=128",
+)
+SMALL = (
+    *("trainer.accelerator=cpu", "data.seq_length=32", "data.global_batch_size=4", "data.micro_batch_size=1"),
+    *(f"plugins.local=[{COMPONENTS}]", "precision.type=float64"),
+)
+STEPS, VALIDATED = 3, 1
+CHATS = (
+    *("data.name=sft-chat", "data.train_files=[package://nxdt_plugin_sft_chat/data/library.jsonl]"),
+    *("data.tokenizer.library=huggingface", "data.tokenizer.model=package://nxdt_plugin_sft_chat/data/tokenizer"),
+    *("data.packing=true", "data.seq_length=128", "model.vocab_size=1024", "data.validation_fraction=0.1"),
+)
+MIXTRAL = ("model.name=mixtral", "model.moe={num_experts: 4, dropless: true, router_aux_loss_coef: 0.1}")
+GPT = ("model.vocab_size=260", "model.make_vocab_size_divisible_by=520", "data.seq_length=32")
+"""Half of the rows fill the vocabulary up: with two tensor parallel ranks, the second has no token."""
+STRATEGY = "distributed_strategy."
+TP2, PP2 = f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}pipeline_model_parallel_size=2"
+LAYOUTS = {
+    "dp2": (f"{STRATEGY}zero1=false",),
+    "dp2-zero1": (f"{STRATEGY}zero1=true",),
+    "dp2-zero3": (f"{STRATEGY}zero_stage=3",),
+    "tp2-sp": (TP2, f"{STRATEGY}sequence_parallel=true"),
+    "pp2": (PP2,),
+    "cp2": (f"{STRATEGY}context_parallel_size=2",),
+    "ep2": (f"{STRATEGY}expert_model_parallel_size=2",),
+}
+OPTIONS = {
+    "forward": (),
+    "reverse": ("objective.beta=1", "objective.temperature=2"),
+    "jsd": ("objective.beta=0.3", "objective.kd_ratio=0.9"),
+    "top": ("objective.top_k=5",),
+    "lora": ("adapter.name=lora", "adapter.lora_dropout=0", "objective.beta=0.5"),
+    "chats": CHATS,
+    "experts": MIXTRAL,
+    "padded": GPT,
+    "padded-top": (*GPT, "objective.top_k=5"),
+}
+DEFAULT = (
+    *(("dp2-zero1", "forward"), ("dp2-zero3", "reverse"), ("tp2-sp", "jsd"), ("tp2-sp", "top")),
+    *(("pp2", "top"), ("pp2", "forward"), ("cp2", "chats"), ("ep2", "experts"), ("tp2-sp", "padded-top")),
+)
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """Directories of a teacher of another size and architecture, by its vocabulary."""
+    found = {}
+    for rows in (272, 1024):
+        config = transformers.MistralConfig(
+            vocab_size=rows,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+            sliding_window=None,
+        )
+        found[rows] = str(tmp_path_factory.mktemp(f"teacher-{rows}"))
+        transformers.MistralForCausalLM(config).save_pretrained(found[rows])
+    found[260] = str(tmp_path_factory.mktemp("teacher") / "gpt-tiny")
+    train(load("recipe:gpt-tiny", [f"exp_manager.exp_dir={Path(found[260]).parent}", "trainer.max_steps=1", *GPT]))
+    return found
+
+
+def learn(directory: str, teachers: dict[int, str], devices: int, overrides: tuple[str, ...]) -> list[dict[str, float]]:
+    """Figures of some steps on this rank, and of a validation."""
+    rows = 1024 if CHATS[0] in overrides else 260 if GPT[0] in overrides else 272
+    config = load(
+        {"base": "recipe:gpt-tiny" if rows == 260 else "recipe:llama-tiny", "name": "student"},
+        [
+            *("objective.name=distill", f"objective.teacher={teachers[rows]}"),
+            *(f"exp_manager.exp_dir={directory}", f"trainer.devices={devices}"),
+            *(*STUDENT, *SMALL, *overrides),
+        ],
+    )
+    with TrainSession(config) as session:
+        steps = [session.step(batch) for batch in islice(session.batches(), STEPS)]
+        found = [{"norm": step.grad_norm, "loss": step.loss.loss, **step.loss.metrics} for step in steps]
+        for batch in islice(session.validation_loaders()[0], VALIDATED):
+            judged = session.evaluate_batch(batch)
+            found.append({"loss": judged.loss, "weight": judged.weight, **judged.metrics})
+        return [{name: float(value) for name, value in row.items()} for row in found]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, teachers):
+    """``alone(options)``: what one process sees, with all of a batch at once."""
+
+    @cache
+    def of(options):
+        whole = (*OPTIONS[options], *(() if options == "experts" else ("data.micro_batch_size=4",)))
+        return RankPool(1).run(learn, str(tmp_path_factory.mktemp("alone")), teachers, 1, whole)[0]
+
+    return of
+
+
+def compared(parts: tuple[bool, bool]) -> tuple[list[float], list[float]]:
+    """Divergences and their gradient, where ``parts`` says whose vocabulary two ranks share."""
+    with process_group():
+        mesh, draws = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+        whole = torch.randn(2, 5, 12, generator=draws, dtype=torch.float64).unbind()
+        student, teacher = (
+            DTensor.from_local(each.chunk(2, -1)[dist.get_rank()].contiguous(), mesh, [Shard(-1)]) if cut else each
+            for each, cut in zip(whole, parts, strict=True)
+        )
+        local = (student.to_local() if parts[0] else student).requires_grad_()
+        given = DTensor.from_local(local, mesh, [Shard(-1)]) if parts[0] else local
+        found, same = divergences(given, teacher, Measure(beta=0.5, tokens=11))
+        (gradient,) = torch.autograd.grad(found.sum(), local)
+        if parts[0]:
+            gradient = DTensor.from_local(gradient, mesh, [Shard(-1)]).full_tensor()
+        return [*found.tolist(), *same.tolist()], gradient.flatten().tolist()
+
+
+def test_the_vocabulary_of_one_model_alone_may_be_shared():
+    wanted, *others = (RankPool(2).run(compared, parts) for parts in product((False, True), repeat=2))
+    assert any(wanted[0][1])
+    for ranks in others:
+        for found in ranks:
+            for own, other in zip(found, wanted[0], strict=True):
+                assert own == pytest.approx(other, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (layout, options) if (layout, options) in DEFAULT else slow(layout, options)
+        for layout in LAYOUTS
+        for options in OPTIONS
+        if (layout == "ep2") <= (options == "experts")
+    ],
+)
+def test_every_layout_learns_what_one_process_learns(tmp_path, teachers, alone, layout, options):
+    wanted = alone(options)
+    assert len(wanted) == STEPS + VALIDATED
+    assert wanted[0]["kd_loss"] > 0.01
+    assert ("router_entropy" in wanted[0]) == (options == "experts")
+    overrides = (*OPTIONS[options], *LAYOUTS[layout])
+    for found in RankPool(2).run(learn, str(tmp_path), teachers, 2, overrides, timeout_s=120):
+        assert found == [pytest.approx(row, rel=1e-9, abs=1e-9) for row in wanted]
