@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
+# What the demo needs, in the same environment: a fifth of the packages. The rest is added to it.
+LEAN := $(VENV)/.demo
+LEAN_DISTS := . plugins/models/llama plugins/datasets/text
 # The core, its conformance kits, and every folder of plugins/ with a pyproject.toml.
 # `nxdt` in meta/ has no code: it is built, and not installed for development.
 DISTS := . testing $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
@@ -38,15 +41,20 @@ help:
 
 install: $(STAMP)  ## Start | install the core and all plugins into .venv
 
-$(STAMP): constraints.txt requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
+$(LEAN): constraints.txt $(LEAN_DISTS:%=%/pyproject.toml)
+	@echo "Installing PyTorch, nxdt and two plugins into $(VENV): about a minute"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch==2.13.0 hatchling editables
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt $(LEAN_DISTS:%=-e %) matplotlib
+	touch $(LEAN)
+
+$(STAMP): $(LEAN) requirements-dev.txt requirements-data.txt $(DISTS:%=%/pyproject.toml)
 	$(BIN)/python scripts/distributions.py editable > $(VENV)/editable.txt
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt -r $(VENV)/editable.txt -r requirements-dev.txt
 	$(PIP) install --quiet --no-deps -c constraints.txt -r requirements-data.txt
 	touch $(STAMP)
 
-demo: $(STAMP)  ## Start | train a small Llama on real text, stop, resume, generate, plot
+demo: $(LEAN)  ## Start | train a small Llama on real text, stop, resume, generate, plot
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh
 
 test: $(STAMP)  ## Test | all tests, with a sample of the longest lists of cases
@@ -83,9 +91,9 @@ lint: $(STAMP)  ## Test | style, types and wording
 docs: $(STAMP)  ## Test | build the documentation
 	$(BIN)/mkdocs build --strict
 
-wheels: $(STAMP)  ## Write | wheels of all distributions into dist
+wheels: $(LEAN)  ## Write | wheels of all distributions into dist
 	rm -rf dist
-	for dist in $(DISTS) meta; do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$dist || exit 1; done
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(DISTS:%=./%) ./meta
 
 check-wheels: $(STAMP)  ## Test | each plugin alone from its wheel, then all together (ARGS="llama s3" for some)
 	$(BIN)/python scripts/check_wheels.py $(ARGS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _CONTROLS = (
@@ -23,6 +24,12 @@ _CONTROLS = (
 )
 _ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROLS if chr(code) not in "\n\t"}
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def from_here(text: str) -> str:
+    """Return ``text`` with paths below the working directory as they are named from there."""
+    here = Path.cwd()
+    return text if here == here.parent else re.sub(rf"(?<![\w/.:-]){re.escape(str(here))}/", "", text)
 
 
 def visible(text: str, *, colours: bool = False) -> str:

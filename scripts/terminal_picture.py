@@ -1,8 +1,10 @@
-"""Write ``docs/images/terminal.svg``: three commands with their real output, run in an empty directory.
+"""Write the pictures of the README.
 
-    python scripts/terminal_picture.py
+    python scripts/terminal_picture.py        docs/images/terminal.svg: three commands with their real output
+    python scripts/terminal_picture.py RUN    docs/images/demo-loss.svg: the loss of a run, such as that of `make demo`
 
-Long outputs are shortened to the lines that ``SHOWN`` selects. A test compares the picture with the commands.
+The commands run in an empty directory. Long outputs are shortened to the lines that ``SHOWN`` selects. A test compares
+the picture with the commands.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.cli.report_plot import plot
+from nxdt_core.cli.report_records import read_run
+
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "terminal.svg"
+LOSS = PICTURE.with_name("demo-loss.svg")
 SHOWN = {
     "nxdt plan recipe:llama3-70b --world-size 512": slice(0, 4),
     "nxdt data preview recipe:llama-tiny-sft -n 1": slice(1, 6),
@@ -27,8 +33,11 @@ _WIDTH, _LINE, _CHARACTER = 104, 19, 8.4
 _ENDING = "…"
 
 
-def main() -> None:
-    """Run the commands and write the picture."""
+def main(*runs: str) -> None:
+    """Run the commands and write their picture; with a run, write that of its loss."""
+    if runs:
+        LOSS.write_text(loss_svg(Path(runs[0])))
+        return
     lines: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory() as directory:
         for command, part in SHOWN.items():
@@ -37,7 +46,6 @@ def main() -> None:
                 *(("output", line) for line in shown(command, part, Path(directory))),
             ]
             lines.append(("output", ""))
-    PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(svg(lines[:-1]))
 
 
@@ -48,6 +56,30 @@ def shown(command: str, part: slice, directory: Path, run: Callable[..., Any] = 
     text = done.stdout.replace(f"{directory}/", "")
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return [line if len(line) <= _WIDTH else line[: _WIDTH - 1] + _ENDING for line in lines[part]]
+
+
+_CURVES = """
+rect{fill:#fff}text{font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:#57606a}.grid{stroke:#d8dee4}
+polyline{fill:none;stroke-width:2}.s0{stroke:#0969da;fill:#0969da}.s1{stroke:#bc4c00;fill:#bc4c00}
+@media (prefers-color-scheme:dark){rect{fill:#0d1117}text{fill:#9198a1}.grid{stroke:#30363d}
+.s0{stroke:#58a6ff;fill:#58a6ff}.s1{stroke:#f0883e;fill:#f0883e}}text.s0,text.s1{stroke:none}
+"""
+
+
+def loss_svg(directory: Path) -> str:
+    """Return the losses of training and validation of a run over its steps, readable on light and dark pages."""
+    curves = read_run(directory).curves
+    names = {"metrics:loss": "training loss", "validation:loss": "validation loss"}
+    lines = [(number, name, curves[column]) for number, (column, name) in enumerate(names.items())]
+    drawn = plot(lines, label=" and ".join(names.values()))
+    assert drawn is not None
+    legend = "".join(
+        f'<text class="s{number}" x="396" y="{28 + 16 * number}" text-anchor="end">{name}</text>'
+        for number, name, _ in lines
+    )
+    ground = f'<style>{_CURVES}</style><rect width="420" height="230" rx="8"/>{legend}'
+    opening, rest = drawn.html.removeprefix("<svg").split(">", 1)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="560"{opening}>{ground}{rest}\n'
 
 
 def svg(lines: list[tuple[str, str]]) -> str:
@@ -80,4 +112,4 @@ def svg(lines: list[tuple[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

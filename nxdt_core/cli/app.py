@@ -7,6 +7,7 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -132,6 +133,7 @@ def _main(args: Sequence[str] | None) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process at once, without a traceback
         click.echo("Interrupted.", err=True)
         return _INTERRUPTED
     except BrokenPipeError:

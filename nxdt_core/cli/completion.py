@@ -87,7 +87,7 @@ REQUEST = "_NXDT_COMPLETE"
 def completion(shell: str) -> None:
     """Print a script for SHELL that completes commands, options, recipes, configuration keys and component names.
 
-    Source it, or write it where the shell looks for completions. A zsh needs that directory in fpath before compinit.
+    Source it, or write it where the shell looks for completions. For zsh, add that directory to fpath before compinit.
     """
     click.echo(SCRIPTS[shell], nl=False)
 

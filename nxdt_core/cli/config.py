@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     help="Migration of the program that FILE is of, such as nxdt, nemo or nnm; by default the one that recognises it.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write what became of every key, as Markdown.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write a report of every key, as Markdown.")
 @click.option("--force", is_flag=True, help="Replace the files where they exist.")
 @as_json
 def migrate(
@@ -119,7 +119,7 @@ def config() -> None:
 @as_json
 @click.pass_context
 def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_output: bool) -> None:
-    """Check a configuration: report every mistake at once, with file and line, or say what would run.
+    """Check a configuration: report every mistake at once, with file and line, or show what would run.
 
     A model of transformers (model.name=hf) is also built without memory, in the layout of the run. The exit status is
     1 where a recipe has values that only you know, such as the paths of your data, and 2 where something is wrong.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json_output: bool) -> None:
     """Show what this machine has: devices, versions of packages, drivers, compilers, plugins with their digests.
 
-    It is a report for bug reports: it has no configuration, no environment variable and no secret.
+    The output is made for bug reports: it has no configuration, no environment variables and no secrets.
 
     With CONFIG it also says whether one node of that run could start here, and what is missing. Nothing is
     started or changed. Exit status 1 where the run could not start, or a package cannot be used.

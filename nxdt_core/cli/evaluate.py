@@ -35,8 +35,14 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 @click.option("--suite", metavar="NAME", help="Suite that has the tasks, where several are installed.")
 @click.option("--task-path", type=click.Path(exists=True, file_okay=False), help="Directory with your own tasks.")
 @click.option("--limit", type=click.IntRange(min=1), help="Records to take of the files, and of each task.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Per answer.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Questions at a time.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="Maximum number of tokens per answer.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Questions per batch.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")
 @click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
 @named_config
@@ -57,12 +63,12 @@ def evaluate(
     trusted: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Judge the model of CHECKPOINT by the records of FILES and by tasks.
+    """Evaluate the model of CHECKPOINT on the records of FILES and on tasks.
 
     FILES hold conversations, as training takes them, whose last message is the wanted answer; or texts, `prompt` and
     `answer`. They are JSONL, JSON, Arrow or Parquet.
     Fields that nothing uses are counted, or refused where the run had `data.unused_fields: refuse`.
-    The likeliest answer is compared: share of exact matches, and what plugins measure, such as ROUGE. Tasks are those
+    The most likely answer is compared: share of exact matches, and what plugins measure, such as ROUGE. Tasks are those
     of an installed suite, such as lm-evaluation-harness (nxdt-plugin-evaluate).
     """
     from nxdt_core.errors.evaluation import NothingToJudge

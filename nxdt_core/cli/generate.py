@@ -41,20 +41,20 @@ def _model_and_sampling(max_new_tokens: int) -> Callable[[_F], _F]:
     options = (
         click.option(
             "--max-new-tokens", type=click.IntRange(min=1), default=max_new_tokens, show_default=True,
-            help="Tokens to add.",
+            help="Maximum number of tokens to generate.",
         ),
         click.option(
             "--temperature", type=click.FloatRange(min=0.0), callback=_finite, default=0.0, show_default=True,
-            help="0 takes the likeliest token each time; 1 samples as the model says.",
+            help="0 takes the most likely token each time; 1 samples from the model's distribution.",
         ),
-        click.option("--top-k", type=click.IntRange(min=1), help="Sample among the K likeliest tokens only."),
+        click.option("--top-k", type=click.IntRange(min=1), help="Sample from the K most likely tokens."),
         click.option(
             "--top-p", type=_SHARE, callback=_finite,
-            help="Sample among the likeliest tokens that have this probability together.",
+            help="Sample from the most likely tokens whose probabilities add up to this.",
         ),
         click.option(
             "--min-p", type=_SHARE, callback=_finite,
-            help="Sample among tokens with at least this share of the largest probability.",
+            help="Sample from tokens with at least this share of the largest probability.",
         ),
         click.option(
             "--repetition-penalty", type=click.FloatRange(min=0.0, min_open=True), callback=_finite, default=1.0,
@@ -104,9 +104,9 @@ def _loaded(checkpoint: str, given: Mapping[str, Any], samples: int = 1) -> tupl
 @click.argument("checkpoint")
 @click.argument("prompt", required=False)
 @click.option("--prompts", metavar="FILE", help="Prompts to continue; prints JSON lines.")
-@click.option("--chat", is_flag=True, help="Prompts are questions: print the answers, by the chat template.")
+@click.option("--chat", is_flag=True, help="Apply the chat template to prompts, and print the answers.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Continuations per prompt.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Prompts at a time.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Prompts per batch.")
 @_model_and_sampling(64)
 @as_json
 def generate(
@@ -121,9 +121,9 @@ def generate(
 ) -> None:
     """Continue PROMPT, or the prompts of a file, with the model of CHECKPOINT.
 
-    CHECKPOINT is the directory of a run, a checkpoint.uri, of which the newest step that is whole is taken, or one
-    step of it; a Hugging Face directory; or an adapter that peft wrote. The model and its tokenizer are built from the
-    configuration that is found there, or from --config.
+    CHECKPOINT is the directory of a run or a checkpoint.uri, whose newest complete step is used; one step of it, or
+    `best` in its place; a Hugging Face directory; or an adapter that peft wrote. The model and its tokenizer are built
+    from the configuration that is found there, or from --config.
 
     FILE is text with a prompt per line, or JSONL, JSON, Arrow or Parquet with records that have a text `prompt`, or
     `messages`. The records are printed as JSON lines, each with its `completion`; with several samples, `completions`.
@@ -189,7 +189,7 @@ def _print_pieces(pieces: Iterator[str], before: str) -> str:
     ),
 )
 @click.argument("checkpoint")
-@click.option("--system", metavar="TEXT", help="Text of the system, before the first turn.")
+@click.option("--system", metavar="TEXT", help="System prompt.")
 @_model_and_sampling(512)
 def chat(checkpoint: str, system: str | None, **given: Any) -> None:
     """Answer each line of standard input with the model of CHECKPOINT, by its chat template.

@@ -64,12 +64,11 @@ def plan(
     search: bool,
     json_output: bool,
 ) -> None:
-    """Say what a run would need: memory of each rank by what it is for, traffic, idle time, time per step, sizes.
+    """Estimate what a run needs: memory of each rank by purpose, traffic, idle time, time per step and sizes.
 
-    CONFIG and KEY=VALUE are those of `nxdt train`; what that would refuse is refused here too. The model is
-    built without memory, laid out as it would be, and a micro-batch is sent through it in shapes alone: no
-    device is needed, nothing is downloaded, no data is read. Exit status 1 where a rank needs more memory than
-    there is.
+    CONFIG and KEY=VALUE are those of `nxdt train`; what it refuses is refused here too. The model is built without
+    memory, in the layout of the run, and only shapes pass through it: no device is needed, nothing is downloaded
+    and no data is read. The exit status is 1 if a rank needs more memory than a device has.
 
     --search tries sizes of tensor, pipeline, context and expert parallelism, ZeRO-1 and ZeRO-3, with less and
     more recomputation. It prints the fastest that leave a tenth of the memory free, and the keys that select the
@@ -126,6 +125,11 @@ _PARTS = {
     "communication": "gathered weights and gradients on their way",
 }
 
+_MEASURED = (
+    "The plan counts tensors. nxdt report shows what a run measured: on a GPU the peak of torch's allocator, on a CPU "
+    "that of the whole process."
+)
+
 _DIMENSIONS = {
     "tp": "tensor parallel",
     "cp": "context parallel",
@@ -154,20 +158,24 @@ def print_report(plan: RunPlan) -> None:
         click.echo()
         print_wrapped("no time per step", f"the links of {plan.product}, or its peak in this dtype, are not known")
     click.echo()
+    print_wrapped("", _MEASURED)
     _print_verdict(plan)
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    from nxdt_core.protocols.objective import traits_of
+    from nxdt_core.train.build import objective
+
     found, data, sizes = plan.estimate, plan.config.run.data, plan.sizes
+    batch = traits_of(objective(plan.config)).batch(data.global_batch_size, data.seq_length)
     yield "run", plan.config.source
     yield "layout", " · ".join(plan.estimate.layout)
     trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"
     yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP per token"
     yield (
         "step",
-        f"{data.global_batch_size:,} sequences of {data.seq_length:,} = {_billions(found.tokens_per_step)} tokens,"
-        f" {_count(found.flops_per_step)}FLOP; {_plural(found.micro_batches, 'micro-batch', 'micro-batches')}"
-        f" of {data.micro_batch_size} per rank",
+        f"{batch} = {_billions(found.tokens_per_step)} tokens, {_count(found.flops_per_step)}FLOP;"
+        f" {_plural(found.micro_batches, 'micro-batch', 'micro-batches')} of {data.micro_batch_size} per rank",
     )
     if sizes.pp > 1:
         yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"

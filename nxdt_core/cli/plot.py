@@ -37,10 +37,12 @@ from nxdt_core.visible_text import visible
     "--metric", metavar="METRIC", default="loss", help="Column of metrics.jsonl, such as reward. Default: loss."
 )
 def plot(runs: tuple[Path, ...], output: Path | None, metric: str) -> None:
-    """Draw the runs whose directories are RUN into one plot, and print their first and last loss.
+    """Plot the loss of runs into one picture, and print their first and last loss. RUN is the directory of a run.
 
-    It shows the loss of training and of validations, where a run resumed, and the learning rate, over steps and tokens.
-    It needs matplotlib: pip install 'nxdt-core[plot]'.
+    The picture shows the loss of training and validation, where a run resumed, and the learning rate, over steps and
+    tokens.
+
+    pip install 'nxdt-core[plot]' installs matplotlib, which this command needs.
     """
 
     read = [read_run(run, metric) for run in runs]

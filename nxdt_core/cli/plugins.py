@@ -107,10 +107,10 @@ def plugins() -> None:
 def list_(kind: str | None, json_output: bool) -> None:
     """List all plugins, also those that cannot be used, with the reason.
 
-    Of a plugin with more than four components, the table has their numbers; `nxdt plugins show` names them.
+    For a plugin with more than four components, the table shows how many there are; `nxdt plugins show` names them.
 
-    Notes below the table name plugins whose entry module imports heavy libraries, and plugins whose authors forgot
-    something, such as a range of nxdt-core.
+    Notes below the table name plugins whose entry module imports heavy libraries, and plugins with incomplete
+    metadata, such as no range of nxdt-core.
     """
     from nxdt_core.kernel.plugin import plugin_hints, plugin_notes
 
@@ -125,7 +125,7 @@ def list_(kind: str | None, json_output: bool) -> None:
     for plugin in kernel.plugins:
         offers = plugin.reason or _offers(_components(kernel, plugin))
         rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
-    header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY IT DOES NOT")
+    header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY NOT")
     print_table(header, rows, optional=("DIST", "VERSION"))
     for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
         print_note(note)
@@ -136,14 +136,14 @@ def list_(kind: str | None, json_output: bool) -> None:
 @as_json
 @click.pass_context
 def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json_output: bool) -> None:
-    """Say what is wrong with the installed plugins; exit status 1 where something is.
+    """Report what is wrong with the installed plugins; the exit status is 1 if something is.
 
     With CONFIG, the section `plugins` of that configuration decides which plugins are imported, and entries of
     plugins.allow, block and prefer that name no installed plugin are found, too.
 
-    Found are plugins that cannot be used; entry modules that import heavy libraries or implement no hook; distributions
-    that require no range of nxdt-core; and editable installations whose metadata are older than their pyproject.toml.
-    The table shows how long each entry module takes.
+    It reports plugins that cannot be used; entry modules that import heavy libraries or implement no hook;
+    distributions that require no range of nxdt-core; and editable installations whose metadata are older than their
+    pyproject.toml. The table shows how long each entry module takes.
     """
     from nxdt_core.cli.plugin_checks import complaints
     from nxdt_core.config.secrets import hide_secrets

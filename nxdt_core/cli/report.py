@@ -26,11 +26,16 @@ _runs = click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, ty
     examples=("nxdt report nxdt_experiments/llama-tiny", "nxdt report runs/a runs/b -o compare.html"),
 )
 @_runs
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="By default RUN_DIR/report.html.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write; by default RUN_DIR/report.html.",
+)
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write one HTML page about runs: curves, configuration with origins and differences, plugins, events, samples.
 
-    The page has everything inside and opens from disk. Of several runs, the curves share each plot.
+    The page is one self-contained file. Several runs share each plot.
     """
     from nxdt_core.errors.training import CannotWriteReport
     from nxdt_core.regular_files import regular_opener
@@ -51,11 +56,16 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     examples=("nxdt watch nxdt_experiments/llama-tiny", "nxdt watch runs/a runs/b --port 9000"),
 )
 @_runs
-@click.option("--port", type=click.IntRange(0, 65535), default=8077, help="Of 127.0.0.1 (8077); 0 takes a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8077,
+    help="Port on 127.0.0.1, by default 8077; 0 takes a free one.",
+)
 def watch(runs: tuple[Path, ...], port: int) -> None:
-    """Serve the page of `nxdt report` on 127.0.0.1, read again at each request; Ctrl-C ends it.
+    """Serve the page of `nxdt report` on 127.0.0.1 until Ctrl-C. Each request reads the runs again.
 
-    A browser loads it again every 10 seconds. Other machines cannot reach it: use ssh -L for a remote run.
+    A browser reloads the page every 10 seconds. Other machines cannot reach it: use ssh -L for a remote run.
     """
     from nxdt_core.errors.training import CannotServeReport
 
@@ -103,6 +113,9 @@ _CHARTS = (
     ("Validation perplexity", ("validation:perplexity",), False),
 )
 """Title, columns, and whether the axis is logarithmic. Further columns follow with their own names."""
+_MEMORY = (
+    "Measured: on a GPU the peak of torch's allocator, on a CPU that of the whole process. nxdt plan counts tensors."
+)
 _SHOWN = ("loss", "val_loss", "tokens_per_s", "lr", "grad_norm")
 _LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
 _OF_SAVES = "metrics:checkpoint_"
@@ -207,8 +220,9 @@ def _metric_plots(runs: Sequence[Run]) -> Iterator[Markup]:
         ]
         picture = plot(lines, label=title, log=log)
         if picture is not None:
-            note = _legend([(colour, name) for colour, name, _ in lines]) if len(columns) > 1 else None
-            yield element("figure", element("h3", title, ", log scale" if log else None), picture, note)
+            legend = _legend([(colour, name) for colour, name, _ in lines]) if len(columns) > 1 else None
+            note = _dim(_MEMORY) if columns == ("metrics:max_memory_bytes",) else None
+            yield element("figure", element("h3", title, ", log scale" if log else None), picture, legend, note)
 
 
 def _in_mib(title: str, curves: Sequence[Series]) -> str:

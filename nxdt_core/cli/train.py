@@ -13,6 +13,7 @@ from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, prin
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
 from nxdt_core.progress import PROGRESS, process_age_s
+from nxdt_core.visible_text import from_here
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
-    help="How often this node starts its ranks again, from the newest checkpoint, after a rank or a node was lost.",
+    help="How often this node restarts its ranks from the newest checkpoint after the loss of a rank or a node.",
 )
 @as_json
 @click.pass_context
@@ -45,8 +46,8 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     as a dotted path. Everything is checked before anything is built.
 
     The same command resumes from the newest checkpoint where checkpoint.resume_if_exists is true. Ctrl-C
-    and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once. A reader of its
-    output that goes away does not stop it. With --json, the summary at the end is JSON on standard output; everything
+    and SIGTERM save a checkpoint at the next step and stop; a second Ctrl-C stops at once. The run continues
+    when the reader of its output goes away. With --json, the summary at the end is JSON on standard output; everything
     else is on standard error.
 
     With trainer.devices above 1 it starts one process per device. With trainer.num_nodes above 1 run it on each
@@ -54,8 +55,8 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, it joins the processes that are started.
     NXDT_LAUNCHER names one launcher where the variables of several are set.
 
-    With --max-restarts it starts again, up to so many times, after a rank or a node was lost, and waits for the other
-    nodes, which do the same. A mistake, which ends with status 2, is not repeated. `nxdt launch` writes jobs of
+    With --max-restarts N, the run starts again up to N times after the loss of a rank or a node. All nodes of the run
+    need the option, and wait for one another. Errors with exit status 2 are not retried. `nxdt launch` writes jobs for
     clusters.
     """
     from nxdt_core.launch.joining import find_place
@@ -121,7 +122,7 @@ def _train(config: ResolvedConfig, client: Client | None = None, json_output: bo
         if json_output:
             print_json(summary.to_dict())
         else:
-            say(str(summary))
+            say(from_here(str(summary)) if sys.stdout.isatty() else str(summary))
     return summary.exit_status
 
 

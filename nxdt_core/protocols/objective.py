@@ -53,6 +53,8 @@ class ObjectiveTraits:
     """What the loss is a mean over. Of tokens, its exponential is a perplexity."""
     rows_per_sample: int = 1
     """Rows of a sample that it takes."""
+    samples: str = ""
+    """What the samples of a global batch are, such as ``prompts x 8 answers``; empty: sequences, or several rows."""
     values: tuple[str, ...] = ()
     """Names of the :attr:`~nxdt_core.protocols.batch.Batch.values` that it takes."""
     reference: Literal["before", "step"] | None = None
@@ -63,6 +65,11 @@ class ObjectiveTraits:
     ``score_head``."""
     loss_rows: int | None = None
     """Rows of a sample that its call takes, the first ones, where its ``prepare`` leaves out others; None: all."""
+
+    def batch(self, samples: int, seq_length: int) -> str:
+        """Return a description of a global batch: ``32 sequences of 128``."""
+        rows = "sequences" if self.rows_per_sample == 1 else f"samples x {self.rows_per_sample} rows"
+        return f"{samples:,} {self.samples or rows} of {seq_length:,}"
 
 
 @runtime_checkable

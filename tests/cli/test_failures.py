@@ -17,7 +17,7 @@ def nxdt_cli():
 """
 
 BODY = """
-import time, click
+import atexit, time, click
 from nxdt_core.errors.plugins import UnknownPlugin
 
 @click.command()
@@ -31,6 +31,10 @@ def misbehave(what):
         for _ in range(100_000):
             click.echo("a line of output")
     if what == "sleep":
+        click.echo("sleeping", err=True)
+        time.sleep(60)
+    if what == "linger":
+        atexit.register(time.sleep, 60)
         click.echo("sleeping", err=True)
         time.sleep(60)
     if what == "exit":
@@ -102,6 +106,20 @@ def test_ctrl_c_ends_a_command_without_a_traceback(site, dist):
     child.send_signal(signal.SIGINT)
     assert child.stderr.read().split() == [b"Interrupted."]
     assert child.wait(timeout=60) == 130
+
+
+def test_another_ctrl_c_ends_what_still_runs_at_once(site, dist):
+    dist("acme", COMMAND, acme_commands=BODY)
+    child = _child(site, "linger")
+    assert child.stderr.readline() == b"sleeping\n"
+    time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    while not (line := child.stderr.readline()).strip():
+        pass
+    assert line == b"Interrupted.\n"
+    child.send_signal(signal.SIGINT)
+    assert child.stderr.read() == b"", "no traceback"
+    assert child.wait(timeout=30) == -signal.SIGINT
 
 
 def _child(site, what, **options):

@@ -102,7 +102,9 @@ def test_the_report_names_parts_ranks_and_the_fullest(nxdt):
 def test_the_verdict_compares_with_a_devices_memory(nxdt, gib, status, word):
     done = nxdt("plan", "recipe:llama-tiny", "--memory-gib", gib)
     assert done.returncode == status
-    assert done.stdout.splitlines()[-1].startswith(f"{word}: each rank needs ")
+    measured, verdict = done.stdout.splitlines()[-2:]
+    assert measured.startswith("The plan counts tensors. nxdt report shows what a run measured: ")
+    assert verdict.startswith(f"{word}: each rank needs ")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_the_page_has_a_curve_of_each_metric_and_of_both_runs(written):
     titles = re.findall(r"<figure><h3>(.*?)</h3>", text)
     expected = ["Loss", "Learning rate", "Gradient norm, log scale", "Tokens per second", "Peak memory, GiB"]
     assert titles[:5] == expected
+    assert re.search(r"<h3>Peak memory, GiB</h3>.*?</svg><p class=\"dim\">Measured: [^<]*nxdt plan", text)
     assert {"Training blocked by a checkpoint, seconds", "Validation perplexity"} <= set(titles)
     loss = re.search(r"<h3>Loss</h3>(<svg.*?</svg>)", text)[1]
     assert re.findall(r"<title>(.*?)</title>", loss) == [

@@ -70,8 +70,22 @@ def test_make_install_has_every_distribution_and_what_its_extras_require():
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def test_make_builds_a_wheel_of_every_distribution():
     done = subprocess.run(["make", "-n", "wheels"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    (loop,) = (line for line in done.stdout.splitlines() if line.startswith("for dist in "))
-    assert loop.removeprefix("for dist in ").partition(";")[0].split() == [*DISTS, "meta"]
+    (line,) = (line for line in done.stdout.splitlines() if " wheel " in line)
+    assert [Path(word) for word in line.partition("--wheel-dir dist ")[2].split()] == [*map(Path, DISTS), Path("meta")]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_demo_needs_a_part_of_the_environment_of_the_tests(tmp_path):
+    def printed(target):
+        command = ["make", "-n", target, f"VENV={tmp_path}/none"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    lean, whole = (
+        {word for line in printed(target).splitlines() if " install " in line for word in line.split()}
+        for target in ("demo", "test")
+    )
+    assert {"torch==2.13.0", "-e", ".", "plugins/models/llama", "plugins/datasets/text", "matplotlib"} <= lean < whole
+    assert not {word for word in lean if "requirements" in word}
 
 
 def test_mypy_checks_every_package():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 from nxdt_testing.errors import raises
@@ -16,6 +17,7 @@ from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.found import find_weights
 from nxdt_core.train.weights.saved_config import locate
+from tests import processes
 
 TINY = (
     *("trainer.max_steps=4", "model.num_layers=1", "model.hidden_size=32", "data.seq_length=16"),
@@ -48,6 +50,22 @@ def test_the_best_step_is_that_of_the_logged_metric(run, mode):
         storage, step = locate(str(address), None)
         assert (storage.uri, step) == (str(directory / "checkpoints"), best)
         assert find_weights(str(address)).step == best
+
+
+def test_commands_of_checkpoints_show_it(run):
+    def nxdt(*words):
+        command = [sys.executable, "-m", "nxdt_core", *words]
+        return processes.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    directory = run("shown", "checkpoint.monitor=val_loss", "checkpoint.mode=min", "checkpoint.save_top_k=-1")
+    _, best = locate(str(directory / "best"), None)
+    (listed,) = json.loads(nxdt("checkpoint", "list", str(directory / "best"), "--json").stdout)
+    inspected = json.loads(nxdt("checkpoint", "inspect", str(directory / "best"), "--json").stdout)
+    assert listed["step"] == inspected["step"] == best
+    assert nxdt("checkpoint", "verify", str(directory / "checkpoints" / "best")).returncode == 0
+    refused = nxdt("checkpoint", "prune", str(directory / "best"), "--keep-last", "1", "--yes")
+    assert (refused.returncode, "NXDT-S011" in refused.stderr) == (2, True), "it names one step"
+    assert len(json.loads(nxdt("checkpoint", "list", str(directory / "checkpoints"), "--json").stdout)) == 4
 
 
 def test_it_outlives_retention_and_is_what_is_generated_with_and_exported(run, tmp_path):

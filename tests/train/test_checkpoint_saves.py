@@ -258,7 +258,7 @@ def test_a_save_is_left_out_while_another_one_goes_on(small_run, monkeypatch, ca
         return open_write(self, key)
 
     say = console.Console.say
-    monkeypatch.setattr(console.Console, "say", lambda self, line: (said.append(line), say(self, line)))
+    monkeypatch.setattr(console.Console, "say", lambda self, line, row=None: (said.append(line), say(self, line, row)))
     monkeypatch.setattr(LocalStorage, "open_write", slow)
     config = small_run(
         "trainer.max_steps=8",

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, final
 
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, newest_first, verify
 from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.errors.checkpoints import NoBestCheckpoint
 from nxdt_core.protocols.store import CheckpointStore
 
 
@@ -58,6 +60,40 @@ class Retention:
         if math.isnan(value):
             return False, 0.0, status.step
         return True, value if self.mode == "max" else -value, status.step
+
+
+def with_best(
+    uri: str, locate: Callable[[str], tuple[CheckpointStore, int | None]]
+) -> tuple[CheckpointStore, int | None]:
+    """Return the store and the step of an address, as ``locate`` finds them, or those of ``best``.
+
+    ``best`` in the place of a step, in the directory of a run or of its checkpoints, is the step that
+    ``checkpoint.monitor`` of the newest one ranks first. A store of that name comes first.
+
+    Raises:
+        NoBestCheckpoint: none can be ranked.
+    """
+    storage, step = locate(uri)
+    root, _, last = uri.rstrip("/").rpartition("/")
+    if last != "best" or any(list_checkpoints(storage)):
+        return storage, step
+    below = Path(root, "checkpoints")
+    storage, _ = locate(str(below) if below.is_dir() else root or ".")
+    return storage, _best_step(storage)
+
+
+def _best_step(storage: CheckpointStore) -> int | None:
+    """Return the step that ranks first; None where nothing is committed."""
+    committed = [status for status in list_checkpoints(storage) if status.state == "committed"]
+    if not committed or committed[-1].facts is None:
+        return None
+    saved = committed[-1].facts.config.get("checkpoint", {})
+    mode: Literal["min", "max"] = "min" if saved.get("mode") == "min" else "max"
+    policy = Retention(monitor=str(saved.get("monitor", "step")), mode=mode)
+    best = max(committed, key=policy.score)
+    if policy.monitor == "step" or not policy.score(best)[0]:
+        raise NoBestCheckpoint(where=storage.uri, monitor=policy.monitor)
+    return best.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,8 @@ VERBS = {
     ),
 )
 def checkpoint() -> None:
-    """Look at checkpoints, and move them.
+    """Inspect, copy and convert checkpoints.
 
-    URI is what checkpoint.uri says: a directory, or an address of an installed store. Most verbs also take the address
-    of one step: URI/step-00000100.
+    URI is what checkpoint.uri says: a directory, or an address of an installed store. Most commands also take the
+    address of one step: URI/step-00000100.
     """

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 @click.option("--config", "only_config", is_flag=True, help="Print the saved configuration, as YAML or JSON.")
 @as_json
 def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> None:
-    """Say what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names."""
+    """Show what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names. URI may
+    end in `best`, the step that checkpoint.monitor ranks first.
+    """
     from nxdt_core.checkpoint.signing import claimed_signer
 
     storage, manifest = open_one(uri)

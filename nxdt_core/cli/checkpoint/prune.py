@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look, own_for
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, own_for
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 
@@ -20,7 +20,7 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 )
 @click.argument("uri")
 @click.option("--keep-last", required=True, type=click.IntRange(min=1), help="Newest committed checkpoints to keep.")
-@click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
 @as_json
 def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool) -> None:
@@ -30,16 +30,18 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     damaged steps do not count, and go when they are older; those that a run saved for good (permanent) stay. On a
     terminal it asks. While a run saves to URI, it refuses.
     """
-    from nxdt_core.checkpoint import delete_step
+    from nxdt_core.checkpoint import delete_step, list_checkpoints, locate
     from nxdt_core.checkpoint.format.file_names import step_of
     from nxdt_core.checkpoint.read.status import nothing_at
     from nxdt_core.checkpoint.storage import explained_os_errors
     from nxdt_core.checkpoint.write.retention import plan_prune
     from nxdt_core.errors.checkpoints import CheckpointNotFound, NoSoundCheckpoint
+    from nxdt_core.kernel import Kernel
 
     if step_of(uri.rstrip("/").rpartition("/")[2]) is not None:
         raise click.BadParameter(f"{uri!r} names one step; name the address of all of them.", param_hint="'URI'")
-    storage, found = look(uri)
+    storage, _ = locate(uri, Kernel.start())
+    found = list_checkpoints(storage)
     if not found:
         raise CheckpointNotFound(where=uri, reason=nothing_at(storage, found))
     plan = plan_prune(storage, keep_last)

@@ -53,10 +53,9 @@ named_config = click.option(
 
 def look(uri: str) -> tuple[CheckpointStore, list[CheckpointStatus]]:
     """Return the store that an address names, and the steps in it: all steps, or the one that the address ends with."""
-    from nxdt_core.checkpoint import list_checkpoints, locate
-    from nxdt_core.kernel import Kernel
+    from nxdt_core.checkpoint import list_checkpoints
 
-    storage, step = locate(uri, Kernel.start())
+    storage, step = _located(uri)
     return storage, list_checkpoints(storage, step)
 
 
@@ -84,16 +83,24 @@ def open_one(uri: str) -> tuple[CheckpointStore, Manifest]:
         CheckpointDamaged: its manifest is not what was written.
         CheckpointTooNew: a later version wrote it.
     """
-    from nxdt_core.checkpoint import list_checkpoints, locate, read_manifest
+    from nxdt_core.checkpoint import list_checkpoints, read_manifest
     from nxdt_core.checkpoint.read.status import newest_first, nothing_at
     from nxdt_core.errors.checkpoints import CheckpointNotFound
-    from nxdt_core.kernel import Kernel
 
-    storage, step = locate(uri, Kernel.start())
+    storage, step = _located(uri)
     newest = next((status.step for status in newest_first(storage, step) if status.state != "unfinished"), None)
     if newest is None:
         raise CheckpointNotFound(where=uri, reason=nothing_at(storage, list_checkpoints(storage, step)))
     return storage, read_manifest(storage, newest)
+
+
+def _located(uri: str) -> tuple[CheckpointStore, int | None]:
+    from nxdt_core.checkpoint import locate
+    from nxdt_core.checkpoint.write.retention import with_best
+    from nxdt_core.kernel import Kernel
+
+    kernel = Kernel.start()
+    return with_best(uri, lambda at: locate(at, kernel))
 
 
 def own_for(command: str, storage: CheckpointStore) -> AbstractContextManager[Ownership]:

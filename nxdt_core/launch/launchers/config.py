@@ -56,9 +56,9 @@ class ClusterOptions(Section):
     nodes: PositiveInt | None = None
     """Nodes of the run; `--nodes` and `trainer.num_nodes` say the same."""
     devices_per_node: PositiveInt | None = None
-    """Devices of a node; compared with trainer.devices before anything is written."""
+    """Devices per node; compared with trainer.devices before anything is written."""
     instance_type: str | None = None
-    """EC2 instance of the nodes, such as trn1.32xlarge or ml.p5.48xlarge: it says devices and EFA interfaces."""
+    """EC2 instance of the nodes, such as trn1.32xlarge or ml.p5.48xlarge; decides devices and EFA interfaces."""
     image: str | None = None
     """Container image in which the processes run."""
     mounts: tuple[str, ...] = ()
@@ -113,9 +113,9 @@ class LocalOptions(ClusterOptions):
     """Nodes that are processes of this machine, to try a run over several nodes."""
 
     port: Annotated[int, Range(1024, 65535)] = 29500
-    """Where the nodes meet."""
+    """Port of the rendezvous of the nodes."""
     max_restarts: NonNegativeInt = 3
-    """How often a node starts its ranks again after a loss."""
+    """How often a node restarts its ranks after a loss."""
 
 
 class SlurmOptions(ClusterOptions):
@@ -133,7 +133,7 @@ class SlurmOptions(ClusterOptions):
     """What srun starts: a task per device, or one per node that starts the others; by default per node for XLA's
     engines, per device for others."""
     exclusive: bool = True
-    """Have whole nodes."""
+    """Reserve whole nodes."""
     requeue: bool = True
     """Requeue a job that was stopped or lost a node, and resume."""
     max_requeues: NonNegativeInt = 3
@@ -168,7 +168,7 @@ class KubernetesOptions(ClusterOptions):
     max_restarts: NonNegativeInt = 3
     """How often the nodes start again, from the newest checkpoint, after a loss."""
     port: Annotated[int, Range(1024, 65535)] = 29500
-    """Where the nodes meet."""
+    """Port of the rendezvous of the nodes."""
     runtime: str = "torch-distributed"
     """ClusterTrainingRuntime of a TrainJob."""
 

@@ -18,9 +18,9 @@ class GenerationsConfig(Section):
     max_new_tokens: PositiveInt = 64
     """End, where the model does not end by itself."""
     temperature: NonNegativeFloat = 0.0
-    """0 takes the likeliest token each time; 1 samples as the model says."""
+    """0 takes the most likely token each time; 1 samples from the model's distribution."""
     top_k: PositiveInt | None = None
-    """Sample among so many likeliest tokens only."""
+    """Sample from this many most likely tokens."""
     seed: NonNegativeInt = 0
     """Of the samples, the same at each validation."""
 

@@ -170,6 +170,11 @@ class MetricsWriter(Callback):
             run.log({name: value for name, value in named.items() if value is not None})
         self._restart(run)
 
+    def on_fit_end(self, run: Run) -> None:
+        """Write a row of the last step, where the run stops between two rows."""
+        if run.last is not None and run.step != self._logged_step:
+            self._log(run)
+
     def close(self, run: Run) -> None:
         """Close the metric files."""
         self._files.close()

@@ -62,6 +62,7 @@ class StopSignals(Callback):
         self._wanted: int = 0
         self._wanted_at_s = 0.0
         self._because: str | None = None
+        self._announced = False
         self.received: signal.Signals | None = None
         """The signal that all ranks stop for."""
         self.failure: NxdtError | None = None
@@ -98,16 +99,14 @@ class StopSignals(Callback):
             run.say(f"stopping after step {run.step}: {run.stop_reason or 'another rank asked for it'}")
             return
         self.received = signal.Signals(agreed)
-        if self._ranks.world_size > 1:
-            self._announce(self.received)
+        self._announce(self.received)
 
     def request(self, number: signal.Signals, *, because: str) -> None:
         """Stop as if the signal had reached this rank; ``because`` is the reason shown. Later requests are ignored."""
         if not self._wanted:
             self._because = because
             self._want(number)
-            if self._ranks.world_size == 1:
-                self._announce(number)
+            self._announce(number)
 
     def fail(self, error: NxdtError) -> None:
         """Stop after this step, with a checkpoint, for ``error`` on the first rank: what was trained is not lost."""
@@ -133,8 +132,7 @@ class StopSignals(Callback):
         if self._wanted and (alone or time.monotonic() - self._wanted_at_s > _SAME_REQUEST_S):
             raise KeyboardInterrupt
         self._want(number)
-        if alone:
-            self._announce(signal.Signals(number))
+        self._announce(signal.Signals(number))
 
     def _want(self, number: int) -> None:
         """Take note of a request, from a signal's handler or another thread."""
@@ -143,6 +141,10 @@ class StopSignals(Callback):
             self._wanted = number
 
     def _announce(self, number: signal.Signals) -> None:
+        """Say once why the run stops: at the signal, since the step may take long, or when another rank got it."""
+        if self._announced:
+            return
+        self._announced = True
         if self._because is not None:
             self._console.say(f"{self._because}: stopping after this step")
         else:

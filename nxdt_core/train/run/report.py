@@ -16,6 +16,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets import shown_words
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.console import human
 from nxdt_core.train.session import TrainSession
@@ -90,12 +91,10 @@ def _facts(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[tuple[str
     yield "devices", f"{engine.rank_info.world_size} x {engine.device.type}, {_layout(config, engine)}"
     yield "precision", config.selected("precision").component.record.name
     yield "optimizer", f"{config.selected('optimizer').component.record.name}, {_learning_rate(config)}"
-    tokens = data.global_batch_size * data.seq_length
-    yield (
-        "data",
-        f"{config.selected('dataset').component.record.name}, {data.global_batch_size:,} sequences of"
-        f" {data.seq_length:,} = {tokens:,} tokens per step",
-    )
+    traits = traits_of(build.objective(config))
+    tokens = data.global_batch_size * traits.rows_per_sample * data.seq_length
+    batch = traits.batch(data.global_batch_size, data.seq_length)
+    yield "data", f"{config.selected('dataset').component.record.name}, {batch} = {tokens:,} tokens per step"
     last = run.trainer.max_steps
     yield "steps", f"{last:,}, {human(last * tokens)} tokens" if last > 0 else "until max_time"
     yield "run", str(config.run_dir)

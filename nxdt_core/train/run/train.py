@@ -275,7 +275,7 @@ class _Training:
         """The checkpoint that the run would resume from is its last one."""
         step, end = start.manifest.step, config.run.trainer.max_steps
         uri = build.step_uri(start.storage, step)
-        self.console.say(f"step {step}: nothing to do, trainer.max_steps is {end}")
+        self.console.say(f"step {step}: nothing to do, trainer.max_steps is {end}; raise it, or set another name")
         if start.storage.uri == self.own.uri:
             for adapter in build.adapters(config):
                 adapter.finish(uri, config, self.engine.ranks)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest, Retention, TrustedKeys, list_checkpoints
+from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name, step_of
+from nxdt_core.checkpoint.write.retention import with_best
 from nxdt_core.config import Origin, ResolvedConfig, load
 from nxdt_core.config.huggingface import oversized
 from nxdt_core.config.interpolation import interpolations
@@ -25,7 +26,6 @@ from nxdt_core.config.tree import Node, dotted, from_plain, merge, to_plain
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
 from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError
-from nxdt_core.errors.checkpoints import NoBestCheckpoint
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.kernel import Kernel
@@ -110,33 +110,12 @@ def named_config(path: str | None, trusted: Sequence[str] = ()) -> tuple[Resolve
 def locate(uri: str, config: ResolvedConfig | None) -> tuple[CheckpointStore, int | None]:
     """Return the store and the step of an address, reached as ``config`` says, or with defaults.
 
-    ``best`` in the place of a step, in the directory of a run or of its checkpoints, is the step that
-    ``checkpoint.monitor`` of the newest one ranks first. A store of that name comes first.
-
     Raises:
-        NoBestCheckpoint: none can be ranked.
+        NoBestCheckpoint: as :func:`~nxdt_core.checkpoint.write.retention.with_best` raises it.
     """
-    storage, step = checkpoint.locate(uri, Kernel.start()) if config is None else build.locate(config, uri)
-    root, _, last = uri.rstrip("/").rpartition("/")
-    if last != "best" or any(list_checkpoints(storage)):
-        return storage, step
-    below = Path(root, "checkpoints")
-    storage, _ = locate(str(below) if below.is_dir() else root or ".", config)
-    return storage, _best_step(storage)
-
-
-def _best_step(storage: CheckpointStore) -> int | None:
-    """Return the step that ranks first; None where nothing is committed."""
-    committed = [status for status in list_checkpoints(storage) if status.state == "committed"]
-    if not committed or committed[-1].facts is None:
-        return None
-    saved = committed[-1].facts.config.get("checkpoint", {})
-    mode: Literal["min", "max"] = "min" if saved.get("mode") == "min" else "max"
-    policy = Retention(monitor=str(saved.get("monitor", "step")), mode=mode)
-    best = max(committed, key=policy.score)
-    if policy.monitor == "step" or not policy.score(best)[0]:
-        raise NoBestCheckpoint(where=storage.uri, monitor=policy.monitor)
-    return best.step
+    return with_best(
+        uri, partial(checkpoint.locate, kernel=Kernel.start()) if config is None else partial(build.locate, config)
+    )
 
 
 def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None = None, base: bool = True) -> SavedRun:

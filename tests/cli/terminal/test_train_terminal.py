@@ -1,6 +1,12 @@
 """What a terminal shows of a run: what it is, what it does, a line per logged step, a bar."""
 
+import io
+import re
+import time
+
 import click
+
+from nxdt_core.train.callbacks.console import Console
 
 RUN = (
     "trainer.max_steps=4",
@@ -42,6 +48,7 @@ def test_a_run_shows_a_banner_then_what_it_does_then_a_bar_that_fits(nxdt_on_ter
     again, text = nxdt_on_terminal("train", "recipe:llama-tiny", *RUN, "trainer.max_steps=6", columns=80)
     assert again == 0
     assert "loading step 4" in text
+    assert "checkpoint saved to nxdt_experiments/llama-tiny/checkpoints/step-00000006" in " ".join(text.split())
     log = next((work / "nxdt_experiments/llama-tiny").glob("logs/*")).read_text()
     assert "sequences of 16 = 64 tokens per step" in log
 
@@ -54,3 +61,36 @@ def test_a_pipe_gets_the_lines_without_a_bar(nxdt):
         "2/4",
         "4/4",
     ]
+
+
+class Terminal(io.StringIO):
+    """Keeps what is written."""
+
+    def isatty(self):
+        return True
+
+
+def test_the_bar_moves_with_each_step_and_its_clock_in_a_long_one():
+    stream = Terminal()
+    console = Console(5, stream=stream)
+    console.begin(0)
+    for step in range(1, 4):
+        time.sleep(0.15)
+        console.advance(step)
+    end = time.monotonic() + 30
+    while len(set(re.findall(r"step 3/5 .*?\| (\d\d:\d\d), ", stream.getvalue()))) < 3 and time.monotonic() < end:
+        time.sleep(0.1)
+    console.close()
+    shown = re.findall(r"step (\d)/5 .*?\| (\d\d:\d\d), ETA", stream.getvalue())
+    assert {step for step, _ in shown} == {"0", "1", "2", "3"}
+    assert len({clock for step, clock in shown if step == "3"}) >= 3
+    written = stream.getvalue()
+    time.sleep(1.2)
+    assert stream.getvalue() == written, "nothing is drawn after the end"
+
+
+def test_a_line_wider_than_the_terminal_is_wrapped_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream, path = Terminal(), "/a/directory/whose-name/is-wider/than-the-terminal"
+    Console(5, stream=stream).say(f"step 4: checkpoint saved to {path} (1 MiB in 0.1 s)")
+    assert stream.getvalue() == f"step 4: checkpoint saved to\n  {path}\n  (1 MiB in 0.1 s)\n"

@@ -169,6 +169,17 @@ def test_a_callback_ends_a_run_in_order(run_with, capsys):
     assert "stopping after step 2: enough is learnt" in capsys.readouterr().err
 
 
+def test_a_run_that_stops_between_two_rows_logs_its_last_step(run_with, metric_rows, capsys):
+    config = run_with("Stops", "trainer.max_steps=9", "trainer.log_every_n_steps=5")
+    summary = train(config)
+    rows = metric_rows(config.run_dir)
+    assert list(rows) == [2]
+    assert rows[2]["loss"] == pytest.approx(summary.loss)
+    assert f"step 2/9  loss {summary.loss:.4f}" in capsys.readouterr().err
+    manifest = checkpoint.latest(build.storage(config), warn=print)
+    assert manifest.facts.metrics["loss"] == pytest.approx(summary.loss)
+
+
 def test_one_rank_is_enough_to_end_a_run_of_two(tmp_path, run_with):
     config = run_with("Stops")
     plugin = (f"plugins.local=[{tmp_path}/observing.py]", "trainer.callbacks=[Stops]", "trainer.max_steps=9")

@@ -16,9 +16,11 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core import checkpoint
+from nxdt_core.cli.plan import print_report
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
 from nxdt_core.train import TrainSession
+from nxdt_core.train.plan import plan
 from nxdt_core.train.run.train import train
 from tests.sampling import slow
 
@@ -234,10 +236,37 @@ def test_a_record_without_a_prompt_is_refused_with_its_place(small, tmp_path):
         train(small(f"data.train_files=[{file}]", "data.validation_files=[]", "trainer.val_check_interval=null"))
 
 
-def test_data_without_prompts_is_refused(small):
-    text = ("data.name=text", "data.train_files=[package://nxdt_plugin_text/data/kjv.txt]", "data.validation_files=[]")
+TEXT = ("data.train_files=[package://nxdt_plugin_text/data/kjv.txt]", "data.validation_files=[]")
+OTHERS = """
+from nxdt_core.api import Component, hookimpl
+
+
+@hookimpl
+def nxdt_datasets():
+    target, config = "nxdt_plugin_text.loader:TextData", "nxdt_plugin_text.config:TextConfig"
+    return [Component(name="others", target=target, config=config)]
+"""
+
+
+def test_data_without_prompts_is_refused_before_anything_is_built(small):
+    with pytest.raises(NxdtError, match=r"data\.name: the dataset 'text' has no prompts.*Set data\.name to prompts"):
+        small("data.name=text", *TEXT)
+
+
+def test_data_of_others_without_prompts_is_refused_before_an_answer_is_drawn(small, tmp_path, monkeypatch):
+    (tmp_path / "others.py").write_text(OTHERS)
+    monkeypatch.setattr(objective, "answers_to", lambda *_, **__: pytest.fail("an answer is drawn"))
     with raises(NoPrompts):
-        train(small(*text, "trainer.val_check_interval=null"))
+        train(
+            small(f"plugins.local=[{tmp_path}/others.py]", "data.name=others", *TEXT, "trainer.val_check_interval=null")
+        )
+
+
+def test_the_plan_and_the_banner_count_prompts_and_answers(small, capsys):
+    print_report(plan(small()))
+    assert "4 prompts x 4 answers of 32 = 512 tokens, " in capsys.readouterr().out
+    assert train(small("trainer.max_steps=1", "trainer.val_check_interval=null")).step == 1
+    assert "prompts, 4 prompts x 4 answers of 32 = 512 tokens per step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

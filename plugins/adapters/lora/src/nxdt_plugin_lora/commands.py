@@ -42,7 +42,7 @@ def merge_lora(
 ) -> None:
     """Make a checkpoint of the model that a LoRA run trained, without an adapter.
 
-    SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory or an address
+    SRC is a checkpoint.uri, whose newest complete step is used, or one step of it. DST is a directory or an address
     of an installed store, without checkpoints. `nxdt checkpoint export DST DIR` then writes a directory that
     transformers loads. Memory holds one matrix at a time. Under torchrun or srun the processes divide the matrices.
     """
@@ -87,7 +87,7 @@ def export_lora(
 ) -> None:
     """Write the adapter that a LoRA run trained, and nothing of its base, for `PeftModel.from_pretrained`.
 
-    SRC is a checkpoint.uri, of which the newest good step is taken, or one step of it. DST is a directory that is empty
+    SRC is a checkpoint.uri, whose newest complete step is used, or one step of it. DST is a directory that is empty
     or not there yet.
     """
     from nxdt_plugin_lora import peft_export

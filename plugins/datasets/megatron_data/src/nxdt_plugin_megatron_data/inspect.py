@@ -26,9 +26,9 @@ _QUANTILES = (0, 25, 50, 75, 95, 100)
 @click.argument("prefix", type=click.Path(path_type=Path))
 @as_json
 def inspect(prefix: Path, json_output: bool) -> None:
-    """Check PREFIX.bin and PREFIX.idx, and say what they hold and who made them.
+    """Check PREFIX.bin and PREFIX.idx, and show what they contain and which program wrote them.
 
-    The index is checked whole, and every token is read once for the largest.
+    The whole index is checked, and every token is read once to find the largest.
     """
     from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 

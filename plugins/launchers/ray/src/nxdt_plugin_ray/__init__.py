@@ -14,6 +14,6 @@ def nxdt_launchers() -> list[Component]:
             target="nxdt_plugin_ray.launcher:RayLauncher",
             config="nxdt_plugin_ray.config:RayOptions",
             capabilities=frozenset({"submit"}),
-            summary="an actor of Ray per node, in a placement group",
+            summary="write a driver for Ray, with an actor per node in a placement group",
         )
     ]

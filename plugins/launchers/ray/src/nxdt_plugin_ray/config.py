@@ -17,7 +17,7 @@ class RayOptions(Section):
     nodes: PositiveInt | None = None
     """Nodes of the run; `--nodes` and `trainer.num_nodes` say the same."""
     devices_per_node: PositiveInt | None = None
-    """Devices of a node; compared with trainer.devices before anything is written."""
+    """Devices per node; compared with trainer.devices before anything is written."""
     address: str = "auto"
     """Address of the cluster, as ray.init takes it; auto is the cluster of this machine, local starts one."""
     cpus_per_node: NonNegativeFloat = 1

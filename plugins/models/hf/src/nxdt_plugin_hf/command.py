@@ -20,10 +20,10 @@ from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json
 @config_arguments
 @as_json
 def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
-    """Say which parameters of a model of transformers tensor parallelism makes smaller, and which stay whole.
+    """Show which parameters of a model of transformers tensor parallelism shards, and which it replicates.
 
-    CONFIG and KEY=VALUE are those of `nxdt train`, of a run with model.name=hf. The plan that the model brings is
-    applied without memory and the result is measured: no device is needed.
+    CONFIG and KEY=VALUE are those of `nxdt train`, of a run with model.name=hf. The plan of the model is
+    applied without memory: no device is needed.
     """
     from nxdt_core.config import load
 

@@ -76,9 +76,15 @@ def nxdt_components() -> Mapping[str, Iterable[Component]]:
 
 @hookimpl
 def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
-    """Report rewards that cannot be had."""
+    """Report rewards that do not work, and a dataset of nxdt that has no prompts."""
     if context.config["objective"]["name"] not in ("grpo", "grpo:grpo"):
         return
+    dataset = context.kernel.registry.get("dataset", context.components["dataset"])
+    if dataset.dist.startswith("nxdt-plugin-") and dataset.qualified_name != "grpo:prompts":
+        message = (
+            f"the dataset {dataset.record.name!r} has no prompts, and the objective 'grpo' generates answers to them"
+        )
+        yield ConfigFinding(key="data.name", message=message, remedy="Set data.name to prompts.")
     from nxdt_plugin_grpo.rewards import reward_problems
 
     yield from reward_problems(context.config["objective"]["rewards"], context.kernel)

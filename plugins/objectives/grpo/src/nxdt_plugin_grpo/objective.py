@@ -70,6 +70,7 @@ class Grpo:
         """Names of the values of answers; of blank samples they are zero."""
         self.traits = ObjectiveTraits(
             rows_per_sample=config.num_generations,
+            samples=f"prompts x {config.num_generations} answers",
             values=("advantages", *(_OF_ANSWER + name for name in self._figures)),
             unit="tokens of answers" if config.loss_type == "dapo" else "answers",
             reference="step" if config.beta else None,
@@ -147,6 +148,9 @@ class Grpo:
         writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
         stops = frozenset(stop_ids(build.chat_keys(session.config), tokenizer))
         own, rank_places = dict[int, Group](), places(session, micro_batches)
+        given = (origin for batch in micro_batches for origin in batch.origins or ())
+        if not session.engine.ranks.any_rank(any(isinstance(each, Prompt) for each in given)):
+            raise NoPrompts()  # one rank may have blank samples alone, and answers to them are drawn for nothing
         for batch in micro_batches:
             origins = batch.origins or [None] * batch.samples
             prompts = [each if isinstance(each, Prompt) else _BLANK for each in origins]
@@ -168,10 +172,7 @@ class Grpo:
                 if asked is not _BLANK:
                     group.rewards = {each.name: each.scores(texts, asked) for each in self._rewards or ()}
                 own[place] = Group() if asked is _BLANK else group
-        every = {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
-        if not any(group.answers for group in every.values()):  # one rank may have blank samples alone
-            raise NoPrompts()
-        return every
+        return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
 
     def _batches(
         self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]
