@@ -78,7 +78,7 @@ AdapterBaseUnknown = NxdtError.define(
     "NXDT-T046",
     "An adapter whose base is not on this machine.",
     "{where} is an adapter, and the weights below it are not found: it names {base!r}.",
-    "Name them with --base: a Hugging Face directory, or a checkpoint.",
+    "Name them with --base, or in the adapter's base_model_name_or_path: a Hugging Face directory, or a checkpoint.",
 )
 
 GenerationsNeedTokenizer = NxdtError.define(
