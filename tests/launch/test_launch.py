@@ -17,7 +17,7 @@ from tests import processes
 from tests.launch.launching import environment, faulty, finish, gone, ranks_of, start, wait_for_rows, words
 from tests.sampling import slow
 
-BANNER = r"(?:model|devices|precision|data|steps|run|checkpoints) +|building the model|First step after "
+BANNER = r"(?:model|devices|precision|optimizer|data|steps|run|checkpoints) +|building the model|First step after "
 """What a run says before its first step."""
 
 
