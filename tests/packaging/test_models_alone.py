@@ -53,7 +53,7 @@ def test_a_model_trains_from_its_wheel_and_what_that_asks_for(environment, dist,
     metrics = Path(tmp_path, "nxdt_experiments", recipe, "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [1, 2, 3]
     if dist != "nxdt-plugin-hf":
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"]}))
         refused = clean.run("nxdt", "checkpoint", "import", ".", "store", cwd=tmp_path)
         assert refused.returncode == 2
         assert "pip install nxdt-plugin-hf" in refused.stderr

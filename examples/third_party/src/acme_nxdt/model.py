@@ -1,6 +1,5 @@
 """A bigram model: the next token from this one alone."""
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ class BigramBuilder:
 
     def config_to_hf(self) -> dict[str, Any]:
         """Return the ``config.json``: the inverse of ``BigramConfig.from_hf``."""
-        return {"architectures": ["BigramForCausalLM"], "model_type": "bigram", **asdict(self.config)}
+        return {"architectures": ["BigramForCausalLM"], "model_type": "bigram", **self.config.model_dump()}
 
     def hf_key_map(self) -> list[KeyMap]:
         """Return the names of the tensors in Hugging Face files."""
