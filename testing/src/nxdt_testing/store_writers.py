@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array
 from collections.abc import Callable
@@ -155,7 +156,8 @@ class StoreWriters:
         open_store = self.opener(storage)
         if open_store is None:
             pytest.skip("the store lives in one process (opener gives None)")
-        reports = RankPool(3).run(write_on_rank, open_store, timeout_s=120)
+        environment = dict(os.environ)  # credentials may be in it
+        reports = RankPool(3).run(write_on_rank, open_store, timeout_s=120, environment=environment)
         for round_, won in enumerate(zip(*(report[0] for report in reports), strict=True)):
             assert won.count(True) == 1, f"round {round_}: {won}"
             assert read(storage, f"shared/{round_}/manifest") == bytes([won.index(True)]) * 4096
