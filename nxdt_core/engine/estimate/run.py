@@ -216,6 +216,8 @@ def _with_teacher(memory: Memory, measured: MeasuredRank, work: Workload) -> Mem
     It runs when the logits of a micro-batch are there. In a pipeline it runs before the step, and what is kept of its
     logits waits for all micro-batches; the trace has counted one.
     """
+    if work.teacher is None:
+        return memory
     teacher, last = measured.teacher, measured.traces[-1]
     alone = work.sizes.pp == 1
     beyond = last.kept + teacher.running - sum(last.peak.values()) if alone else 0
@@ -224,7 +226,7 @@ def _with_teacher(memory: Memory, measured: MeasuredRank, work: Workload) -> Mem
         memory,
         weights=memory.weights + teacher.weights,
         logits=memory.logits + waiting,
-        workspace=memory.workspace + (max(beyond, 0) if work.teacher is not None else 0),
+        workspace=memory.workspace + max(beyond, 0),
     )
 
 

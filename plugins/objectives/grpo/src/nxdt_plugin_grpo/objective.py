@@ -168,10 +168,10 @@ class Grpo:
                 in_step=session.engine.rank_info.dp_size > 1,
             )
             for place, asked, group in zip(here, prompts, groups, strict=True):
-                texts = group.texts(tokenizer)
-                if asked is not _BLANK:
-                    group.rewards = {each.name: each.scores(texts, asked) for each in self._rewards or ()}
                 own[place] = Group() if asked is _BLANK else group
+                if asked is not _BLANK:
+                    texts = group.texts(tokenizer)
+                    group.rewards = {each.name: each.scores(texts, asked) for each in self._rewards or ()}
         return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
 
     def _batches(
