@@ -2,11 +2,10 @@
 hold the same.
 
 Masks of hidden states and of experts' rows follow from positions and are the same in every layout
-(:mod:`nxdt_core.models.random.dropout_masks`, :mod:`nxdt_core.models.random.dropout_masks`). Those of attention
-probabilities
-depend on the layout, by salts: every rank of a run has the same global generator, so that all that is drawn from it
-agrees. A module with a ``salt`` draws one number there and combines it with its salt, so that masks differ where an
-engine sets different salts. Recomputation and a resumed run repeat the masks, since both restore the generator.
+(:mod:`nxdt_core.models.random.dropout_masks`). Those of attention probabilities depend on the layout, by salts: every
+rank of a run has the same global generator, so that all that is drawn from it agrees. A module with a ``salt`` draws
+one number there and combines it with its salt, so that masks differ where an engine sets different salts. Recomputation
+and a resumed run repeat the masks, since both restore the generator.
 """
 
 from __future__ import annotations

@@ -71,15 +71,15 @@ class MaskPart:
     def mask(self, hidden: torch.Tensor, p: float, step: StepContext) -> torch.Tensor | None:
         """Return what is kept of ``hidden`` [rows, tokens, features], of its shape; None where no row is known."""
         place = self._place(hidden, step)
-        return None if place is None else _position_mask(*place, 1 - p, hidden.device)
+        return None if place is None else _position_draw(*place, 1 - p, hidden.device)
 
     def noise(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor | None:
         """Return numbers of even probability within ±1, float32 of the shape of ``hidden``; as :meth:`mask`."""
         place = self._place(hidden, step)
-        return None if place is None else _position_noise(*place, hidden.device)
+        return None if place is None else _position_draw(*place, None, hidden.device)
 
     def _place(self, hidden: torch.Tensor, step: StepContext) -> tuple[Any, ...] | None:
-        """The first arguments of both operators."""
+        """The first arguments of the operator that draws."""
         numbers, ids = step.numbers, step.ids
         if numbers is None or ids is None or hidden.is_meta or hidden.dim() != 3:
             return None
@@ -118,8 +118,8 @@ def decoded_name(name: torch.Tensor) -> str:
     return bytes(name.tolist()).rstrip(b"\0").decode()
 
 
-@torch.library.custom_op("nxdt::position_mask", mutates_args=())
-def _position_mask(
+@torch.library.custom_op("nxdt::position_draw", mutates_args=())
+def _position_draw(
     numbers: torch.Tensor,
     name: torch.Tensor,
     shape: Sequence[int],
@@ -127,92 +127,46 @@ def _position_mask(
     runs: Sequence[int],
     first_token: int,
     first_feature: int,
-    kept_share: float,
+    kept_share: float | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Draw the mask of ``shape`` [rows, tokens, features], out of one of ``whole`` [sequence, features] for each row.
+    """Draw for ``shape`` [rows, tokens, features], out of what is drawn for ``whole`` [sequence, features] in each row.
 
     Args:
         numbers: seed, step and first row.
         name: encoded.
         shape: shape of the result, [rows, tokens, features].
-        whole: shape of a row's mask, [sequence, features].
+        whole: shape of what is drawn for a row, [sequence, features].
         runs: as :attr:`MaskPart.runs` gives them.
         first_token: index among the tokens of ``runs`` at which the result begins.
         first_feature: index of the result's first feature.
-        kept_share: probability with which an element is kept.
+        kept_share: probability with which an element is kept, for a mask (bool); None for uniform numbers within ±1
+            (float32).
         device: on which the result is needed.
     """
-    drawing = HOST if profile_of(device).host_random else device
-    kept = torch.ones(tuple(shape), dtype=torch.bool, device=drawing)
-    _draw_into(
-        kept,
-        lambda row, of: row.bernoulli_(kept_share, generator=of),
-        numbers,
-        name,
-        whole,
-        runs,
-        first_token,
-        first_feature,
-    )
-    return kept.to(device)
-
-
-def _draw_into(
-    out: torch.Tensor,
-    draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
-    numbers: torch.Tensor,
-    name: torch.Tensor,
-    whole: Sequence[int],
-    runs: Sequence[int],
-    first_token: int,
-    first_feature: int,
-) -> None:
-    """Fill ``out`` [rows, tokens, features] with its part of what ``draw`` makes of a whole row."""
     seed, step, first_row = numbers.tolist()
     module = decoded_name(name)
-    rows, tokens, width = out.shape
-    generator = torch.Generator(out.device)
+    rows, tokens, width = shape
+    drawing = HOST if profile_of(device).host_random else device
+    generator = torch.Generator(drawing)
+    out = torch.full(tuple(shape), 0 if kept_share is None else 1, dtype=_drawn_dtype(kept_share), device=drawing)
     for row in range(rows):
         generator.manual_seed(_seed(seed, step, module, first_row + row))
-        if [tokens, width] == list(whole):
-            draw(out[row], generator)
-            continue
-        drawn = draw(torch.empty(tuple(whole), dtype=out.dtype, device=out.device), generator)
-        held = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
-        own = (held[0] if len(held) == 1 else torch.cat(held)).narrow(0, first_token, tokens)
-        own = own[:, first_feature : first_feature + width]
-        out[row, :, : own.shape[1]] = own  # features that fill a dimension up are zero anyway
+        in_place = [tokens, width] == list(whole)
+        drawn = out[row] if in_place else torch.empty(tuple(whole), dtype=out.dtype, device=drawing)
+        if kept_share is None:
+            drawn.uniform_(-1.0, 1.0, generator=generator)
+        else:
+            drawn.bernoulli_(kept_share, generator=generator)
+        if not in_place:
+            held = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
+            own = (held[0] if len(held) == 1 else torch.cat(held)).narrow(0, first_token, tokens)
+            own = own[:, first_feature : first_feature + width]
+            out[row, :, : own.shape[1]] = own  # features that only fill a dimension up get no noise
+    return out.to(device)
 
 
-@torch.library.custom_op("nxdt::position_noise", mutates_args=())
-def _position_noise(
-    numbers: torch.Tensor,
-    name: torch.Tensor,
-    shape: Sequence[int],
-    whole: Sequence[int],
-    runs: Sequence[int],
-    first_token: int,
-    first_feature: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """Draw uniform numbers within ±1, float32; arguments as of ``nxdt::position_mask``."""
-    drawing = HOST if profile_of(device).host_random else device
-    noise = torch.zeros(tuple(shape), device=drawing)
-    _draw_into(
-        noise,
-        lambda row, of: row.uniform_(-1.0, 1.0, generator=of),
-        numbers,
-        name,
-        whole,
-        runs,
-        first_token,
-        first_feature,
-    )
-    return noise.to(device)
-
-
-@_position_mask.register_fake
+@_position_draw.register_fake
 def _(
     numbers: torch.Tensor,
     name: torch.Tensor,
@@ -221,24 +175,14 @@ def _(
     runs: Sequence[int],
     first_token: int,
     first_feature: int,
-    kept_share: float,
+    kept_share: float | None,
     device: torch.device,
 ) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=torch.bool, device=device)
+    return torch.empty(tuple(shape), dtype=_drawn_dtype(kept_share), device=device)
 
 
-@_position_noise.register_fake
-def _(
-    numbers: torch.Tensor,
-    name: torch.Tensor,
-    shape: Sequence[int],
-    whole: Sequence[int],
-    runs: Sequence[int],
-    first_token: int,
-    first_feature: int,
-    device: torch.device,
-) -> torch.Tensor:
-    return torch.empty(tuple(shape), device=device)
+def _drawn_dtype(kept_share: float | None) -> torch.dtype:
+    return torch.float32 if kept_share is None else torch.bool
 
 
 def _seed(seed: int, step: int, name: str, row: int) -> int:
