@@ -81,7 +81,8 @@ def test_ranks_collect_after_the_same_steps_and_never_within_one(interval, devic
         found = json.loads((tmp_path / "run" / f"collections-{rank}.json").read_text())
         within = [step for step, in_step, _ in found["collections"] if in_step]
         if interval:
-            assert found["collections"] == [[1, False, 2], [2, False, 2], [4, False, 2]]
+            training = [collection for collection in found["collections"] if collection[0] > 0]
+            assert training == [[1, False, 2], [2, False, 2], [4, False, 2]]
             assert found["frozen"] > 1_000
         else:
             assert set(within) == {1, 2, 3, 4, 5}
