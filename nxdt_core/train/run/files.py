@@ -12,8 +12,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.ownership import Ownership, own
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.secrets import shown_words
 from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
@@ -53,16 +53,6 @@ def _unused_name(directory: Path, name: str) -> str:
     """Return ``name``, with the first number from 2 on for which the directory holds nothing of that name."""
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
     return next(each for each in names if not os.path.lexists(directory / each))
-
-
-def make_run_dir(config: ResolvedConfig) -> None:
-    """Create the directory of the run.
-
-    Raises:
-        CannotWriteRunDirectory: it cannot be made.
-    """
-    with run_dir_explained(config):
-        config.run_dir.mkdir(parents=True, exist_ok=True)
 
 
 def previous_source(config: ResolvedConfig) -> str | None:
@@ -143,7 +133,7 @@ _LOCK = ".nxdt-lock-run"
 
 def directory_lock(run_dir: Path) -> CheckpointStore:
     """Return the store whose owner is the run that may write to ``run_dir``."""
-    return open_storage(str(run_dir / _LOCK))
+    return LocalStorage(str(run_dir / _LOCK))
 
 
 @contextmanager
@@ -171,7 +161,8 @@ def owned_on_rank_zero(
 
 
 def _own_directory(config: ResolvedConfig, say: Callable[[str], None]) -> Ownership:
-    make_run_dir(config)
+    with run_dir_explained(config):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
     if (config.run_dir / _LOCK).is_symlink():  # the root of a store may be one
         raise CannotWriteRunDirectory(path=str(config.run_dir), reason=f"{_LOCK} is a symbolic link")
     try:
