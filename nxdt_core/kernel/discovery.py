@@ -88,24 +88,20 @@ def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[Plugin
         if stem.startswith("nxdt-plugin"):
             yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")
         return
-    if not text or ENTRY_POINT_GROUP not in text:
-        return
-    name = version = ""
+    name = stem
     try:
-        entries = plugin_entries(text)
-        if not entries:
+        if not text or ENTRY_POINT_GROUP not in text or not (entries := plugin_entries(text)):
             return
         name = entries[0][0]
         metadata = read_core_metadata(dist)
     except MalformedMetadata as error:
-        yield _corrupt(name or stem, stem, location, str(error))
+        yield _corrupt(name, stem, location, str(error))
         return
-    version = metadata.version
     for name, value in entries:
         yield PluginInfo(
             name=name,
             dist=metadata.name,
-            version=version,
+            version=metadata.version,
             module=value,
             location=location,
             requires=metadata.requires_core,
