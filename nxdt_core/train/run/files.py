@@ -88,7 +88,13 @@ def keep_inputs(config: ResolvedConfig) -> None:
         replace_text(config.run_dir / _CONFIG, render_show(config))
         with open(config.run_dir / _COMMANDS, "a", encoding="utf-8", opener=regular_opener) as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
-        _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
+        names = config.run.exp_manager.files_to_copy or ()
+        stems = [Path(name).name for name in names]
+        for name in names:
+            if stems.count(Path(name).name) > 1:
+                raise CannotCopyFile(path=name, reason="another file to copy has the same name")
+            source = _source(name)
+            copy_file(source, make_directory(config.run_dir / "files") / source.name)
 
 
 @contextmanager
@@ -107,15 +113,6 @@ def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
     if name.partition(os.sep)[0] not in (".", ".."):
         reason = f"{name}: {reason}"
     return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
-
-
-def _copy(files: tuple[str, ...], target: Path) -> None:
-    names = [Path(name).name for name in files]
-    for name in files:
-        if names.count(Path(name).name) > 1:
-            raise CannotCopyFile(path=name, reason="another file to copy has the same name")
-        source = _source(name)
-        copy_file(source, make_directory(target) / source.name)
 
 
 def _source(name: str) -> Path:
