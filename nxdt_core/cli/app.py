@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import click
 
 from nxdt_core._version import __version__
-from nxdt_core.cli.groups import LazyCommand, LazyGroup
+from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 from nxdt_core.cli.verb import without_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.garbage_collection import collect_once_at_exit, rare_collections
@@ -25,47 +25,31 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells report it."""
 
+
+def _command(target: str, summary: str) -> LazyCommand:
+    return LazyCommand(target=f"nxdt_core.cli.{target}", summary=summary)
+
+
 COMMANDS = {
-    "train": LazyCommand(target="nxdt_core.cli.train:train", summary="Train a model from a YAML file or a recipe."),
-    "compile": LazyCommand(
-        target="nxdt_core.cli.compile:compile_ahead", summary="Compile the graphs of a run before it starts."
-    ),
-    "launch": LazyCommand(
-        target="nxdt_core.cli.launch:launch", summary="Write the job of a run for a cluster, and submit it."
-    ),
-    "plan": LazyCommand(
-        target="nxdt_core.cli.plan:plan",
-        summary="Estimate the memory, traffic and time of a run, without its devices.",
-    ),
-    "env": LazyCommand(
-        target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
-    ),
-    "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
-    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue prompts with a model."),
-    "chat": LazyCommand(target="nxdt_core.cli.generate:chat", summary="Talk to a model."),
-    "evaluate": LazyCommand(
-        target="nxdt_core.cli.evaluate:evaluate", summary="Evaluate a checkpoint on held-out records and tasks."
-    ),
-    "report": LazyCommand(
-        target="nxdt_core.cli.report:report",
-        summary="Write an HTML report with the metrics and configuration of runs.",
-    ),
-    "watch": LazyCommand(target="nxdt_core.cli.report:watch", summary="Serve the report of runs while they train."),
-    "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Preview and prepare training data."),
-    "config": LazyCommand(target="nxdt_core.cli.config:config", summary="Check, show and describe configurations."),
-    "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),
-    "plugins": LazyCommand(target="nxdt_core.cli.plugins:plugins", summary="List, inspect and pin plugins."),
-    "checkpoint": LazyCommand(
-        target="nxdt_core.cli.checkpoint:checkpoint",
-        summary="List, check, compare, copy, export and import checkpoints.",
-    ),
-    "explain": LazyCommand(
-        target="nxdt_core.cli.explain:explain", summary="Explain an error code: cause, example and fix."
-    ),
-    "completion": LazyCommand(
-        target="nxdt_core.cli.completion:completion", summary="Print a script that completes nxdt in a shell."
-    ),
-    "man": LazyCommand(target="nxdt_core.cli.man:man", summary="Print the manual page."),
+    "train": _command("train:train", "Train a model from a YAML file or a recipe."),
+    "compile": _command("compile:compile_ahead", "Compile the graphs of a run before it starts."),
+    "launch": _command("launch:launch", "Write the job of a run for a cluster, and submit it."),
+    "plan": _command("plan:plan", "Estimate the memory, traffic and time of a run, without its devices."),
+    "env": _command("env:env", "Show devices, versions and drivers, and what they can run."),
+    "plot": _command("plot:plot", "Plot loss, validation and learning rate of runs."),
+    "generate": _command("generate:generate", "Continue prompts with a model."),
+    "chat": _command("generate:chat", "Talk to a model."),
+    "evaluate": _command("evaluate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
+    "report": _command("report:report", "Write an HTML report with the metrics and configuration of runs."),
+    "watch": _command("report:watch", "Serve the report of runs while they train."),
+    "data": _command("data:data", "Preview and prepare training data."),
+    "config": _command("config:config", "Check, show and describe configurations."),
+    "recipes": _command("recipes:recipes", "List and print ready-made runs."),
+    "plugins": _command("plugins:plugins", "List, inspect and pin plugins."),
+    "checkpoint": _command("checkpoint:checkpoint", "List, check, compare, copy, export and import checkpoints."),
+    "explain": _command("explain:explain", "Explain an error code: cause, example and fix."),
+    "completion": _command("completion:completion", "Print a script that completes nxdt in a shell."),
+    "man": _command("man:man", "Print the manual page."),
 }
 """The commands of the core, in the order of the help text."""
 
@@ -76,17 +60,9 @@ _EXAMPLES = (
 )
 
 
-class Root(LazyGroup):
-    """The core's commands, then those that plugins add; a plugin cannot replace one of the core's."""
-
-    @property
-    def place(self) -> str:
-        """Return the empty path: these are commands of ``nxdt`` itself."""
-        return ""
-
-
-root = Root(
+root = SuggestingGroup(
     name="nxdt",
+    place="",
     lazy=COMMANDS,
     examples=_EXAMPLES,
     help="Train large language models with exchangeable plugins.",
@@ -106,76 +82,60 @@ def main(args: Sequence[str] | None = None) -> int:
         raised, so that Python prints its traceback and exits with status 1.
     """
     atexit.register(collect_once_at_exit)
-    with rare_collections():
-        return _main(args)
-
-
-def _main(args: Sequence[str] | None) -> int:
     # Before torch is imported: waiting threads that spin take the cores that other processes need to end the wait.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    _open_missing_streams()
-    _accept_all_characters()
+    _prepare_streams()
     if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line
         logging.lastResort.setFormatter(VisibleFormatter(redact=without_secrets))
-    color = _color()
+    # As https://no-color.org and https://force-color.org have it, a variable that is set to nothing is not set. With
+    # neither of them, it depends on whether a terminal reads the output.
+    color = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
     if os.environ.get("_NXDT_COMPLETE"):
         from nxdt_core.cli.completion import answer
 
         answer(root)
         return 0
-    try:
-        status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
-        sys.stdout.flush()
-    except NxdtError as error:
-        return _report(error, color)
-    except click.ClickException as error:
-        _hide_secrets_in(error)
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process at once, without a traceback
-        click.echo("Interrupted.", err=True)
-        return _INTERRUPTED
-    except BrokenPipeError:
-        return _close_stdout()
-    except OSError as error:
-        if error.errno not in _NO_SPACE or error.filename is not None:
+    with rare_collections():
+        try:
+            status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
+            sys.stdout.flush()
+        except NxdtError as error:
+            return _report(error, color)
+        except click.ClickException as error:
+            _hide_secrets_in(error)
+            error.show()
+            return error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process at once, without a traceback
+            click.echo("Interrupted.", err=True)
+            return _INTERRUPTED
+        except BrokenPipeError:
+            return _close_stdout()
+        except OSError as error:
+            if error.errno not in _NO_SPACE or error.filename is not None:
+                _hide_secrets_in(error)
+                raise
+            click.echo(f"The output is incomplete: {error.strerror}", err=True)
+            return _close_stdout()
+        except Exception as error:  # a bug, whose traceback Python prints
             _hide_secrets_in(error)
             raise
-        click.echo(f"The output is incomplete: {error.strerror}", err=True)
-        return _close_stdout()
-    except Exception as error:  # a bug, whose traceback Python prints
-        _hide_secrets_in(error)
-        raise
-    return status if isinstance(status, int) else 0
+        return status if isinstance(status, int) else 0
 
 
-def _open_missing_streams() -> None:
-    """Write what has no place to nowhere: Python has no stream where a shell closed it (``>&-``)."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-
-
-def _accept_all_characters() -> None:
+def _prepare_streams() -> None:
     """Make standard output and standard error accept every character under every locale.
 
     A terminal keeps its encoding and gets escapes for what it cannot show. Files and pipes get UTF-8, the encoding
-    that nxdt reads its YAML, JSON and recipes in.
+    that nxdt reads its YAML, JSON and recipes in. Python has no stream where a shell closed it (``>&-``): what is
+    written there goes nowhere.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
-
-
-def _color() -> bool | None:
-    """Whether to colour: never with NO_COLOR, always with FORCE_COLOR, else (None) where a terminal reads the output.
-
-    As https://no-color.org and https://force-color.org have it, a variable that is set to nothing is not set.
-    """
-    if os.environ.get("NO_COLOR"):
-        return False
-    return True if os.environ.get("FORCE_COLOR") else None
 
 
 def _hide_secrets_in(error: Exception) -> None:

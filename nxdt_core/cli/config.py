@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.groups import VerbGroup
+from nxdt_core.cli.groups import SuggestingGroup
 from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
 from nxdt_core.errors import NxdtError
@@ -99,7 +99,7 @@ def _print(done: MigratedConfig, report: Path | None) -> None:
 
 
 @click.group(
-    cls=VerbGroup,
+    cls=SuggestingGroup,
     short_help="Check, show and describe configurations.",
     examples=("nxdt config check my_run.yaml", "nxdt config show recipe:llama-tiny"),
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.groups import LazyCommand, LazyGroup
+from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 from nxdt_core.cli.terminal import percent, print_facts, print_table
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
 from nxdt_core.visible_text import visible
@@ -28,7 +28,7 @@ VERBS = {
 
 
 @click.group(
-    cls=LazyGroup,
+    cls=SuggestingGroup,
     lazy=VERBS,
     short_help="Preview and prepare training data.",
     examples=("nxdt data preview recipe:llama-tiny", "nxdt data preview my_run.yaml -n 1 --ids"),

@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -30,19 +31,37 @@ class LazyCommand:
 
 
 class SuggestingGroup(click.Group):
-    """A group with examples, which names the command that was probably meant, and which plugins may add verbs to."""
+    """A group with examples, which names the command that was probably meant, and which plugins may add verbs to.
 
-    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+    Args:
+        examples: command lines for the help text.
+        lazy: commands that are imported when they are called; they are listed first.
+        place: the words between ``nxdt`` and a verb of the group; its name by default.
+    """
+
+    command_class = Verb
+
+    def __init__(
+        self,
+        *args: Any,
+        examples: Sequence[str] = (),
+        lazy: Mapping[str, LazyCommand] = MappingProxyType({}),
+        place: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
+        self.lazy = lazy
+        self.place = (self.name or "") if place is None else place
 
     def summaries(self) -> dict[str, str]:
         """Return the group's own commands in the order of the help text, each with its line there."""
-        return {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        own = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        return {name: entry.summary for name, entry in self.lazy.items()} | own
 
     def own_command(self, name: str) -> click.Command | None:
         """Return one of these; None where there is none of that name."""
-        return self.commands.get(name)
+        return self.lazy[name].load() if name in self.lazy else self.commands.get(name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the group's own names, then those of plugins."""
@@ -56,7 +75,10 @@ class SuggestingGroup(click.Group):
         entry = self._contributed().get(cmd_name)
         if entry is None:
             return None
-        return entry.load() if isinstance(entry, LazyCommand) else _plugin_group(entry)
+        if isinstance(entry, LazyCommand):
+            return entry.load()
+        examples = [f"nxdt {cmd_name} {verb} --help" for verb in entry.verbs]
+        return SuggestingGroup(name=cmd_name, help=entry.summary, examples=examples)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write both listings from the summaries, importing nothing."""
@@ -87,40 +109,6 @@ class SuggestingGroup(click.Group):
     def _contributed(self) -> dict[str, LazyCommand | PluginGroup]:
         return contributed_commands(self.place, reserved=self.summaries())
 
-    @property
-    def place(self) -> str:
-        """The words between ``nxdt`` and a verb of this group."""
-        return self.name or ""
-
-
-class VerbGroup(SuggestingGroup):
-    """A group of verbs, listed in the order of their definition."""
-
-    command_class = Verb
-
-
-class LazyGroup(SuggestingGroup):
-    """A group over :class:`LazyCommand` entries, listed in the order in which they were given."""
-
-    def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.lazy = lazy
-
-    def summaries(self) -> dict[str, str]:
-        """Return the names in the order of declaration: the order in which a newcomer needs them."""
-        return {name: entry.summary for name, entry in self.lazy.items()}
-
-    def own_command(self, name: str) -> click.Command | None:
-        """Import and return one command; None where there is none of that name."""
-        entry = self.lazy.get(name)
-        return entry.load() if entry else None
-
-
-def _plugin_group(group: PluginGroup) -> SuggestingGroup:
-    """Make a group that has the verbs of plugins alone; they are imported when they are called."""
-    examples = [f"nxdt {group.name} {verb} --help" for verb in group.verbs]
-    return SuggestingGroup(name=group.name, help=group.summary, examples=examples)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
@@ -135,7 +123,6 @@ class Offer:
 class PluginGroup:
     """A group that the core does not have: the verbs that plugins put into it."""
 
-    name: str
     verbs: Mapping[str, LazyCommand]
 
     @property
@@ -158,9 +145,7 @@ def contributed_commands(group: str, *, reserved: Container[str]) -> dict[str, L
     offers = _offers()
     groups = {} if group else {name: _named(offers[name], ()) for name in offers if name and name not in reserved}
     own = _named(offers.get(group, ()), reserved, groups)
-    return dict(
-        sorted([*own.items(), *((name, PluginGroup(name=name, verbs=verbs)) for name, verbs in groups.items())])
-    )
+    return dict(sorted([*own.items(), *((name, PluginGroup(verbs=verbs)) for name, verbs in groups.items())]))
 
 
 @cache

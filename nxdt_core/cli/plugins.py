@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.groups import VerbGroup
+from nxdt_core.cli.groups import SuggestingGroup
 from nxdt_core.cli.plugin_checks import outdated
 from nxdt_core.cli.terminal import print_facts, print_table, shade
 from nxdt_core.cli.verb import (
@@ -93,7 +93,7 @@ _KITS = "nxdt_testing.plugin_check"
 
 
 @click.group(
-    cls=VerbGroup,
+    cls=SuggestingGroup,
     short_help="List, inspect and pin plugins.",
     examples=("nxdt plugins list", "nxdt plugins show llama", "nxdt plugins lock"),
 )

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import click
 
-from nxdt_core.cli.groups import VerbGroup
+from nxdt_core.cli.groups import SuggestingGroup
 from nxdt_core.cli.terminal import print_table
 from nxdt_core.cli.verb import as_json, complete_recipe, print_json, say
 
@@ -17,7 +17,7 @@ _ONE_DEVICE = re.compile(r": 1 accelerator of (\d+) GiB, ")
 
 
 @click.group(
-    cls=VerbGroup,
+    cls=SuggestingGroup,
     short_help="List and print ready-made runs.",
     examples=("nxdt recipes list", "nxdt recipes show llama-tiny > my_run.yaml"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -162,17 +163,13 @@ def _recipes() -> list[str]:
 def _classes(section: str) -> Iterator[type]:
     """The dataclasses with the keys of a section: the core's, and those of all components that it may select."""
     from nxdt_core.config.components import usable_class
-    from nxdt_core.config.schema import SLOTS, RunConfig
-    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.schema import SLOTS, core_class
     from nxdt_core.config.tree import Place
     from nxdt_core.errors import NxdtError
     from nxdt_core.kernel import Kernel
 
-    core: type | None = RunConfig
-    for name in section.split(".") if section else ():
-        key = keys_of(core).get(name) if core else None
-        core = key.section if key else None
-    if core:
+    core = core_class(section)
+    if core is not None:
         yield core
     for slot in SLOTS:
         if slot.section == section:
@@ -224,17 +221,13 @@ def _words(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from _words(each)
 
 
-def _config_arguments(*, required: bool) -> Callable[[_F], _F]:
-    def add(function: _F) -> _F:
-        overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
-        metavar = "CONFIG" if required else "[CONFIG]"
-        source = click.argument("source", metavar=metavar, required=required, shell_complete=complete_source)
-        return source(overrides(function))
-
-    return add
+def config_arguments(function: _F, *, required: bool = True) -> _F:
+    """Add the arguments that name a configuration: a source and overrides."""
+    overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+    metavar = "CONFIG" if required else "[CONFIG]"
+    source = click.argument("source", metavar=metavar, required=required, shell_complete=complete_source)
+    return source(overrides(function))
 
 
-config_arguments = _config_arguments(required=True)
-"""Decorator that adds the arguments that name a configuration: a source and overrides."""
-optional_config_arguments = _config_arguments(required=False)
-"""As :data:`config_arguments`, where a command also does something without a configuration."""
+optional_config_arguments = partial(config_arguments, required=False)
+"""As :func:`config_arguments`, where a command also does something without a configuration."""

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from nxdt_core.api import CAPABILITIES, AdapterComponent
 from nxdt_core.config.checks import CP, EP, PP, REPLICAS, TP, VPP, WORLD, Checked, mesh_sizes
-from nxdt_core.config.schema import SLOTS, ResolvedConfig
+from nxdt_core.config.schema import SLOTS, ResolvedConfig, Selected
 from nxdt_core.config.section import RequiresCapabilities
 from nxdt_core.config.tree import Node, Origin
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
-from nxdt_core.kernel.registry import RegisteredComponent, Registry
-from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
+from nxdt_core.kernel.registry import Registry
 
-__all__ = ["Asked", "check_capabilities", "check_objective", "check_policy", "find_undeclared"]
+__all__ = ["Asked", "check_built", "check_capabilities", "find_undeclared"]
 
 _STRATEGY = "distributed_strategy"
 _SP, _PAD = f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.pad_heads"
@@ -34,8 +32,8 @@ _RECOMPUTE, _GROUPS = "model.activations_checkpoint_granularity", "model.optim.p
 _SIZES = (TP, PP, VPP, CP, EP, _SHUFFLE)
 _SELECTORS = {slot.kind: slot.key for slot in SLOTS}
 
-Components = Mapping[str, RegisteredComponent | None]
-"""By slot; a slot whose component cannot be had is absent."""
+Components = Mapping[str, Selected | None]
+"""By kind; one whose component cannot be had is absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +52,15 @@ class Asked:
     optimizer: str | None = None
 
 
-def find_undeclared(
-    checked: Checked, components: Components, sections: Mapping[str, Any], registry: Registry
-) -> Iterator[CapabilityMissing]:
+def find_undeclared(checked: Checked, components: Components, registry: Registry) -> Iterator[CapabilityMissing]:
     """Yield what the selected engine, model and optimizer do not declare and the configuration asks for.
 
     Args:
         checked: the values.
         components: those that are selected.
-        sections: instances of them, by path.
         registry: knows who declares what.
     """
-    asked = [*_of_the_layout(checked), *_of_the_step(checked), *_of_components(components, sections)]
+    asked = [*_of_the_layout(checked), *_of_the_step(checked), *_of_components(components)]
     yield from _missing(checked, components, asked, registry)
 
 
@@ -75,41 +70,30 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
     Raises:
         ConfigError: the engine, the model or the optimizer does not declare what this asks of them.
     """
-    tree, trainer = config.tree, config.run.trainer
-    if world_size != trainer.devices * trainer.num_nodes:
-        started = Origin(kind="override", where="the processes that were started")
-        tree = tree.set(WORLD[0], Node(world_size, started)).set(WORLD[1], Node(1, started))
+    trainer = config.run.trainer
+    if world_size == trainer.devices * trainer.num_nodes:
+        return  # that was checked as it was loaded
+    started = Origin(kind="override", where="the processes that were started")
+    tree = config.tree.set(WORLD[0], Node(world_size, started)).set(WORLD[1], Node(1, started))
     checked = Checked(dict(tree.leaves()), tree)
-    sections = {slot.section: found.config for slot in SLOTS if (found := config.components.get(slot.kind)) is not None}
-    _refuse(config, find_undeclared(checked, _components(config), sections, config.kernel.registry))
+    _refuse(config, find_undeclared(checked, config.components, config.kernel.registry))
 
 
-def check_policy(config: ResolvedConfig, policy: PrecisionPolicy) -> None:
-    """Check the fields of a precision policy, which its factory decides, against the engine of the run.
+def check_built(config: ResolvedConfig, slot: str, found: str, needed: Iterable[str]) -> None:
+    """Check what a built component asks for, such as the policy that a precision's factory makes, against the engine of
+    the run.
 
-    Raises:
-        ConfigError: the engine does not declare what a field asks for.
-    """
-    _check_built(config, "precision", policy.name, capabilities_of(policy))
-
-
-def check_objective(config: ResolvedConfig, needed: Iterable[str]) -> None:
-    """Check what a built objective asks for against the engine of the run.
+    Args:
+        config: the run.
+        slot: the kind of the component.
+        found: its name, for the message.
+        needed: capabilities of the engine.
 
     Raises:
-        ConfigError: the engine does not declare it.
+        ConfigError: the engine does not declare one.
     """
-    _check_built(config, "objective", config.selected("objective").component.record.name, needed)
-
-
-def _check_built(config: ResolvedConfig, slot: str, found: str, needed: Iterable[str]) -> None:
     asked = [_chosen(slot, found, name) for name in sorted(needed)]
-    checked = Checked(dict(config.values()), config.tree)
-    _refuse(config, _missing(checked, _components(config), asked, config.kernel.registry))
-
-
-def _components(config: ResolvedConfig) -> Components:
-    return {slot: None if found is None else found.component for slot, found in config.components.items()}
+    _refuse(config, _missing(Checked({}, config.tree), config.components, asked, config.kernel.registry))
 
 
 def _refuse(config: ResolvedConfig, problems: Iterable[CapabilityMissing]) -> None:
@@ -180,13 +164,13 @@ def _of_the_step(checked: Checked) -> Iterator[Asked]:
         yield Asked((_GROUPS,), f"{len(groups)} groups of parameters", "Leave it out", "param_groups")
 
 
-def _of_components(components: Components, sections: Mapping[str, Any]) -> Iterator[Asked]:
+def _of_components(components: Components) -> Iterator[Asked]:
     """What the records and the sections of the other components require."""
     for slot in SLOTS:
-        component = components.get(slot.kind)
-        if component is None:
+        selected = components.get(slot.kind)
+        if selected is None:
             continue
-        record, section = component.record, sections.get(slot.section)
+        record, section = selected.component.record, selected.config
         needed = set(record.requires)
         if isinstance(record, AdapterComponent):
             needed.add("adapters")
@@ -212,9 +196,10 @@ def _missing(
     """Each lack once, at the first setting that needs it."""
     asked = list(asked)
     for slot in ("engine", "model", "optimizer"):
-        component = components.get(slot)
-        if component is None:
+        selected = components.get(slot)
+        if selected is None:
             continue
+        component = selected.component
         told: set[str] = set()
         for each in asked:
             capability = getattr(each, slot)

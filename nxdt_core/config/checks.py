@@ -12,13 +12,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from nxdt_core.api import ModelComponent
-from nxdt_core.config.annotations import FORMS, Deprecated, PartOf, seconds_of
-from nxdt_core.config.schema import Composition, RunConfig
+from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
+from nxdt_core.config.schema import Composition, Selected
 from nxdt_core.config.secrets import describe_node
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.training_schema import DistributedStrategyConfig, EarlyStoppingParams, EmaConfig
 from nxdt_core.config.tree import Node, Origin, Place, join
-from nxdt_core.deprecation import deprecation_text
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit, WrongValue
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.protocols.engine import Settings
@@ -104,21 +103,22 @@ def micro_batches(settings: Settings) -> int | None:
 
 
 def find_impossible(
-    checked: Checked, composition: Composition | None = None, sections: Mapping[str, Any] | None = None
+    checked: Checked, components: Mapping[str, Selected | None] | None = None
 ) -> Iterator[ConfigProblem]:
     """Yield the problems of values that are each right.
 
     Args:
         checked: the values.
-        composition: the selected components, whose names of modules and marks of keys count.
-        sections: instances of their sections, by path.
+        components: those that are selected, by kind; their names of modules and marks of keys count.
     """
+    schedule, model = ((components or {}).get(kind) for kind in ("schedule", "model"))
     yield from _of_the_run(checked)
     yield from _of_the_layout(checked)
     yield from _of_the_step(checked)
-    yield from _overfull_schedule(checked, (sections or {}).get(_SCHEDULE))
-    if composition is not None:
-        yield from _unknown_modules(checked, composition)
+    if schedule is not None and schedule.config is not None:
+        yield from _overfull_schedule(checked, schedule.config)
+    if model is not None and isinstance(model.component.record, ModelComponent):
+        yield from _unknown_modules(checked, model.component.record)
     for key in ("checkpoint.train_time_interval", "trainer.max_time"):
         try:
             if (value := checked.values.get(key)) is not None:
@@ -247,7 +247,7 @@ def _overfull_schedule(checked: Checked, section: Any) -> Iterator[ImpossibleCom
     of a longer one, and a note says so.
     """
     horizon = checked.numbers(_HORIZON)
-    if section is None or horizon is None:
+    if horizon is None:
         return
     cls: type = type(section)
     marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(cls).items()}
@@ -266,18 +266,17 @@ def _overfull_schedule(checked: Checked, section: Any) -> Iterator[ImpossibleCom
         )
 
 
-def _unknown_modules(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
+def _unknown_modules(checked: Checked, model: ModelComponent) -> Iterator[ConfigProblem]:
     """Modules to recompute that the model lacks, where its record lists those that it has."""
-    model = composition.components.get("model")
-    known = model.record.recompute_names if model is not None and isinstance(model.record, ModelComponent) else None
-    if known is None or model is None or checked.values.get(_GRANULARITY) != "selective":
+    known = model.recompute_names
+    if known is None or checked.values.get(_GRANULARITY) != "selective":
         return
     for name in checked.values.get(_RECOMPUTE) or ():
         if name not in known:
             near = get_close_matches(name, known, n=1)
             yield WrongValue(
                 **checked.place(_RECOMPUTE),
-                found=f"{name!r}, which model {model.record.name!r} does not have",
+                found=f"{name!r}, which model {model.name!r} does not have",
                 allowed=", ".join(known),
                 hint=f"Did you mean {near[0]!r}?" if near else "",
             )
@@ -302,11 +301,8 @@ _SWITCHED = {
 
 
 def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
-    """Yield the lines that name keys without an effect, and those that are deprecated."""
+    """Yield the lines that name keys without an effect."""
     given, engine = checked.values.get, composition.components.get("engine")
-    yield from _deprecated(RunConfig, "", checked)
-    for section, cls in composition.classes.items():
-        yield from _deprecated(cls, section, checked)
     xla = engine is not None and "xla" in engine.record.capabilities
     if engine is not None and not xla and given("trainer.lnc") is not None:
         yield f"trainer.lnc: no effect, since the engine {engine.record.name!r} does not read it"
@@ -324,17 +320,6 @@ def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
     yield from _waiting_stages(checked)
     ends = getattr(composition.classes.get(_SCHEDULE), "reads_max_steps", True)
     yield from _of_the_schedule(checked, ends=ends)
-
-
-def _deprecated(cls: type, path: str, checked: Checked) -> Iterator[str]:
-    """Keys of a section's class that are set and go."""
-    for name, key in keys_of(cls).items():
-        where = join(path, name)
-        node, mark = checked.tree.find(where), key.mark(Deprecated)
-        if node is not None and key.section is not None and isinstance(node.value, dict):
-            yield from _deprecated(key.section, where, checked)
-        elif node is not None and mark is not None and node.origin.kind != "default":
-            yield deprecation_text(where, use=mark.use, goes=mark.goes)
 
 
 def _of_dimensions(checked: Checked) -> Iterator[str]:

@@ -55,21 +55,18 @@ class _Filling:
 @cache
 def _fillings(core: type | None, extra: type | None) -> Mapping[str, _Filling]:
     """What each key of a section gets; worked out once, since nodes are never changed."""
-    return {
-        name: _Filling(
-            key=keys[0],
-            default=next((_default(key, extra) for key in reversed(keys) if key.default is not REQUIRED), None),
-            link=keys[0].mark(DefaultsTo),
-            null_is_unset=any(each.default is not REQUIRED or each.marks for each in keys)
-            and not any(each.optional for each in keys),
-        )
-        for name, keys in section_keys(core, extra).items()
-    }
-
-
-def _default(key: Key, extra: type | None) -> Node:
-    origin = Origin(kind="default", where=extra.__name__) if key.owner is extra and extra else _DEFAULT
-    return from_plain(key.default, origin)
+    found = {}
+    for name, keys in section_keys(core, extra).items():
+        default, null_is_unset = None, False
+        for key in keys:
+            if key.default is not REQUIRED:
+                own = extra is not None and key.owner is extra
+                default = from_plain(key.default, Origin(kind="default", where=key.owner.__name__) if own else _DEFAULT)
+            null_is_unset |= key.default is not REQUIRED or bool(key.marks)
+        null_is_unset &= not any(key.optional for key in keys)
+        link = keys[0].mark(DefaultsTo)
+        found[name] = _Filling(key=keys[0], default=default, link=link, null_is_unset=null_is_unset)
+    return found
 
 
 class Completion:

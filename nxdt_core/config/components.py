@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxdt_core.config.huggingface import architectures_of
-from nxdt_core.config.schema import SLOTS, Composition, RunConfig, Slot
+from nxdt_core.config.schema import SLOTS, Composition, Slot, core_class
 from nxdt_core.config.section import Key, keys_of
 from nxdt_core.config.tree import Node, Origin, Place, join
 from nxdt_core.errors import NxdtError
@@ -44,9 +44,8 @@ class Selection:
 
     def __init__(self, given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> None:
         self.tree = given
-        self.components: dict[str, RegisteredComponent | None] = {}
-        self.classes: dict[str, type] = {}
-        self.open: set[str] = set()
+        self.composition = Composition()
+        """What completing and reading need to know."""
         self.problems: list[ConfigProblem] = []
         self.notes: list[str] = []
         for slot in SLOTS:
@@ -56,7 +55,7 @@ class Selection:
             if mappings and isinstance(view.plain(slot.key), (str, type(None))):
                 self._choose(slot, view, kernel, hf, origin)
             else:  # reported when it is read
-                self.open.add(slot.section)
+                self.composition.open.add(slot.section)
 
     def _choose(self, slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> None:
         written, key, name = self.tree.find(slot.key), slot.key, view.plain(slot.key)
@@ -68,37 +67,19 @@ class Selection:
         try:
             if name is None:
                 name, why = _implied_name(slot, view, kernel, hf)
-            component = _component(slot, name, view, kernel)
+            component = self.composition.components[slot.kind] = _component(slot, name, view, kernel)
+            if component is not None and (cls := usable_class(component, {**place, "key": slot.key})) is not None:
+                self.composition.classes[slot.section] = cls
         except NxdtError as error:
             note = f" The name follows from {why}." if why else ""
-            self.problems.append(BadComponentChoice(**place, error=error, note=note))
-            self.open.add(slot.section)
-        else:
-            self.components[slot.kind] = component
-            self._take_class(slot, component, {**place, "key": slot.key})
+            found = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error, note=note)
+            self.problems.append(found)
+            self.composition.open.add(slot.section)
         if why:
-            self.tree = self.tree.set(slot.key, Node(name, _implied_origin(why)))
+            origin = Origin(kind="default", where="" if why == _DEFAULT else f"by {why}")
+            self.tree = self.tree.set(slot.key, Node(name, origin))
             if slot.kind == "model":
                 self.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
-
-    def _take_class(self, slot: Slot, component: RegisteredComponent | None, place: Place) -> None:
-        try:
-            cls = None if component is None else usable_class(component, place)
-        except ConfigProblem as problem:
-            self.problems.append(problem)
-            self.open.add(slot.section)
-        else:
-            if cls is not None:
-                self.classes[slot.section] = cls
-
-    @property
-    def composition(self) -> Composition:
-        """What completing and reading need to know."""
-        return Composition(components=self.components, classes=self.classes, open=frozenset(self.open))
-
-
-def _implied_origin(why: str) -> Origin:
-    return Origin(kind="default", where="" if why == _DEFAULT else f"by {why}")
 
 
 def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
@@ -233,11 +214,7 @@ def _default(slot: Slot) -> str | None:
 
 
 def _core_keys(section: str) -> Mapping[str, Key]:
-    """Keys that the core declares in a section."""
-    cls: type | None = RunConfig
-    for part in section.split("."):
-        key = keys_of(cls).get(part) if cls is not None else None
-        cls = key.section if key is not None else None
+    cls = core_class(section)
     return keys_of(cls) if cls is not None else {}
 
 

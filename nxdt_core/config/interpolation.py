@@ -192,7 +192,9 @@ def _directory(tree: Node, node: Node) -> Path | None:
 
 def interpolations(tree: Node) -> Iterator[tuple[KeyPath, Node]]:
     """Yield the path and node of every scalar that holds ``${…}``."""
-    return ((path, node) for path, node in walk(tree) if has_interpolation(node.value))
+    for path, node in walk(tree):
+        if has_interpolation(node.value):
+            yield path, node
 
 
 def _touches(path: str, wanted: Sequence[str]) -> bool:

@@ -5,22 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.capabilities import find_undeclared
-from nxdt_core.config.checks import (
-    Checked,
-    find_impossible,
-    find_notes,
-)
-from nxdt_core.config.complete import (
-    Completion,
-    find_ungiven,
-    merge_plugin_defaults,
-    tidy_given,
-    with_moved_keys,
-)
+from nxdt_core.config.checks import Checked, find_impossible, find_notes
+from nxdt_core.config.complete import Completion, find_ungiven, merge_plugin_defaults, tidy_given, with_moved_keys
 from nxdt_core.config.components import Replaced, Selection, drop_replaced, find_replaced, selecting_keys
 from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
@@ -32,14 +23,15 @@ from nxdt_core.config.plugins import (
     option_sections,
     plugin_findings,
     read_policy,
-    start_kernel,
+    start_problem,
     unusable_files,
 )
-from nxdt_core.config.read import Reading, read_tree
-from nxdt_core.config.schema import SLOTS, Composition, ResolvedConfig, Selected
+from nxdt_core.config.read import Reading
+from nxdt_core.config.schema import Composition, ResolvedConfig, RunConfig, Selected
 from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
-from nxdt_core.config.sources import COMMAND_LINE, Source, apply_overrides, read_based
-from nxdt_core.config.tree import Node, Origin, merge
+from nxdt_core.config.sources import BASE, COMMAND_LINE, Source, apply_overrides, find_base, read_source
+from nxdt_core.config.tree import Node, Origin, Place, merge
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ImpossibleCombination, Misfit, NotSupported
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.plugin import plugin_notes
@@ -112,7 +104,7 @@ class _Load:
         self.overrides = overrides
         self.passed = kernel
         self.started: Kernel | None = None
-        """The kernel in use; before it is known, one that was started to find the recipe."""
+        """The kernel in use; before it is known, one that was started to find a recipe."""
         self.problems: list[ConfigProblem] = []
         self.mandatory: Mapping[str, Origin] = {}
         self.reading: Reading | None = None
@@ -121,9 +113,9 @@ class _Load:
         """Components that something above the source that names them replaces."""
 
     def run(self) -> ResolvedConfig:
-        source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced, self._converted)
+        source = self._read(converts=True)
         given = self._collect(source)
-        kernel = self.started = self._start_kernel(given, source.label)
+        kernel = self._start_kernel(given, source.label)
         self.problems += unusable_files(kernel, given) if self.passed is None else ()
         given, dropped = drop_replaced(given, self.replaced, kernel)
         self.notes += dropped
@@ -135,35 +127,32 @@ class _Load:
         completion = Completion(given, composition)
         filled = self._keep(interpolate(completion.tree, completion.known))
         filled = self._hide(filled, composition, kernel)
-        reading = self.reading = read_tree(filled, composition, completion.known)
+        reading = self.reading = Reading(filled, composition, completion.known)
+        run = reading.read(RunConfig, filled, "")
         self.problems += explained(reading.problems, completion.known, kernel)
         self.problems += find_ungiven(self.mandatory, reading.tree)
         extensions = Extensions(reading.tree, kernel)
         self.problems += extensions.problems
-        checked = Checked(reading.values, reading.tree)
-        self._validate(checked, reading, composition, kernel)
-        if self.problems or reading.run is None:
+        checked, components = Checked(reading.values, reading.tree), composition.selected(reading.instances)
+        self._validate(checked, components, kernel)
+        if self.problems or run is None:
             raise self._error(source.label)
         notes = (
             *self.notes,
             *notes_on_secrets(reading.tree),
+            *reading.notes,
             *find_notes(checked, composition),
             *extensions.notes,
             *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
         )
-        run, chosen, run_dir = reading.run, composition.components, reading.run.exp_manager.run_dir
+        run_dir = run.exp_manager.run_dir
         return ResolvedConfig(
             run=run,
             kernel=kernel,
-            components={
-                slot.kind: None
-                if (component := chosen[slot.kind]) is None
-                else Selected(component=component, config=reading.instances.get(slot.section))
-                for slot in SLOTS
-            },
-            loggers=tuple(extensions.loggers),
-            callbacks=tuple(extensions.callbacks),
+            components=components,
+            loggers=extensions.loggers,
+            callbacks=extensions.callbacks,
             origins={path: node.origin for path, node in reading.tree.leaf_nodes()},
             source=source.label,
             overrides=self.overrides,
@@ -174,7 +163,7 @@ class _Load:
         )
 
     def kernel(self) -> Kernel:
-        source = read_based(self.wanted, self._kernel_for_recipes, self.label, self._note_replaced)
+        source = self._read(converts=False)
         return self._start_kernel(self._collect(source), source.label)
 
     def _keep(self, outcome: tuple[Node, list[ConfigProblem]]) -> Node:
@@ -183,18 +172,32 @@ class _Load:
         self.problems += problems
         return tree
 
-    def _note_replaced(self, low: Node, high: Node) -> None:
-        self.replaced += find_replaced(low, high)
-
     def _kernel_for_recipes(self, above: Node) -> Kernel:
         """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
         tree, _ = apply_overrides(above, self.overrides)
-        self.started = self._start_kernel(tree, str(self.wanted))
-        return self.started
+        return self._start_kernel(tree, str(self.wanted))
 
-    def _converted(self, source: Source, above: Node) -> Source:
-        """The source in keys of nxdt, where it is a file of another program."""
-        if source.path is None or source.problems:
+    def _read(self, *, converts: bool) -> Source:
+        """The source and, below it, what it is based on. ``converts`` reads files of other programs in keys of nxdt."""
+        top = below = self._read_one(self.wanted, Node({}, COMMAND_LINE), None, converts)
+        tree, problems, seen, stem = top.tree.without(BASE), [*top.problems], [top.label], top.stem
+        while below.readable and (node := below.tree.find(BASE)) is not None and node.value is not None:
+            named = find_base(node, seen)
+            if isinstance(named, ConfigProblem):
+                return replace(top, problems=(*problems, named), readable=False)
+            seen.append(named)
+            below = self._read_one(named, tree, node.origin.at(BASE), converts)
+            stem = stem or below.stem
+            problems += below.problems
+            self.replaced += find_replaced(below.tree, tree)
+            tree = merge(below.tree.without(BASE), tree)
+        return replace(top, tree=tree, problems=tuple(problems), readable=below.readable, stem=stem)
+
+    def _read_one(
+        self, wanted: str | Path | Mapping[str, Any], above: Node, named: Place | None, converts: bool
+    ) -> Source:
+        source = read_source(wanted, partial(self._kernel_for_recipes, above), named, self.label)
+        if not converts or source.path is None or source.problems:
             return source
         found = len(self.problems)
         try:
@@ -210,11 +213,11 @@ class _Load:
         """What was written, overrides included."""
         self.problems += source.problems
         above, _ = apply_overrides(Node({}, COMMAND_LINE), self.overrides)
-        self._note_replaced(source.tree, above)
+        self.replaced += find_replaced(source.tree, above)
         given = self._keep(apply_overrides(source.tree, self.overrides))
-        if (base := above.find("base")) is not None and base.value is not None:
+        if (base := above.find(BASE)) is not None and base.value is not None:
             reason = "a base is read with the file that names it, and overrides come later"
-            place = base.origin.at("base")
+            place = base.origin.at(BASE)
             self.problems.append(NotSupported(**place, found=describe_node(base), reason=reason, allowed="null"))
         given, moved = with_moved_keys(given)
         self.notes += moved
@@ -236,11 +239,12 @@ class _Load:
             raise self._error(label)
         if self.started is not None and self.started.policy == policy:
             return self.started
-        kernel = start_kernel(policy, given)
-        if isinstance(kernel, ConfigProblem):
-            self.problems.append(kernel)
-            raise self._error(label)
-        return kernel
+        try:
+            self.started = Kernel.start(policy)
+        except NxdtError as error:
+            self.problems.append(start_problem(given, error))
+            raise self._error(label) from None
+        return self.started
 
     def _compose(self, given: Node, kernel: Kernel, label: str) -> tuple[Node, Composition]:
         """Select components and take in the keys that they declare."""
@@ -249,10 +253,10 @@ class _Load:
         selection = Selection(given, view, kernel, hf.values, Origin(kind="file", where=label))
         self.problems += selection.problems
         self.notes += selection.notes
-        composition = selection.composition
-        merged, problems = merge_hf_values(selection.tree, composition, hf)
+        merged, problems = merge_hf_values(selection.tree, selection.composition, hf)
         self.problems += problems
-        return merged, replace(composition, unfilled=frozenset({"model"} if problems else ()))
+        selection.composition.unfilled.update({"model"} if problems else ())
+        return merged, selection.composition
 
     def _hide(self, filled: Node, composition: Composition, kernel: Kernel) -> Node:
         """The tree with what is shown in place of secrets."""
@@ -261,15 +265,15 @@ class _Load:
         hide_secrets.learn_masked(hidden)
         return hidden
 
-    def _validate(self, checked: Checked, reading: Reading, composition: Composition, kernel: Kernel) -> None:
+    def _validate(self, checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel) -> None:
         """Rules over the values; plugins are asked only where every type is right."""
         right = not self.problems
-        self.problems += find_impossible(checked, composition, reading.instances)
-        self.problems += engine_findings(checked, composition)
-        self.problems += find_undeclared(checked, composition.components, reading.instances, kernel.registry)
-        self.problems += component_findings(checked, composition, reading.instances)
+        self.problems += find_impossible(checked, components)
+        self.problems += engine_findings(checked, components)
+        self.problems += find_undeclared(checked, components, kernel.registry)
+        self.problems += component_findings(checked, components)
         if right:
-            self.problems += plugin_findings(reading.tree, composition, kernel, checked)
+            self.problems += plugin_findings(checked, components, kernel)
 
     def _error(self, label: str) -> ConfigError:
         followers = self.reading.followers if self.reading is not None else {}

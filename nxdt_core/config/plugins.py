@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from nxdt_core.config.checks import Checked
 from nxdt_core.config.components import usable_class
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.read import read_part
-from nxdt_core.config.schema import SLOTS, Composition, PluginsConfig, Selected
+from nxdt_core.config.schema import SLOTS, PluginsConfig, Selected
 from nxdt_core.config.secrets import describe_node
 from nxdt_core.config.section import ChecksItself
 from nxdt_core.config.tree import KeyPath, Node, Origin, Place, find_node, join, to_plain
@@ -38,7 +37,7 @@ __all__ = [
     "option_sections",
     "plugin_findings",
     "read_policy",
-    "start_kernel",
+    "start_problem",
     "unusable_files",
 ]
 
@@ -51,17 +50,13 @@ def read_policy(tree: Node) -> PluginPolicy | list[ConfigProblem]:
     if section is None or section.value is None:
         return problems or PluginPolicy()
     read, wrong = read_part(PluginsConfig, section, "plugins")
-    names = ("allow", "block", "schemes", "prefer", "local", "lock")
-    return [*problems, *wrong] or PluginPolicy(**{name: getattr(read, name) for name in names})
+    return [*problems, *wrong] or PluginPolicy(**read.model_dump(exclude={"on_resume"}))
 
 
-def start_kernel(policy: PluginPolicy, tree: Node) -> Kernel | ConfigProblem:
-    """Return the kernel under ``policy``, or the reason why it does not start, at the key that is at fault."""
-    try:
-        return Kernel.start(policy)
-    except NxdtError as error:
-        key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
-        return BadComponentChoice(**_place(tree, key), error=error)
+def start_problem(tree: Node, error: NxdtError) -> ConfigProblem:
+    """Return the reason why no kernel starts, at the key that is at fault."""
+    key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
+    return BadComponentChoice(**_place(tree, key), error=error)
 
 
 def unusable_files(kernel: Kernel, tree: Node) -> Iterator[ConfigProblem]:
@@ -130,9 +125,8 @@ class Extensions:
         """Select from the completed, interpolated tree."""
         self.problems: list[ConfigProblem] = []
         self.notes: list[str] = []
-        self.loggers = [found for wanted in self._loggers(tree) for found in self._selected(wanted, kernel)]
-        callbacks = self._listed(tree, _CALLBACKS)
-        self.callbacks = [found for wanted in callbacks for found in self._selected(wanted, kernel)]
+        self.loggers = self._selected(self._loggers(tree), kernel)
+        self.callbacks = self._selected(self._listed(tree, _CALLBACKS), kernel)
 
     def _listed(self, tree: Node, path: str) -> Iterator[_Wanted]:
         for number, item in enumerate(_list(tree, path)):
@@ -167,34 +161,35 @@ class Extensions:
             elif options is not None and options.value:
                 self.notes.append(f"{path}: no effect, since {key} does not select that logger")
 
-    def _selected(self, wanted: _Wanted, kernel: Kernel) -> Iterator[Selected]:
-        """Yield the component with its options; nothing where it cannot be had."""
-        place, instance = wanted.name.origin.at(wanted.key), None
-        try:
-            component = kernel.registry.get("callback", wanted.name.value)
-            cls = usable_class(component, place)
-        except NxdtError as error:
-            problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
-            self.problems.append(problem)
-            return
-        if cls is not None:
-            instance, problems = read_part(cls, wanted.options, wanted.path)
-            self.problems += problems
-        else:
-            options = wanted.options.children.items()
-            self.problems += [UnknownKey(**child.origin.at(f"{wanted.path}.{key}")) for key, child in options]
-        yield Selected(component=component, config=instance)
+    def _selected(self, entries: Iterable[_Wanted], kernel: Kernel) -> tuple[Selected, ...]:
+        """Return the components with their options, without those that cannot be had."""
+        found = []
+        for wanted in entries:
+            place, instance = wanted.name.origin.at(wanted.key), None
+            try:
+                component = kernel.registry.get("callback", wanted.name.value)
+                cls = usable_class(component, place)
+            except NxdtError as error:
+                problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
+                self.problems.append(problem)
+                continue
+            if cls is not None:
+                instance, problems = read_part(cls, wanted.options, wanted.path)
+                self.problems += problems
+            else:
+                for key, child in wanted.options.children.items():
+                    self.problems.append(UnknownKey(**child.origin.at(f"{wanted.path}.{key}")))
+            found.append(Selected(component=component, config=instance))
+        return tuple(found)
 
 
-def component_findings(
-    checked: Checked, composition: Composition, instances: Mapping[str, Any]
-) -> Iterator[ConfigProblem]:
+def component_findings(checked: Checked, components: Mapping[str, Selected | None]) -> Iterator[ConfigProblem]:
     """Yield the problems that the sections of components report of themselves."""
     for slot in SLOTS:
-        section, component = instances.get(slot.section), composition.components.get(slot.kind)
-        if component is not None and isinstance(section, ChecksItself):
-            found = _of_section(section, slot.section, checked)
-            yield from _guarded(component, checked.place(slot.section), "check", found)
+        selected = components.get(slot.kind)
+        if selected is not None and isinstance(selected.config, ChecksItself):
+            found = _of_section(selected.config, slot.section, checked)
+            yield from _guarded(selected.component, checked.place(slot.section), "check", found)
 
 
 def _of_section(section: ChecksItself, path: str, checked: Checked) -> Iterator[ConfigProblem]:
@@ -202,11 +197,12 @@ def _of_section(section: ChecksItself, path: str, checked: Checked) -> Iterator[
         yield ComponentFinding(**checked.place(join(path, key)), message=_sentence(message))
 
 
-def engine_findings(checked: Checked, composition: Composition) -> Iterator[ConfigProblem]:
+def engine_findings(checked: Checked, components: Mapping[str, Selected | None]) -> Iterator[ConfigProblem]:
     """Yield the problems that the rules of the selected engine report of the layout."""
-    component = composition.components.get("engine")
-    if component is not None:
-        yield from _guarded(component, checked.place("parallel_engine.name"), "rules", _of_rules(component, checked))
+    engine = components.get("engine")
+    if engine is not None:
+        place, found = checked.place("parallel_engine.name"), _of_rules(engine.component, checked)
+        yield from _guarded(engine.component, place, "rules", found)
 
 
 def _of_rules(component: RegisteredComponent, checked: Checked) -> Iterator[ConfigProblem]:
@@ -228,13 +224,14 @@ def _guarded(
         yield BadComponentConfig(**place, component=name, dist=dist, reason=reason)
 
 
-def plugin_findings(tree: Node, composition: Composition, kernel: Kernel, checked: Checked) -> Iterator[ConfigProblem]:
+def plugin_findings(
+    checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel
+) -> Iterator[ConfigProblem]:
     """Yield the problems that the hook ``nxdt_validate_config`` reports."""
-    names = {slot: found.qualified_name for slot, found in composition.components.items() if found is not None}
+    names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
+    context = ValidateConfigContext(config=to_plain(checked.tree), components=names, kernel=kernel)
     try:
-        for result in kernel.hooks.nxdt_validate_config(
-            context=ValidateConfigContext(config=to_plain(tree), components=names, kernel=kernel)
-        ):
+        for result in kernel.hooks.nxdt_validate_config(context=context):
             for finding in result.value:
                 message = _sentence(f"{finding.message} (plugin {result.plugin!r})")
                 yield ComponentFinding(**checked.place(finding.key), message=message, advice=finding.remedy)

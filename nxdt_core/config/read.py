@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
-from nxdt_core.config.annotations import DefaultsTo
+from nxdt_core.config.annotations import DefaultsTo, Deprecated
 from nxdt_core.config.complete import Completion, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
-from nxdt_core.config.schema import Composition, RunConfig
+from nxdt_core.config.schema import Composition
 from nxdt_core.config.secrets import describe_node, is_hidden
 from nxdt_core.config.section import LISTS, Key, is_model, keys_of, members, nearest_keys, read_section
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
@@ -31,9 +31,10 @@ from nxdt_core.config.tree import (
     to_plain,
     walk,
 )
+from nxdt_core.deprecation import deprecation_text
 from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
 
-__all__ = ["Reading", "located", "read_part", "read_tree"]
+__all__ = ["Reading", "located", "read_part"]
 
 
 class Mismatch(Exception):
@@ -95,104 +96,96 @@ def _on_paths(keys: tuple[Key, ...], node: Node, change: Callable[[Node], Node])
     return replace(node, value={name: section(child) for name, child in node.value.items()})
 
 
-@dataclass(slots=True)
-class Reading:
-    """The sections, values and problems that reading a configuration gave."""
-
-    run: RunConfig | None
-    """None where a core key is wrong."""
-    tree: Node
-    """The tree with paths made absolute."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """Plain value by key path, lists as tuples; wrong ones are absent."""
-    instances: dict[str, Any] = field(default_factory=dict)
-    """By section: an instance of the component's class."""
-    problems: list[ConfigProblem] = field(default_factory=list)
-    followers: dict[str, str] = field(default_factory=dict)
-    """Key → key that it takes its value from: a wrong value is reported at the latter."""
-
-
-def read_tree(tree: Node, composition: Composition, known: Sequence[str]) -> Reading:
-    """Read the filled tree into a :class:`RunConfig` and the components' sections."""
-    reader = _Reader(tree, composition, known)
-    reader.result.run = reader.read(RunConfig, tree, "")
-    return reader.result
-
-
 def read_part(cls: type, node: Node, path: str) -> tuple[Any, list[ConfigProblem]]:
     """Return an instance of ``cls`` from a section outside the schema, or None, and what is wrong with it."""
     completion = Completion(node, Composition(), cls, path)
-    reader = _Reader(completion.tree, Composition(), completion.known)
-    return reader.read(cls, completion.tree, path), reader.result.problems
+    reading = Reading(completion.tree, Composition(), completion.known)
+    return reading.read(cls, completion.tree, path), reading.problems
 
 
-class _Reader:
+class Reading:
+    """The sections, values and problems that reading a configuration gave.
+
+    Args:
+        tree: the filled tree.
+        composition: the selected components, whose sections are read next to the core's.
+        known: every key path that the tree may have, for suggestions.
+    """
+
     def __init__(self, tree: Node, composition: Composition, known: Sequence[str]) -> None:
-        self.result = Reading(run=None, tree=tree)
-        self.composition = composition
-        self.known = known
-        self.keys: dict[str, tuple[Key, Node]] = {}
+        self.tree = tree
+        """The tree with paths made absolute."""
+        self.values: dict[str, Any] = {}
+        """Plain value by key path, lists as tuples; wrong ones are absent."""
+        self.instances: dict[str, Any] = {}
+        """By section: an instance of the component's class."""
+        self.problems: list[ConfigProblem] = []
+        self.notes: list[str] = []
+        """Keys that are set and go."""
+        self.followers: dict[str, str] = {}
+        """Key → key that it takes its value from: a wrong value is reported at the latter."""
+        self._composition = composition
+        self._known = known
+        self._keys: dict[str, tuple[Key, Node]] = {}
         """By path: each key that has a value, and the value."""
-        self.order: dict[str, int] = {}
+        self._order: dict[str, int] = {}
         """Paths in the order in which they are visited: problems are reported in it."""
-        self.located: set[str] = set()
+        self._absolute: set[str] = set()
         """Paths of keys whose relative path was made absolute."""
-        self.bad: set[str] = set()
+        self._bad: set[str] = set()
         """Paths of keys with a problem."""
-        self.parts: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, dict[str, Any]] = {}
         """By path of a section: the plain values of its component's keys."""
 
     def read(self, cls: type, node: Node, path: str) -> Any:
-        """Return an instance of ``cls``, or None where one of its keys is wrong; components' are in the result."""
+        """Return an instance of ``cls``, or None where one of its keys is wrong; components' are in ``instances``."""
         plain = self._section(cls, node, path)
         instance = self._instance(cls, plain, path)
-        for section, component in self.composition.classes.items():
-            if section in self.parts:
-                found = self._instance(component, self.parts[section], section)
+        for section, component in self._composition.classes.items():
+            if section in self._parts:
+                found = self._instance(component, self._parts[section], section)
                 if found is not None and self._complete(component, section):
-                    self.result.instances[section] = found
-        for where in self.bad:
-            self.result.values.pop(where, None)
-        self.result.problems.sort(key=lambda problem: self.order.get(problem.key, 0))
+                    self.instances[section] = found
+        for where in self._bad:
+            self.values.pop(where, None)
+        self.problems.sort(key=lambda problem: self._order.get(problem.key, 0))
         return instance
 
     def _section(self, cls: type, node: Node, path: str) -> dict[str, Any]:
-        """Return the plain values of the keys that ``cls`` declares; those of the component go to ``parts``."""
+        """Return the plain values of the keys that ``cls`` declares; those of the component go to ``_parts``."""
         if not isinstance(node.value, dict):
             self._wrong(path, node, describe_node(node), "a mapping")
             return {}
-        extra = self.composition.classes.get(path)
+        extra = self._composition.classes.get(path)
         plain: dict[str, Any] = {}
-        part = self.parts.setdefault(path, {}) if extra is not None else {}
+        part = self._parts.setdefault(path, {}) if extra is not None else {}
         declared = section_keys(cls, extra)
         for name, keys in declared.items():
             for key, value in self._values(keys, node, join(path, name)):
                 (plain if key.owner is cls else part)[name] = value
         for name, child in node.children.items():
-            if name not in declared and path not in self.composition.open:
+            if name not in declared and path not in self._composition.open:
                 where = join(path, name)
-                self.order.setdefault(where, len(self.order))
-                near = nearest_keys(where, self.known)
-                self.result.problems.append(
-                    UnknownKey(**child.origin.at(where), candidates=near, known=tuple(declared))
-                )
+                self._order.setdefault(where, len(self._order))
+                near = nearest_keys(where, self._known)
+                self.problems.append(UnknownKey(**child.origin.at(where), candidates=near, known=tuple(declared)))
         return plain
 
     def _values(self, keys: tuple[Key, ...], section: Node, path: str) -> Iterator[tuple[Key, Any]]:
         """The key's plain value for each of its declarations; nothing where there is none."""
-        self.order.setdefault(path, len(self.order))
+        self._order.setdefault(path, len(self._order))
         key, node = keys[0], section.children.get(keys[0].name)
         if node is None:
             if key.mark(DefaultsTo) is None:
                 self._missing(path, section, key)
-            self.bad.add(path)
+            self._bad.add(path)
             return
         if node.origin.written:
-            self.result.followers[path] = node.origin.where
+            self.followers[path] = node.origin.where
         if not isinstance(node.value, dict) and any(each.value is UNRESOLVED for _, each in walk(node)):
-            self.bad.add(path)  # a mapping's keys say so one by one
+            self._bad.add(path)  # a mapping's keys say so one by one
             return
-        self.keys[path] = key, node
+        self._keys[path] = key, node
         if key.section is not None and not (key.optional and node.value is None):
             yield from ((each, self._section(key.section, node, path)) for each in keys)
             return
@@ -201,14 +194,17 @@ class _Reader:
         except Mismatch as mismatch:
             self._wrong(path, node, str(mismatch), key.describe())
             return
-        self.result.values[path] = tuple(value) if isinstance(value, list) else value
+        self.values[path] = tuple(value) if isinstance(value, list) else value
         yield from ((each, value) for each in keys)
 
     def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
+        for key in keys:
+            if node.origin.kind != "default" and (mark := key.mark(Deprecated)) is not None:
+                self.notes.append(deprecation_text(path, use=mark.use, goes=mark.goes))
         absolute = _on_paths(keys, node, _located)
         if absolute != node:
-            self.result.tree = self.result.tree.set(path, absolute)
-            self.located.add(path)
+            self.tree = self.tree.set(path, absolute)
+            self._absolute.add(path)
         node = _on_paths(keys, absolute, _usable)
         for _, each in walk(node):
             if type(each.value) is int and not -LARGEST_INTEGER - 1 <= each.value <= LARGEST_INTEGER:
@@ -219,9 +215,9 @@ class _Reader:
         try:
             instance, faults = read_section(cls, plain)
         except ValueError as error:  # raised by the section itself
-            section = self.result.tree.find(path) if path else self.result.tree
-            origin = (section or self.result.tree).origin
-            self.result.problems.append(ComponentFinding(**origin.at(path), message=f"{error}."))
+            section = self.tree.find(path) if path else self.tree
+            origin = (section or self.tree).origin
+            self.problems.append(ComponentFinding(**origin.at(path), message=f"{error}."))
             return None
         for inside, found in faults.items():
             self._fault(path, inside, found)
@@ -230,33 +226,33 @@ class _Reader:
     def _fault(self, path: str, inside: KeyPath, found: str) -> None:
         """Report a wrong value at its key, unless something is reported there already."""
         where = join(path, dotted(inside))
-        if where not in self.keys or where in self.bad:
+        if where not in self._keys or where in self._bad:
             return
-        key, node = self.keys[where]
+        key, node = self._keys[where]
         hint = _hint(to_plain(node), key, where) if node.shown is None else _hint_hidden(node, key)
-        hidden = is_hidden(node) or where in self.located
+        hidden = is_hidden(node) or where in self._absolute
         self._wrong(where, node, describe_node(node) if hidden else found, key.describe(), hint)
 
     def _complete(self, cls: type, path: str) -> bool:
         """Return whether all values of a section were read: what it says of its defaults instead would mislead."""
         own = {join(path, name) for name in keys_of(cls)}
-        return not any(where in own or any(where.startswith(f"{key}.") for key in own) for where in self.bad)
+        return not any(where in own or any(where.startswith(f"{key}.") for key in own) for where in self._bad)
 
     def _missing(self, path: str, section: Node, key: Key) -> None:
         where = path.rpartition(".")[0]
-        if where in self.composition.unfilled and key.owner is self.composition.classes.get(where):
+        if where in self._composition.unfilled and key.owner is self._composition.classes.get(where):
             return
         origin = section.origin
         while where and origin.kind == "default":  # the whole section is missing: reported at its parent
             where = where.rpartition(".")[0]
-            around = self.result.tree.find(where) if where else self.result.tree
+            around = self.tree.find(where) if where else self.tree
             origin = around.origin if around is not None else origin
-        self.result.problems.append(MissingKey(**origin.at(path), allowed=key.describe()))
+        self.problems.append(MissingKey(**origin.at(path), allowed=key.describe()))
 
     def _wrong(self, path: str, node: Node, found: str, allowed: str, hint: str = "") -> None:
-        self.bad.add(path)
+        self._bad.add(path)
         problem = WrongValue(**node.origin.at(path), found=found, allowed=allowed, hint=hint)
-        self.result.problems.append(problem)
+        self.problems.append(problem)
 
 
 _SHARES = {

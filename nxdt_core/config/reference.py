@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from nxdt_core.config.annotations import DefaultsTo, Deprecated
@@ -15,7 +16,7 @@ from nxdt_core.config.components import usable_class
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, Slot
 from nxdt_core.config.secrets import Redaction
 from nxdt_core.config.section import REQUIRED, Key, keys_of
-from nxdt_core.config.tree import Node, Origin, Place, from_plain, join, to_plain, to_shown
+from nxdt_core.config.tree import Node, Origin, Place, from_plain, join, to_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel, RegisteredComponent
 
@@ -210,6 +211,8 @@ def _remarks(key: Key) -> Iterator[str]:
 
 _COLUMN = 48
 """Where comments start, unless a value is longer."""
+_PLAIN = re.compile(r"[a-z]+_[a-z_]+")
+"""Text that no YAML takes for anything else: words with an underscore."""
 
 
 def render_show(resolved: ResolvedConfig, *, only_set: bool = False) -> str:
@@ -223,34 +226,26 @@ def render_show(resolved: ResolvedConfig, *, only_set: bool = False) -> str:
 
 
 def _lines(key: str, node: Node, depth: int, only_set: bool, redact: Redaction) -> list[str]:
-    indent = "  " * depth
+    name = f"{'  ' * depth}{_scalar(key)}:"
     if node.children:
         below = [
             line for name, child in node.children.items() for line in _lines(name, child, depth + 1, only_set, redact)
         ]
-        return [f"{indent}{_name(key)}:", *below] if below else []
+        return [name, *below] if below else []
     if only_set and node.origin.kind == "default":
         return []
-    text = f"{indent}{_name(key)}: {_scalar(to_shown(node))}"
+    text = f"{name} {_scalar(to_plain(node, shown=True))}"
     return [f"{text:<{_COLUMN}}  # {redact(str(node.origin))}"]
 
 
 def _scalar(value: object) -> str:
-    """One value in flow style on one line. Half of all values need no dumper, which takes 0.1 ms for each."""
+    """One key or value in flow style on one line. Most need no dumper, which takes 0.1 ms for each."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value) if type(value) is int else _dumped(value)
-
-
-@lru_cache(maxsize=1024)
-def _name(key: str) -> str:
-    """One key, of which all configurations have the same."""
-    return _dumped(key)
-
-
-def _dumped(value: object) -> str:
-    """The list around a value keeps the dumper from writing a document's end."""
+    if type(value) is int or (isinstance(value, str) and _PLAIN.fullmatch(value)):
+        return str(value)
     # Here, not above: the dumper's regular expressions cost 5 ms, which loading need not pay.
     import yaml
 
+    # The list around a value keeps the dumper from writing a document's end.
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]

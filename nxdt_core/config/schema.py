@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nxdt_core.config.annotations import DefaultsTo, NonNegativeFloat, NonNegativeInt, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Section, keys_of
 from nxdt_core.config.training_schema import (
     CheckpointConfig,
     DistributedStrategyConfig,
     ExpManagerConfig,
     TrainerConfig,
 )
-from nxdt_core.config.tree import Node, Origin, join, to_plain, to_shown
+from nxdt_core.config.tree import Node, Origin, join, to_plain
 from nxdt_core.kernel import Kernel, RegisteredComponent
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Selected",
     "Slot",
     "TokenizerSection",
+    "core_class",
 ]
 
 
@@ -233,6 +234,15 @@ class RunConfig(Section):
     default that of the compiler."""
 
 
+def core_class(section: str) -> type | None:
+    """Return the class with the keys that the core declares in a section; None where there is no such section."""
+    cls: type | None = RunConfig
+    for name in section.split(".") if section else ():
+        key = keys_of(cls).get(name) if cls is not None else None
+        cls = key.section if key is not None else None
+    return cls
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A place for one component. Its keys are in ``section``, next to the key that names it."""
@@ -266,14 +276,22 @@ SLOTS: tuple[Slot, ...] = (
 class Composition:
     """What the selected components add to the core's schema."""
 
-    components: Mapping[str, RegisteredComponent | None] = field(default_factory=dict)
+    components: dict[str, RegisteredComponent | None] = field(default_factory=dict)
     """By kind; one whose component is unavailable is absent."""
-    classes: Mapping[str, type] = field(default_factory=dict)
+    classes: dict[str, type] = field(default_factory=dict)
     """By path of the section: the class that the component declares."""
-    open: frozenset[str] = frozenset()
+    open: set[str] = field(default_factory=set)
     """Sections whose component is unknown, so that their keys are unknown too."""
-    unfilled: frozenset[str] = frozenset()
+    unfilled: set[str] = field(default_factory=set)
     """Sections whose keys would have come from a file that cannot be read: missing keys are reported there."""
+
+    def selected(self, instances: Mapping[str, Any]) -> dict[str, Selected | None]:
+        """Return the components by kind, with those of ``instances``, which are by path of the section."""
+        sections = {slot.kind: slot.section for slot in SLOTS}
+        return {
+            kind: None if found is None else Selected(component=found, config=instances.get(sections[kind]))
+            for kind, found in self.components.items()
+        }
 
     def label(self, section: str) -> str:
         """Return a description of a section's component: ``model 'llama'``; empty where there is none."""
@@ -333,7 +351,7 @@ class ResolvedConfig:
         It can be written: what comes from the environment is the reference to it (``${oc.env:NAME}``), and secrets
         are masked. A configuration with a masked secret does not load.
         """
-        shown: dict[str, Any] = to_shown(self.tree)
+        shown: dict[str, Any] = to_plain(self.tree, shown=True)
         return shown
 
     def to_values(self) -> dict[str, Any]:

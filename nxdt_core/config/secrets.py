@@ -21,7 +21,6 @@ from nxdt_core.config.tree import (
     mapped,
     replaced,
     to_plain,
-    to_shown,
     walk,
 )
 from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept
@@ -155,7 +154,7 @@ def describe_node(node: Node) -> str:
     if not is_hidden(node):
         return describe_value(to_plain(node))
     kind = describe_value(to_plain(node)).rpartition(" (")[2].rstrip(")")
-    return f"{describe_value(to_shown(node)).rpartition(' (')[0]} ({kind})"
+    return f"{describe_value(to_plain(node, shown=True)).rpartition(' (')[0]} ({kind})"
 
 
 class Redaction:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.plugin import advise, diagnose
 
 __all__ = [
+    "BASE",
     "COMMAND_LINE",
     "PACKAGE_SCHEME",
     "RECIPE_SCHEME",
@@ -36,10 +36,10 @@ __all__ = [
     "apply_overrides",
     "expand_home",
     "file_problem",
+    "find_base",
     "find_recipe",
     "list_recipes",
     "override_node",
-    "read_based",
     "read_source",
     "resolve_path",
 ]
@@ -299,51 +299,20 @@ def _bad(text: str, reason: str) -> ConfigProblem:
     return BadOverride(place=COMMAND_LINE.where, key="", text=text, reason=reason)
 
 
-_KEY = "base"
+BASE = "base"
+"""The key that names what a source is based on."""
 
 
-def read_based(
-    source: str | Path | Mapping[str, Any],
-    find_kernel: Callable[[Node], Kernel],
-    label: str | None = None,
-    merging: Callable[[Node, Node], object] = lambda low, high: None,
-    convert: Callable[[Source, Node], Source] = lambda source, above: source,
-) -> Source:
-    """Read a source and, below it, what it is based on; problems are returned, not raised.
-
-    Args:
-        source: A path, ``recipe:NAME``, or a mapping.
-        find_kernel: Given what was read so far, called where a recipe is named; its plugins bring the recipes.
-        label: What a mapping is called.
-        merging: Called with each tree below and with what it is about to be merged under.
-        convert: Given each source as it was read, and what is above it; returns what takes its place.
-    """
-    nothing = Node({}, COMMAND_LINE)
-    top = convert(read_source(source, partial(find_kernel, nothing), label=label), nothing)
-    tree, problems, seen, below, stem = top.tree.without(_KEY), [*top.problems], [top.label], top, top.stem
-    while below.readable and (node := below.tree.find(_KEY)) is not None and node.value is not None:
-        named = _named(node, seen)
-        if isinstance(named, ConfigProblem):
-            return replace(top, problems=(*problems, named), readable=False)
-        seen.append(named)
-        below = convert(read_source(named, partial(find_kernel, tree), node.origin.at(_KEY)), tree)
-        stem = stem or below.stem
-        problems += below.problems
-        merging(below.tree, tree)
-        tree = merge(below.tree.without(_KEY), tree)
-    return replace(top, tree=tree, problems=tuple(problems), readable=below.readable, stem=stem)
-
-
-def _named(node: Node, seen: list[str]) -> str | ConfigProblem:
-    """The source that ``base`` names; a problem where it names none, or one that is based on this one."""
+def find_base(node: Node, seen: Sequence[str]) -> str | ConfigProblem:
+    """Return the source that ``base`` names; a problem where it names none, or one of ``seen``, which need it."""
     text, allowed = node.value, f"the path of a YAML file, or {RECIPE_SCHEME}NAME"
     if not isinstance(text, str):
-        return WrongValue(**node.origin.at(_KEY), found=describe_value(to_plain(node)), allowed=allowed)
+        return WrongValue(**node.origin.at(BASE), found=describe_value(to_plain(node)), allowed=allowed)
     try:
         named = text if text.startswith(RECIPE_SCHEME) else str(resolve_path(text, node.origin.directory))
     except PackageNotFound as error:
-        return WrongValue(**node.origin.at(_KEY), found=f"{text!r}, but {error}", allowed=allowed)
+        return WrongValue(**node.origin.at(BASE), found=f"{text!r}, but {error}", allowed=allowed)
     if named in seen:
         found = f"{text!r}, which is itself based on this file"
-        return WrongValue(**node.origin.at(_KEY), found=found, allowed="a file that is not")
+        return WrongValue(**node.origin.at(BASE), found=found, allowed="a file that is not")
     return named

@@ -35,7 +35,6 @@ __all__ = [
     "parse_yaml",
     "replaced",
     "to_plain",
-    "to_shown",
     "walk",
 ]
 
@@ -220,11 +219,6 @@ def to_plain(node: Node, *, shown: bool = False) -> Any:
     if isinstance(node.value, list):
         return [to_plain(child, shown=shown) for child in node.value]
     return node.value
-
-
-def to_shown(node: Node) -> Any:
-    """Return the plain tree with references and masks in place of the values that must not be shown."""
-    return to_plain(node, shown=True)
 
 
 def replaced(node: Node, path: KeyPath, new: Node) -> Node:

@@ -13,10 +13,11 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from importlib.metadata import Distribution, distributions
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -87,24 +88,20 @@ def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[Plugin
         if stem.startswith("nxdt-plugin"):
             yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")
         return
-    if not text or ENTRY_POINT_GROUP not in text:
-        return
-    name = version = ""
+    name = stem
     try:
-        entries = plugin_entries(text)
-        if not entries:
+        if not text or ENTRY_POINT_GROUP not in text or not (entries := plugin_entries(text)):
             return
         name = entries[0][0]
         metadata = read_core_metadata(dist)
     except MalformedMetadata as error:
-        yield _corrupt(name or stem, stem, location, str(error))
+        yield _corrupt(name, stem, location, str(error))
         return
-    version = metadata.version
     for name, value in entries:
         yield PluginInfo(
             name=name,
             dist=metadata.name,
-            version=version,
+            version=metadata.version,
             module=value,
             location=location,
             requires=metadata.requires_core,
@@ -137,28 +134,19 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
     Raises:
         LocalPluginMissing: a path is not a file.
     """
-    paths = list(dict.fromkeys(path.resolve() for path in policy.local))
-    for path in paths:
+    found: list[PluginInfo] = []
+    first: dict[str, Path] = {}
+    for path in dict.fromkeys(map(Path.resolve, policy.local)):
         if not path.is_file():
             raise LocalPluginMissing(path=str(path))
-    return sorted(_distinct(_local(path, policy) for path in paths), key=lambda plugin: plugin.name)
-
-
-def _local(path: Path, policy: PluginPolicy) -> PluginInfo:
-    plugin = PluginInfo(name=path.stem, dist=LOCAL, version="", module=local_module_name(path), location=str(path))
-    objection = replace(policy, allow=None).objection(name=plugin.name, dist=LOCAL)
-    return replace(plugin, state="blocked", reason=objection) if objection else plugin
-
-
-def _distinct(plugins: Iterable[PluginInfo]) -> list[PluginInfo]:
-    """A second file of one stem is shadowed: ``plugin:name`` could not tell them apart."""
-    first: dict[str, PluginInfo] = {}
-    distinct = []
-    for plugin in plugins:
-        winner = first.setdefault(plugin.name, plugin)
-        hidden = replace(plugin, state="shadowed", reason=f"{winner.location} has the same name")
-        distinct.append(plugin if winner is plugin else hidden)
-    return distinct
+        plugin = PluginInfo(name=path.stem, dist=LOCAL, version="", module=local_module_name(path), location=str(path))
+        winner = first.setdefault(plugin.name, path)
+        if winner is not path:  # `plugin:name` could not tell them apart
+            plugin = replace(plugin, state="shadowed", reason=f"{winner} has the same name")
+        elif objection := replace(policy, allow=None).objection(name=plugin.name, dist=LOCAL):
+            plugin = replace(plugin, state="blocked", reason=objection)
+        found.append(plugin)
+    return sorted(found, key=attrgetter("name"))
 
 
 HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache, wraps
+from functools import lru_cache, wraps
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
-
-import pluggy
 
 from nxdt_core.api import PROJECT
 from nxdt_core.errors import NxdtError
@@ -65,18 +63,15 @@ class HookSet:
         """The hooks alone: pluggy looks at every name that this lists."""
         return list(self.__dict__)
 
-
-def new_manager() -> pluggy.PluginManager:
-    """Return a manager that knows the hooks and no plugin."""
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
-
-
-def register(manager: pluggy.PluginManager, plugins: Iterable[tuple[PluginInfo, HookSet]]) -> None:
-    """Register plugins so that their implementations are called in this order."""
-    for plugin, hooks in reversed(list(plugins)):  # pluggy calls what was registered last first
-        manager.register(hooks, name=f"{plugin.dist}:{plugin.name}")
+    def call(self, hook: str) -> list[Any]:
+        """Return what this plugin alone gives for a hook without arguments; mostly nothing or one value."""
+        found = []
+        for name, implementation in vars(self).items():
+            if (getattr(implementation, _MARK).get("specname") or name) == hook and (
+                result := implementation()
+            ) is not None:
+                found.append(result.value)
+        return found
 
 
 _TRACE: ContextVar[list[HookCall] | None] = ContextVar("nxdt_hook_trace", default=None)
@@ -108,7 +103,6 @@ def collect_hooks(plugin: PluginInfo, loaded: object) -> HookSet:
         PluginDefect: an unknown hook, an argument that the hook does not have or that has a default, a wrapper,
             or an unmarked function with a hook's name.
     """
-    specifications = _signatures()
     implementations: dict[str, Callable[..., Any]] = {}
     for name, value in _namespace(loaded):
         options = getattr(value, _MARK, None)
@@ -116,8 +110,8 @@ def collect_hooks(plugin: PluginInfo, loaded: object) -> HookSet:
             hook = options.get("specname") or name
             _check(name, value, hook, options)
             implementations[name] = _attributed(plugin, hook, value)
-        elif name in specifications and inspect.isfunction(value):
-            raise PluginDefect(f"{_shown(name, value)} is not marked with @hookimpl")
+        elif name in hookspecs.HOOKS and inspect.isfunction(value):
+            raise PluginDefect(f"{name}{inspect.signature(value)} is not marked with @hookimpl")
     return HookSet(implementations)
 
 
@@ -149,23 +143,8 @@ def _attributed(plugin: PluginInfo, hook: str, function: Callable[..., Any]) -> 
     return implementation
 
 
-@cache
-def _signatures() -> Mapping[str, inspect.Signature]:
-    """Signature of every hook by name."""
-    return {name: _signature(specification) for name, specification in hookspecs.HOOKS.items()}
-
-
 _known_signature = lru_cache(maxsize=4096)(inspect.signature)
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a callable; that of a function is kept, since kernels are started often."""
-    return _known_signature(function) if inspect.isfunction(function) else inspect.signature(function)
-
-
-def _shown(name: str, function: Callable[..., Any]) -> str:
-    """``nxdt_validate_config(context)``, for messages."""
-    return f"{name}{_signature(function)}"
+"""Of a function; kept, since kernels are started often."""
 
 
 def _namespace(loaded: object) -> Iterator[tuple[str, Any]]:
@@ -181,18 +160,18 @@ def _namespace(loaded: object) -> Iterator[tuple[str, Any]]:
 
 
 def _check(name: str, function: Callable[..., Any], hook: str, options: Mapping[str, Any]) -> None:
-    specification = _signatures().get(hook)
-    shown = _shown(name, function)
+    signature = _known_signature(function) if inspect.isfunction(function) else inspect.signature(function)
+    specification, shown = hookspecs.HOOKS.get(hook), f"{name}{signature}"
     if specification is None:
-        close = difflib.get_close_matches(hook, _signatures(), n=1)
+        close = difflib.get_close_matches(hook, hookspecs.HOOKS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; hooks begin with '{PROJECT}_'"
         raise PluginDefect(f"{shown} implements no hook{hint}")
     if options.get("wrapper") or options.get("hookwrapper"):
         raise PluginDefect(f"{shown} is a wrapper; plugins do not wrap each other's hooks")
     if inspect.iscoroutinefunction(function):
         raise PluginDefect(f"{shown} is a coroutine; hooks are called plainly")
-    for parameter in _signature(function).parameters.values():
-        defect = _defect_of(parameter, hook, specification)
+    for parameter in signature.parameters.values():
+        defect = _defect_of(parameter, hook, _known_signature(specification))
         if defect:
             raise PluginDefect(f"{shown} {defect}")
 

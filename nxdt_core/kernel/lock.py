@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path, PurePosixPath
@@ -28,26 +28,12 @@ _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.js
 """In ``*.dist-info``, written by the installer and so different for equal wheels."""
 
 
-def identify_plugins(plugins: Iterable[PluginInfo]) -> dict[str, str]:
-    """Return distribution, version and digest of the files of each usable plugin, by its name."""
-    return {
-        plugin.name: f"{plugin.dist} {plugin.version or '-'} {digest_plugin(plugin)}"
-        for plugin in plugins
-        if plugin.state == "ok"
-    }
-
-
-def fingerprint(identities: Mapping[str, str]) -> str:
-    """Return the digest of what :func:`identify_plugins` returned. 32 hex digits."""
-    return _hex("\n".join(sorted(f"{name} {identity}" for name, identity in identities.items())).encode())
-
-
 def digest_plugin(plugin: PluginInfo) -> str:
     """Digest of the files that the plugin was installed from. 32 hex digits."""
     if plugin.dist == LOCAL:
         return _digest_file(plugin.location)
     record = _wheel_record(plugin)
-    return _hex("\n".join(record).encode()) if record else _digest_files(plugin.module)
+    return digest_lines(record) if record else _digest_files(plugin.module)
 
 
 def editable_source(dist: Distribution) -> Path | None:
@@ -61,8 +47,9 @@ def editable_source(dist: Distribution) -> Path | None:
     return Path(unquote(urlsplit(str(origin.get("url", ""))).path))
 
 
-def _hex(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+def digest_lines(lines: Iterable[str]) -> str:
+    """Return the digest of lines of text. 32 hex digits."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def _wheel_record(plugin: PluginInfo) -> list[str]:
@@ -86,7 +73,7 @@ def _digest_files(module: str) -> str:
     """Digest of the names and contents of the top-level package or module of an entry point."""
     spec = importlib.util.find_spec(module.partition(":")[0].partition(".")[0])
     if spec is None:
-        return _hex(b"")
+        return digest_lines(())
     if not spec.submodule_search_locations:
         return _digest_file(spec.origin or "")
     digest = hashlib.sha256()
@@ -106,7 +93,7 @@ def _digest_file(path: str) -> str:
 def _read_digest(path: str, version: tuple[int, ...] | None) -> str:
     """Return the digest of a file in one of its versions."""
     with open(path, "rb", buffering=0) as file:
-        return _hex(file.read())
+        return hashlib.sha256(file.read()).hexdigest()[:32]
 
 
 def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -44,10 +44,6 @@ class PluginPolicy:
             return "not named in plugins.allow"
         return None
 
-    def entries(self) -> tuple[str, ...]:
-        """Return every entry of ``allow``, ``block`` and ``prefer``, in that order."""
-        return (*(self.allow or ()), *self.block, *self.prefer)
-
 
 def names(entry: str, *, name: str, dist: str) -> bool:
     """Return whether a policy entry means the plugin ``name`` of the distribution ``dist``."""

@@ -16,7 +16,7 @@ import torch
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets import is_hidden
-from nxdt_core.config.tree import to_plain, to_shown
+from nxdt_core.config.tree import to_plain
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
 from nxdt_core.kernel.lock import digest_plugin
 from nxdt_core.protocols.launcher import RankEnvironment
@@ -77,7 +77,7 @@ def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
             facts[f"plugin {plugin.name}"] = f"{plugin.dist} {plugin.version} {digest_plugin(plugin)[:8]}".strip()
     for key, node in config.tree.leaf_nodes():
         if key not in _MAY_DIFFER:
-            facts[key] = json.dumps(to_shown(node))
+            facts[key] = json.dumps(to_plain(node, shown=True))
             if is_hidden(node):
                 digest = hashlib.sha256(f"{salt}{json.dumps(to_plain(node))}".encode()).hexdigest()
                 facts[key] += f" (value {digest[:8]})"

@@ -12,7 +12,7 @@ from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.capabilities import check_capabilities, check_objective, check_policy
+from nxdt_core.config.capabilities import check_built, check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.distributed.device_settings import register_profile_of
@@ -22,13 +22,13 @@ from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.optimizers import NoMasterWeights
-from nxdt_core.kernel.plugin import LOCAL
+from nxdt_core.kernel.plugin import BUILTIN, LOCAL
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, traits_of
-from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -185,7 +185,8 @@ def objective(config: ResolvedConfig) -> Objective:
             key, value = "name", "a model with the key score_head, such as llama"
         name = config.run.objective.name
         raise HeadDoesNotFit(objective=name, takes=takes, model=model.component.record.name, key=key, value=value)
-    check_objective(config, () if traits_of(made).reference is None else ("reference",))
+    if traits_of(made).reference is not None:
+        check_built(config, "objective", config.selected("objective").component.record.name, ("reference",))
     return made
 
 
@@ -197,7 +198,7 @@ def precision(config: ResolvedConfig) -> PrecisionPolicy:
         NoMasterWeights: float32 weights are to be saved, and it keeps none.
     """
     policy = cast(PrecisionPolicy, _construct(config, "precision"))
-    check_policy(config, policy)
+    check_built(config, "precision", policy.name, capabilities_of(policy))
     wanted = config.run.checkpoint.use_master_weights_in_ckpt
     if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
         raise NoMasterWeights(precision=policy.name, dtype=policy.parameters)
@@ -220,7 +221,8 @@ def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
 def schedule(config: ResolvedConfig) -> LRSchedule:
     """Return the learning-rate schedule; warn if it depends on more than the step."""
     horizon, component = schedule_horizon(config), config.selected("schedule").component
-    check_schedule(_construct(config, "schedule", horizon), component, max_steps=horizon.max_steps)
+    if component.plugin != BUILTIN:
+        check_schedule(_construct(config, "schedule", horizon), component, max_steps=horizon.max_steps)
     return cast(LRSchedule, _construct(config, "schedule", horizon))
 
 

@@ -1,7 +1,8 @@
 """Finds state that no checkpoint keeps: what changes from step to step outside of what is saved.
 
 Each probe looks at the first steps of a run alone. What it finds is a warning: an attribute may
-be a cache whose loss changes nothing, and the probe cannot see that.
+be a cache whose loss changes nothing, and the probe cannot see that. A run looks at the components of plugins; tests
+look at the core's own.
 """
 
 from __future__ import annotations

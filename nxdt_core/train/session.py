@@ -35,6 +35,7 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.garbage_collection import GarbageCollection
+from nxdt_core.kernel.plugin import BUILTIN
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
@@ -42,7 +43,6 @@ from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import (
     GeneratingObjective,
     Objective,
-    ObjectiveTraits,
     TaughtObjective,
     traits_of,
 )
@@ -111,6 +111,7 @@ class TrainSession:
         self.state = TrainState() if state is None else state
         self.data = RunData(config) if data is None else data
         self.objective = build.objective(config)
+        self._traits = traits_of(self.objective)
         self.horizon = build.schedule_horizon(config)
         self.schedule = build.schedule(config)
         ema = config.run.exp_manager.ema
@@ -130,10 +131,6 @@ class TrainSession:
         self._elements: int | None = None
         self._weights: tuple[CheckpointStore, Manifest] | None = None
         self._foreign: Path | None = None
-
-    @property
-    def _traits(self) -> ObjectiveTraits:
-        return traits_of(self.objective)
 
     @classmethod
     def load(cls, source: str, overrides: Sequence[str] = ()) -> Self:
@@ -247,7 +244,9 @@ class TrainSession:
     def build_optimizer(self) -> None:
         """Build the optimizer over the model. Collective."""
         self.optimizer = initialize_parallel_optimizer(self.config, self.engine, self.model)
-        watch_objective(self.objective, self.optimizer.inner, self.config.selected("objective").component)
+        component = self.config.selected("objective").component
+        if component.plugin != BUILTIN:
+            watch_objective(self.objective, self.optimizer.inner, component)
 
     def load_foreign(self, path: Path) -> None:
         """Load the weights of another program's checkpoint, such as a Hugging Face directory, into the model.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.training_schema import CausalLMConfig
 from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.kernel.plugin import BUILTIN
 from nxdt_core.launch.agreement import check_agreement
 from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
@@ -90,7 +91,8 @@ def initialize_parallel_optimizer(
         selected.config,
         decay_norms=config.run.model.do_layer_norm_weight_decay,
     )
-    watch_optimizer(optimizer.inner, selected.component)
+    if selected.component.plugin != BUILTIN:
+        watch_optimizer(optimizer.inner, selected.component)
     return optimizer
 
 

@@ -10,7 +10,7 @@ import yaml
 from nxdt_core import config
 from nxdt_core.config import Origin
 from nxdt_core.config.interpolation import interpolate
-from nxdt_core.config.tree import MASK, from_plain, to_plain, to_shown
+from nxdt_core.config.tree import MASK, from_plain, to_plain
 
 CANARY = "canary-4711-value"
 """Never to be found in anything that is written."""
@@ -85,7 +85,10 @@ def test_of_a_copied_section_each_value_refers_to_the_same_place():
     found, problems = interpolate(tree)
     assert not problems
     copied = found.find("a")
-    assert {key: to_shown(child) for key, child in copied.children.items()} == {"x": "${b.x}", "l": "${b.l}"}
+    assert {key: to_plain(child, shown=True) for key, child in copied.children.items()} == {
+        "x": "${b.x}",
+        "l": "${b.l}",
+    }
     assert to_plain(copied) == {"x": CANARY, "l": [1]}
 
 

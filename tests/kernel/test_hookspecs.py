@@ -11,9 +11,9 @@ import pytest
 
 from nxdt_core import api
 from nxdt_core.kernel import hookspecs
-from nxdt_core.kernel.hooks import collect_hooks, new_manager, register
+from nxdt_core.kernel.hooks import collect_hooks
 from nxdt_core.kernel.hookspecs import HOOKS
-from nxdt_core.kernel.manager import declare
+from nxdt_core.kernel.manager import Candidate
 from nxdt_core.kernel.plugin import PluginInfo
 
 REGISTRATION = [name for name, hook in HOOKS.items() if not inspect.signature(hook).parameters]
@@ -46,10 +46,10 @@ def test_the_example_implements_the_hook(name):
 
 @pytest.mark.parametrize("name", REGISTRATION)
 def test_the_example_of_a_registration_hook_registers(name):
-    manager = new_manager()
-    register(manager, [(EXAMPLE, collected(name))])
-    declaration = declare(EXAMPLE, manager.hook)
-    declared = bool(declaration.components) + bool(declaration.kinds) + bool(declaration.added)
+    plugin = Candidate(EXAMPLE)
+    plugin.hooks = collected(name)
+    plugin.declare()
+    declared = bool(plugin.components) + bool(plugin.kinds) + bool(plugin.offers)
     assert declared == (name != "nxdt_cli")
 
 

@@ -9,6 +9,7 @@ import pytest
 from nxdt_core.config import load
 from nxdt_core.config.section import REQUIRED, keys_of
 from nxdt_core.train import TrainSession, build, train
+from nxdt_core.train.hidden_state import check_schedule, watch_optimizer
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 
@@ -103,7 +104,13 @@ def builtin(kind, own_run):
 
 def test_no_built_in_optimizer_or_schedule_is_suspected(own_run, caplog):
     for optim in builtin("optimizer", own_run):
-        take_steps(own_run(optim=optim))
+        config = own_run(optim=optim)
+        with TrainSession(config) as session:
+            watch_optimizer(session.optimizer.inner, config.selected("optimizer").component)
+            for batch in session.batches():
+                session.step(batch)
     for sched in builtin("schedule", own_run):
-        build.schedule(own_run(sched=sched))
+        config = own_run(sched=sched)
+        schedule, last = build.schedule(config), build.schedule_horizon(config).max_steps
+        check_schedule(schedule, config.selected("schedule").component, max_steps=last)
     assert warnings(caplog) == []

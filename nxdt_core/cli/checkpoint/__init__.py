@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from nxdt_core.cli.groups import LazyCommand, LazyGroup
+from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 
 VERBS = {
     "list": LazyCommand(
@@ -31,7 +31,7 @@ VERBS = {
 
 
 @click.group(
-    cls=LazyGroup,
+    cls=SuggestingGroup,
     lazy=VERBS,
     short_help="List, check, compare, copy, export and import checkpoints.",
     examples=(

@@ -190,14 +190,17 @@ def complete_init_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[In
         names: global names of all parameters of the model.
     """
     rules, norms = tuple(builder.init_rules()), builder.plan().norms
-    left = [name for name in names if matches_any(norms, name) and _is_for_all(name, rules)]
-    return (*(InitRule(pattern=name, distribution="constant", mean=1.0) for name in left), *rules)
+    ones = []
+    for name in names:
+        if matches_any(norms, name):
+            first = _first_of(rules, name)
+            if first is None or (first.pattern == "*" and first.distribution != "constant"):  # the rule for all others
+                ones.append(InitRule(pattern=name, distribution="constant", mean=1.0))
+    return (*ones, *rules)
 
 
-def _is_for_all(name: str, rules: Sequence[InitRule]) -> bool:
-    """Whether only the rule for all others is for a parameter, or none."""
-    first = next((rule for rule in rules if matches(rule.pattern, name)), None)
-    return first is None or (first.pattern == "*" and first.distribution != "constant")
+def _first_of(rules: Sequence[InitRule], name: str) -> InitRule | None:
+    return next((rule for rule in rules if matches(rule.pattern, name)), None)
 
 
 def rule_for(name: str, rules: Sequence[InitRule]) -> InitRule:
@@ -206,7 +209,7 @@ def rule_for(name: str, rules: Sequence[InitRule]) -> InitRule:
     Raises:
         NoInitRule: none does.
     """
-    rule = next((rule for rule in rules if matches(rule.pattern, name)), None)
+    rule = _first_of(rules, name)
     if rule is None:
         raise NoInitRule(parameter=name, patterns=[rule.pattern for rule in rules])
     return rule

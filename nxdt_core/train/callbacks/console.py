@@ -128,7 +128,11 @@ class Console:
         done = f"step {row['step']}"
         if self._total is not None:  # as wide as the last one, so that the values are columns
             done = f"{done}/{self._total}".ljust(len(f"step {self._total}/{self._total}"))
-        return f"{done}  {_values(row)}"
+        mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
+        return (
+            f"{done}  loss {row['loss']:.4f}{_reward(row, '  ')}  grad_norm {row['grad_norm']:.3f}"
+            f"  lr {row['lr']:.2e}  {human(row['tokens_per_s'])} tokens/s{mfu}"
+        )
 
 
 def _validation_text(metrics: Mapping[str, Any], unit: str) -> str:
@@ -140,14 +144,6 @@ def _validation_text(metrics: Mapping[str, Any], unit: str) -> str:
 def _reward(row: Mapping[str, Any], before: str) -> str:
     """The mean reward, of which an objective that draws answers makes a loss near zero."""
     return f"{before}reward {row['reward']:.4f}" if row.get("reward") is not None else ""
-
-
-def _values(row: Mapping[str, Any]) -> str:
-    mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
-    return (
-        f"loss {row['loss']:.4f}{_reward(row, '  ')}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
-        f"{human(row['tokens_per_s'])} tokens/s{mfu}"
-    )
 
 
 def human(number: float) -> str:

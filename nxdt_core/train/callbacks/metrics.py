@@ -145,7 +145,9 @@ class MetricsWriter(Callback):
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 self._files.append(RESUMES_FILE, {"step": run.step, "at": now})
                 run.log({"run_resumed": 1.0})
-            run.log_text("run/plugins", _plugins(run))
+            kernel = run.config.kernel
+            versions = "".join(f"\n- {name} {version}" for name, version in sorted(versions_of(kernel).items()))
+            run.log_text("run/plugins", f"fingerprint `{kernel.fingerprint()}`\n{versions}")
         self._console.begin(run.step)
         PROGRESS.spent("setup")
         self._restart(run)
@@ -230,10 +232,3 @@ class MetricsWriter(Callback):
             self._files.append(METRICS_FILE, self.last)
             self._console.step(self.last)
         run.log({key: float(value) for key, value in self.last.items() if key != "step" and value is not None})
-
-
-def _plugins(run: Run) -> str:
-    """The versions and the fingerprint of the plugins, as a list in Markdown."""
-    kernel = run.config.kernel
-    names = "".join(f"\n- {name} {version}" for name, version in sorted(versions_of(kernel).items()))
-    return f"fingerprint `{kernel.fingerprint()}`\n{names}"

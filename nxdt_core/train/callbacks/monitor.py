@@ -77,7 +77,8 @@ class Monitor:
             MonitoringFileUnwritable: a file cannot be written.
             MonitoringPortUnusable: the port cannot be opened.
         """
-        self._render()
+        if self.enabled:
+            self._render()
         for key, path in self._files.items():
             try:
                 self._write(key, path)

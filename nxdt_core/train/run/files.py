@@ -12,8 +12,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.ownership import Ownership, own
+from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.secrets import shown_words
 from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
@@ -55,16 +55,6 @@ def _unused_name(directory: Path, name: str) -> str:
     return next(each for each in names if not os.path.lexists(directory / each))
 
 
-def make_run_dir(config: ResolvedConfig) -> None:
-    """Create the directory of the run.
-
-    Raises:
-        CannotWriteRunDirectory: it cannot be made.
-    """
-    with run_dir_explained(config):
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-
-
 def previous_source(config: ResolvedConfig) -> str | None:
     """Return the file or recipe that the run was last started from, where this start is from another; else None.
 
@@ -98,7 +88,13 @@ def keep_inputs(config: ResolvedConfig) -> None:
         replace_text(config.run_dir / _CONFIG, render_show(config))
         with open(config.run_dir / _COMMANDS, "a", encoding="utf-8", opener=regular_opener) as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
-        _copy(config.run.exp_manager.files_to_copy or (), config.run_dir / "files")
+        names = config.run.exp_manager.files_to_copy or ()
+        stems = [Path(name).name for name in names]
+        for name in names:
+            if stems.count(Path(name).name) > 1:
+                raise CannotCopyFile(path=name, reason="another file to copy has the same name")
+            source = _source(name)
+            copy_file(source, make_directory(config.run_dir / "files") / source.name)
 
 
 @contextmanager
@@ -119,15 +115,6 @@ def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
     return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
 
 
-def _copy(files: tuple[str, ...], target: Path) -> None:
-    names = [Path(name).name for name in files]
-    for name in files:
-        if names.count(Path(name).name) > 1:
-            raise CannotCopyFile(path=name, reason="another file to copy has the same name")
-        source = _source(name)
-        copy_file(source, make_directory(target) / source.name)
-
-
 def _source(name: str) -> Path:
     try:
         source = resolve_path(name)
@@ -143,7 +130,7 @@ _LOCK = ".nxdt-lock-run"
 
 def directory_lock(run_dir: Path) -> CheckpointStore:
     """Return the store whose owner is the run that may write to ``run_dir``."""
-    return open_storage(str(run_dir / _LOCK))
+    return LocalStorage(str(run_dir / _LOCK))
 
 
 @contextmanager
@@ -171,7 +158,8 @@ def owned_on_rank_zero(
 
 
 def _own_directory(config: ResolvedConfig, say: Callable[[str], None]) -> Ownership:
-    make_run_dir(config)
+    with run_dir_explained(config):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
     if (config.run_dir / _LOCK).is_symlink():  # the root of a store may be one
         raise CannotWriteRunDirectory(path=str(config.run_dir), reason=f"{_LOCK} is a symbolic link")
     try:

@@ -153,7 +153,8 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     errors = _File(directory / f"errors.{suffix}", delay=True, encoding="utf-8")
     errors.setLevel(logging.ERROR)
     files = [errors]
-    if _keeps_log(config, info):
+    manager, first = config.run.exp_manager, info.local_rank == 0
+    if info.rank == 0 if manager.log_global_rank_0_only else first or not manager.log_local_rank_0_only:
         name = f"globalrank-{info.rank}_localrank-{info.local_rank}.{suffix}"
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     redact = Redaction(config.tree)
@@ -172,13 +173,6 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     finally:
         for file in files:
             file.close()
-
-
-def _keeps_log(config: ResolvedConfig, info: RankInfo) -> bool:
-    manager = config.run.exp_manager
-    if manager.log_global_rank_0_only:
-        return info.rank == 0
-    return info.local_rank == 0 or not manager.log_local_rank_0_only
 
 
 def _printing(info: RankInfo) -> list[logging.Handler]:

@@ -21,7 +21,7 @@ from nxdt_core.checkpoint.ownership import is_owned
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
-from nxdt_core.regular_files import read_text, regular_opener, replace_text
+from nxdt_core.regular_files import read_text, regular_opener, replace_text, replacing
 from nxdt_core.train.run.files import cannot_write, directory_lock
 from nxdt_core.train.run.log import strict_json
 
@@ -92,63 +92,29 @@ def move_later_rows(run_dir: Path, step: int) -> None:
         step: the last one that is not repeated; 0 for a run without a checkpoint.
     """
     for path in sorted(run_dir.glob("*.jsonl")):
-        if not path.name.endswith(_ASIDE) and _has_steps(path):
+        if not path.name.endswith(_ASIDE):
             _split(path, step)
 
 
-def _has_steps(path: Path) -> bool:
-    with open(path, encoding="utf-8", errors="replace", opener=regular_opener) as file:
-        return _step(file.readline()) is not None
-
-
 def _split(path: Path, step: int) -> None:
-    kept_path = path.with_name(f".{path.name}.kept")
-    try:
-        _split_into(kept_path, path, step)
-    finally:
-        kept_path.unlink(missing_ok=True)
-
-
-def _split_into(kept_path: Path, path: Path, step: int) -> None:
-    moved = 0
-    with (
-        open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows,
-        open(kept_path, "w", encoding="utf-8", newline="\n", opener=regular_opener) as kept,
-        _ReplacedRows(path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)) as aside,
-    ):
+    with open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows:
+        if _step(rows.readline()) is None:
+            return
+        rows.seek(0)
+        kept, moved = list[str](), list[str]()
         for row in rows:
             found = _step(row)
-            if found is not None and found <= step:
-                kept.write(row)
-            else:
-                aside.write(row.rstrip("\n") + "\n")
-                moved += 1
-        kept.flush()
-        os.fsync(kept.fileno())
+            (kept if found is not None and found <= step else moved).append(row.rstrip("\n") + "\n")
     if moved:
-        kept_path.replace(path)
-
-
-class _ReplacedRows:
-    """A file that is made with its first row."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> _ReplacedRows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-    def write(self, row: str) -> None:
-        if self._file is None:
-            self._file = open(self._path, "a", encoding="utf-8", newline="\n", opener=regular_opener)  # noqa: SIM115
-        self._file.write(row)
+        aside = path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)
+        with open(aside, "a", encoding="utf-8", newline="\n", opener=regular_opener) as file:
+            file.writelines(moved)
+            file.flush()
+            os.fsync(file.fileno())
+        with replacing(path) as whole:
+            whole.write("".join(kept).encode("utf-8"))
+            whole.flush()
+            os.fsync(whole.fileno())
 
 
 def _step(row: str) -> int | None:

@@ -73,39 +73,29 @@ class RunSummary:
         return "\n".join(f"{name + ':':<12}{value}" for name, value in rows)
 
 
-_WIDTH = 12
-
-
 def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
     """Yield the lines: model, devices and layout, precision, optimizer, data, steps, run directory, checkpoints."""
-    for name, value in _facts(config, engine):
-        yield f"{name:<{_WIDTH}}{value}"
-
-
-def _facts(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[tuple[str, str]]:
     run, data = config.run, config.run.data
     model = [config.selected("model").component.record.name, *_parameters(config)]
     if config.components["adapter"] is not None:
         model.append(f"adapter {config.selected('adapter').component.record.name}")
-    yield "model", ", ".join(model)
-    yield "devices", f"{engine.rank_info.world_size} x {engine.device.type}, {_layout(config, engine)}"
-    yield "precision", config.selected("precision").component.record.name
-    yield "optimizer", f"{config.selected('optimizer').component.record.name}, {_learning_rate(config)}"
     traits = traits_of(build.objective(config))
     tokens = data.global_batch_size * traits.rows_per_sample * data.seq_length
     batch = traits.batch(data.global_batch_size, data.seq_length)
-    yield "data", f"{config.selected('dataset').component.record.name}, {batch} = {tokens:,} tokens per step"
-    last = run.trainer.max_steps
-    yield "steps", f"{last:,}, {human(last * tokens)} tokens" if last > 0 else "until max_time"
-    yield "run", str(config.run_dir)
-    yield "checkpoints", config.checkpoint_uri if run.checkpoint.enabled else "none"
-
-
-def _learning_rate(config: ResolvedConfig) -> str:
-    """The peak learning rate, and which plugin it comes from where the user wrote none."""
-    origin = config.origins["model.optim.lr"]
-    rate = f"learning rate {config.selected('optimizer').config.lr:g}"
-    return f"{rate}, the default of {origin.where}" if origin.kind == "plugin" else rate
+    last, optimizer, origin = run.trainer.max_steps, config.selected("optimizer"), config.origins["model.optim.lr"]
+    default = f", the default of {origin.where}" if origin.kind == "plugin" else ""
+    rows = {
+        "model": ", ".join(model),
+        "devices": f"{engine.rank_info.world_size} x {engine.device.type}, {_layout(config, engine)}",
+        "precision": config.selected("precision").component.record.name,
+        "optimizer": f"{optimizer.component.record.name}, learning rate {optimizer.config.lr:g}{default}",
+        "data": f"{config.selected('dataset').component.record.name}, {batch} = {tokens:,} tokens per step",
+        "steps": f"{last:,}, {human(last * tokens)} tokens" if last > 0 else "until max_time",
+        "run": str(config.run_dir),
+        "checkpoints": config.checkpoint_uri if run.checkpoint.enabled else "none",
+    }
+    for name, value in rows.items():
+        yield f"{name:<12}{value}"
 
 
 def _parameters(config: ResolvedConfig) -> Iterator[str]:

@@ -142,7 +142,12 @@ class _Training:
             return self._nothing_to_do(config, start)
         base = decide_base(config, start, self.console.say, self.engine.ranks) if _resumes(start) else None
         config = with_start_step(config, base or start)
-        self._introduce(config)
+        if self.engine.ranks.rank == 0:
+            for line in banner(config, self.engine):
+                self.console.say(line)
+        for note in ignored_settings(config.run, profile_of(self.engine.device)):
+            self.console.say(f"note: {note}")
+        _log.info("plugins %s", config.kernel.fingerprint())
         PROGRESS.spent("setup")
         data.prepare()
         PROGRESS.spent("data")
@@ -155,7 +160,7 @@ class _Training:
                 self._prepare(session, run, start, base)
                 with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):
                     fit(run)
-            self._finish(run, start)
+            last = self._finish(run, start)
         except BaseException as error:
             run.status, run.error = "failed", error
             raise
@@ -166,7 +171,7 @@ class _Training:
         if self.signals.failure is not None:
             raise self.signals.failure
         self.monitor.enter(run.status)
-        return self._summary(run, start, metrics)
+        return self._summary(run, last, metrics)
 
     def _start(self, config: ResolvedConfig) -> Start | ForeignStart | None:
         """Decide where the run begins, and check that it can begin there."""
@@ -182,18 +187,9 @@ class _Training:
                 continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
         return start
 
-    def _introduce(self, config: ResolvedConfig) -> None:
-        """Say what is about to run."""
-        if self.engine.ranks.rank == 0:
-            for line in banner(config, self.engine):
-                self.console.say(line)
-        for note in ignored_settings(config.run, profile_of(self.engine.device)):
-            self.console.say(f"note: {note}")
-        _log.info("plugins %s", config.kernel.fingerprint())
-
     def _composed(self, session: TrainSession, files: MetricFiles) -> tuple[MetricsWriter, Run]:
-        """Return the run with its callbacks: the metrics first, then what acts on them, then saving; what stops the run
-        on request comes after all of them."""
+        """Return the run with its callbacks: the metrics first, then what acts on them (loggers on one rank), then
+        saving; what stops the run on request comes after all of them."""
         config, trainer, manager = session.config, session.config.run.trainer, session.config.run.exp_manager
         save_metrics = SaveMetrics(files)
         policy = build.precision(config)
@@ -206,7 +202,8 @@ class _Training:
             parameter_norm=manager.log_parameter_norm,
             more=lambda: save_metrics.row,
         )
-        observers = self._observers(config)
+        observers = _built(config.callbacks, config.run_dir)
+        self.engine.ranks.on_rank_zero(lambda: observers.update(_built(config.loggers, config.run_dir)))
         stopping, ends = manager.early_stopping_callback_params, trainer.max_time
         callbacks: dict[str, Callback | None] = {
             "profiler": _profiler(config, self.engine.ranks.rank),
@@ -226,12 +223,6 @@ class _Training:
         }
         used = {name: callback for name, callback in callbacks.items() if callback is not None}
         return metrics, Run(session, self.console.say, used, frozenset(observers))
-
-    def _observers(self, config: ResolvedConfig) -> dict[str, Callback]:
-        """Build the callbacks that the configuration names, and its loggers on the first rank."""
-        found = _built(config.callbacks, config.run_dir)
-        self.engine.ranks.on_rank_zero(lambda: found.update(_built(config.loggers, config.run_dir)))
-        return found
 
     def _prepare(
         self, session: TrainSession, run: Run, start: Start | ForeignStart | None, base: Start | ForeignStart | None
@@ -264,12 +255,16 @@ class _Training:
             self.console.say(f"starting from the weights of {build.step_uri(source.storage, source.manifest.step)}")
             session.take_weights(source.storage, source.manifest)
 
-    def _finish(self, run: Run, start: Start | ForeignStart | None) -> None:
-        """Let adapters write their files next to the last checkpoint, where it is in the run's own store."""
-        last = self._last_checkpoint(run, start)
+    def _finish(self, run: Run, start: Start | ForeignStart | None) -> str | None:
+        """Return the checkpoint that holds what was trained: the newest of this process, else the one that it resumed
+        from. Adapters write their files next to it, where it is in the run's own store."""
+        last = build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
+        if run.saved is not None:
+            last = build.step_uri(self.own, run.saved.step)
         for adapter in build.adapters(run.config):
             within = last if last is not None and last.startswith(f"{self.own.uri}/") else None
             adapter.finish(within, run.config, self.engine.ranks)
+        return last
 
     def _nothing_to_do(self, config: ResolvedConfig, start: Start) -> RunSummary:
         """The checkpoint that the run would resume from is its last one."""
@@ -293,8 +288,8 @@ class _Training:
             resume_command=resume_command(config, step),
         )
 
-    def _summary(self, run: Run, start: Start | ForeignStart | None, metrics: MetricsWriter) -> RunSummary:
-        last, received = self._last_checkpoint(run, start), self.signals.received
+    def _summary(self, run: Run, last: str | None, metrics: MetricsWriter) -> RunSummary:
+        received = self.signals.received
         resumable = last is not None or bool(run.config.run.trainer.fast_dev_run)
         return RunSummary(
             step=run.step,
@@ -307,12 +302,6 @@ class _Training:
             resume_command=resume_command(run.config, run.step) if resumable else None,
             exit_status=0 if received is None else 128 + received,
         )
-
-    def _last_checkpoint(self, run: Run, start: Start | ForeignStart | None) -> str | None:
-        """The checkpoint that holds what was trained: the newest of this process, else the one that it resumed from."""
-        if run.saved is not None:
-            return build.step_uri(self.own, run.saved.step)
-        return build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
 
 
 def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:

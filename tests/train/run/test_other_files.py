@@ -14,7 +14,7 @@ from nxdt_core.train.run.metric_files import mark_failed
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.train.small import SMALL
 
-WRITTEN = ("config.yaml", "cmd-args.log", ".metrics.jsonl.kept", "metrics.jsonl")
+WRITTEN = ("config.yaml", "cmd-args.log", "metrics.replaced.jsonl", "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from nxdt_core.errors.training import (
     RunAlreadyHasCheckpoints,
     StepNotFinite,
 )
+from nxdt_core.kernel import Kernel
 from nxdt_core.train import build, train
 from nxdt_core.train.session import TrainSession
 from tests.sampling import slow
@@ -385,3 +386,10 @@ def test_a_checkpoint_says_what_made_it_and_how_good_it_is(small_run):
         "torch": torch.__version__,
     }
     assert facts.versions["nxdt-plugin-llama"] == metadata.version("nxdt-plugin-llama")
+
+
+def test_a_run_starts_no_second_kernel(small_run, monkeypatch):
+    """It would import the plugins that ``plugins.block`` names."""
+    config = small_run("trainer.max_steps=1")
+    monkeypatch.setattr(Kernel, "start", lambda *_, **__: pytest.fail("a second kernel"))
+    assert train(config).step == 1

@@ -1,4 +1,7 @@
-"""Environment variables that job scripts of NxD Training and neuronx-nemo-megatron set and nxdt does not read."""
+"""The three programs, and the variables that their job scripts set and nxdt does not read.
+
+Each run asks for the note on these, so that what only their files need is imported where there is one.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from typing import Any, ClassVar
 
 from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig
-from nxdt_plugin_migrate.config.detect import framework_of
-from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, current_name, why_unneeded
 
 _NOTHING = "nothing"
 _PRECISION = "precision.type"
@@ -60,11 +61,15 @@ class _Program:
 
     def recognise(self, config: Mapping[str, Any]) -> str:
         """Return the key that shows that a configuration is of this program; empty where none does."""
+        from nxdt_plugin_migrate.config.detect import framework_of
+
         found, key = framework_of(from_plain(config, Origin(kind="file", where="")))
         return key if found == self.name else ""
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
         """Return the key that says the same here, or why none is needed; None for a key of none of the programs."""
+        from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, current_name, why_unneeded
+
         name = current_name(key, known)
         if name:
             return KeyMeaning(name=name)
@@ -78,7 +83,7 @@ class _Program:
 
     def migrate(self, source: Path, target: Path, kernel: Any) -> MigratedConfig:
         """Rewrite a file for nxdt; see :func:`nxdt_plugin_migrate.config.migrate.migrate`."""
-        from nxdt_plugin_migrate.config.migrate import migrate  # only where a file is migrated
+        from nxdt_plugin_migrate.config.migrate import migrate
 
         return migrate(source, target, self.name, kernel)
 
