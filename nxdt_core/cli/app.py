@@ -26,46 +26,31 @@ _INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells report it."""
 
 COMMANDS = {
-    "train": LazyCommand(target="nxdt_core.cli.train:train", summary="Train a model from a YAML file or a recipe."),
-    "compile": LazyCommand(
-        target="nxdt_core.cli.compile:compile_ahead", summary="Compile the graphs of a run before it starts."
-    ),
-    "launch": LazyCommand(
-        target="nxdt_core.cli.launch:launch", summary="Write the job of a run for a cluster, and submit it."
-    ),
+    "train": LazyCommand("nxdt_core.cli.train:train", "Train a model from a YAML file or a recipe."),
+    "compile": LazyCommand("nxdt_core.cli.compile:compile_ahead", "Compile the graphs of a run before it starts."),
+    "launch": LazyCommand("nxdt_core.cli.launch:launch", "Write the job of a run for a cluster, and submit it."),
     "plan": LazyCommand(
-        target="nxdt_core.cli.plan:plan",
-        summary="Estimate the memory, traffic and time of a run, without its devices.",
+        "nxdt_core.cli.plan:plan", "Estimate the memory, traffic and time of a run, without its devices."
     ),
-    "env": LazyCommand(
-        target="nxdt_core.cli.env:env", summary="Show devices, versions and drivers, and what they can run."
-    ),
-    "plot": LazyCommand(target="nxdt_core.cli.plot:plot", summary="Plot loss, validation and learning rate of runs."),
-    "generate": LazyCommand(target="nxdt_core.cli.generate:generate", summary="Continue prompts with a model."),
-    "chat": LazyCommand(target="nxdt_core.cli.generate:chat", summary="Talk to a model."),
-    "evaluate": LazyCommand(
-        target="nxdt_core.cli.evaluate:evaluate", summary="Evaluate a checkpoint on held-out records and tasks."
-    ),
+    "env": LazyCommand("nxdt_core.cli.env:env", "Show devices, versions and drivers, and what they can run."),
+    "plot": LazyCommand("nxdt_core.cli.plot:plot", "Plot loss, validation and learning rate of runs."),
+    "generate": LazyCommand("nxdt_core.cli.generate:generate", "Continue prompts with a model."),
+    "chat": LazyCommand("nxdt_core.cli.generate:chat", "Talk to a model."),
+    "evaluate": LazyCommand("nxdt_core.cli.evaluate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
     "report": LazyCommand(
-        target="nxdt_core.cli.report:report",
-        summary="Write an HTML report with the metrics and configuration of runs.",
+        "nxdt_core.cli.report:report", "Write an HTML report with the metrics and configuration of runs."
     ),
-    "watch": LazyCommand(target="nxdt_core.cli.report:watch", summary="Serve the report of runs while they train."),
-    "data": LazyCommand(target="nxdt_core.cli.data:data", summary="Preview and prepare training data."),
-    "config": LazyCommand(target="nxdt_core.cli.config:config", summary="Check, show and describe configurations."),
-    "recipes": LazyCommand(target="nxdt_core.cli.recipes:recipes", summary="List and print ready-made runs."),
-    "plugins": LazyCommand(target="nxdt_core.cli.plugins:plugins", summary="List, inspect and pin plugins."),
+    "watch": LazyCommand("nxdt_core.cli.report:watch", "Serve the report of runs while they train."),
+    "data": LazyCommand("nxdt_core.cli.data:data", "Preview and prepare training data."),
+    "config": LazyCommand("nxdt_core.cli.config:config", "Check, show and describe configurations."),
+    "recipes": LazyCommand("nxdt_core.cli.recipes:recipes", "List and print ready-made runs."),
+    "plugins": LazyCommand("nxdt_core.cli.plugins:plugins", "List, inspect and pin plugins."),
     "checkpoint": LazyCommand(
-        target="nxdt_core.cli.checkpoint:checkpoint",
-        summary="List, check, compare, copy, export and import checkpoints.",
+        "nxdt_core.cli.checkpoint:checkpoint", "List, check, compare, copy, export and import checkpoints."
     ),
-    "explain": LazyCommand(
-        target="nxdt_core.cli.explain:explain", summary="Explain an error code: cause, example and fix."
-    ),
-    "completion": LazyCommand(
-        target="nxdt_core.cli.completion:completion", summary="Print a script that completes nxdt in a shell."
-    ),
-    "man": LazyCommand(target="nxdt_core.cli.man:man", summary="Print the manual page."),
+    "explain": LazyCommand("nxdt_core.cli.explain:explain", "Explain an error code: cause, example and fix."),
+    "completion": LazyCommand("nxdt_core.cli.completion:completion", "Print a script that completes nxdt in a shell."),
+    "man": LazyCommand("nxdt_core.cli.man:man", "Print the manual page."),
 }
 """The commands of the core, in the order of the help text."""
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from nxdt_core.cli.verb import Verb, write_examples
+from nxdt_core.cli.verb import Verb, WithExamples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LazyCommand:
     """Import target of a command, and the line that a listing shows for it without importing it."""
 
@@ -23,18 +23,15 @@ class LazyCommand:
     summary: str
 
     def load(self) -> click.Command:
-        """Import the command."""
+        """Import the command, whose summary in other listings is this one, too."""
         module, _, attribute = self.target.partition(":")
         command: click.Command = getattr(import_module(module), attribute)
+        command.short_help = self.summary
         return command
 
 
-class SuggestingGroup(click.Group):
+class SuggestingGroup(WithExamples, click.Group):
     """A group with examples, which names the command that was probably meant, and which plugins may add verbs to."""
-
-    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = tuple(examples)
 
     def summaries(self) -> dict[str, str]:
         """Return the group's own commands in the order of the help text, each with its line there."""
@@ -65,10 +62,6 @@ class SuggestingGroup(click.Group):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(list(rows.items()))
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples below the commands."""
-        write_examples(self.examples, formatter)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -172,11 +165,8 @@ def _offers() -> Mapping[str, Sequence[Offer]]:
     for result in Kernel.start().hooks.nxdt_cli():
         for record in result.value:
             group, _, verb = record.name.rpartition(" ")
-            offers.setdefault(group, []).append(
-                Offer(
-                    plugin=result.plugin, verb=verb, command=LazyCommand(target=record.target, summary=record.summary)
-                )
-            )
+            command = LazyCommand(record.target, record.summary)
+            offers.setdefault(group, []).append(Offer(plugin=result.plugin, verb=verb, command=command))
     return offers
 
 

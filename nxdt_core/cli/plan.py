@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Estimate the memory, traffic and time of a run, without its devices.",
     examples=(
         "nxdt plan recipe:llama3-70b --world-size 512",
         "nxdt plan my_run.yaml --memory-gib 80",

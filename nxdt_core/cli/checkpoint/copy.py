@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -26,7 +26,12 @@ from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
 from nxdt_core.cli.terminal import byte_bar, human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
-from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
+from nxdt_core.errors.checkpoints import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CopyHasOtherCheckpoint,
+    CopyOntoOtherStep,
+)
 from nxdt_core.protocols.store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -37,7 +42,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Copy checkpoints to another store.",
     examples=(
         f"nxdt checkpoint copy {EXAMPLE_URI} s3://my-bucket/llama-tiny",
         f"nxdt checkpoint copy {EXAMPLE_URI}/step-00000040 /mnt/archive/llama-tiny",
@@ -63,8 +67,6 @@ def copy(
     of it is there. After an interruption the same command resumes: complete files are not copied again. With --trusted
     only what one of the keys has signed is copied.
     """
-    from nxdt_core.checkpoint import TrustedKeys
-
     origin, found = look_for_committed(source)
     chosen = _chosen(source, found, steps)
     target = _target(destination, chosen)
@@ -86,8 +88,6 @@ def copy(
 
 def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[CheckpointStatus]:
     """The checkpoints to copy, the newest first: a run resumes from it."""
-    from nxdt_core.errors.checkpoints import CheckpointNotFound
-
     newest_first = sorted(found, key=lambda status: -status.step)
     if steps == "all":
         return newest_first
@@ -107,7 +107,6 @@ def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[
 
 def _target(destination: str, chosen: Sequence[CheckpointStatus]) -> CheckpointStore:
     from nxdt_core.checkpoint import locate
-    from nxdt_core.errors.checkpoints import CopyOntoOtherStep
     from nxdt_core.kernel import Kernel
 
     target, step = locate(destination, Kernel.start())
@@ -126,17 +125,7 @@ def _sentence(report: CopyReport, uri: str) -> str:
 
 
 def _facts(report: CopyReport, uri: str) -> dict[str, object]:
-    from nxdt_core.checkpoint.format.file_names import step_name
-
-    return {
-        "step": report.step,
-        "uri": f"{uri}/{step_name(report.step)}",
-        "was_committed": report.was_committed,
-        "files": report.files,
-        "files_copied": report.files_copied,
-        "bytes_copied": report.bytes_copied,
-        "bytes_kept": report.bytes_kept,
-    }
+    return {"step": report.step, "uri": f"{uri}/{step_name(report.step)}", **asdict(report)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
