@@ -17,11 +17,11 @@ from neuronx_distributed.parallel_layers.grads import (
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.models.loss import cross_entropies
+from nxdt_core.engine.global_batch import LabelLogProbs
+from nxdt_core.engine.parameters import check_loadable
 from nxdt_core.models.random.positions import rounding_key
-from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import Replicas, StepLoss
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
@@ -165,7 +165,7 @@ class NxdModel:
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-        passing = _LabelLogProbs()
+        passing = LabelLogProbs()
         self.run_eval(micro_batches, passing)
         kept = iter(passing.kept)
         return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
@@ -227,15 +227,7 @@ class NxdModel:
             WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
         """
         own = self.state_dict()
-        shapes = [
-            f"{name}: {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
-            for name in own
-            if name in state and tuple(state[name].shape) != tuple(own[name].shape)
-        ]
-        missing = [name for name in own if name not in state] if strict else []
-        extra = [name for name in state if name not in own] if strict else []
-        if shapes or missing or extra:
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+        check_loadable(own, state, strict=strict)
         for name, value in state.items():
             if name in own:
                 elements(own[name]).copy_(elements(value))
@@ -309,23 +301,6 @@ class NxdModel:
         copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
         if copies:
             comm.all_reduce("sum", copies, groups=as_group(parallel_state.get_kv_shared_group))
-
-
-class _LabelLogProbs:
-    """An objective that keeps the log-probabilities of labels and gives no loss."""
-
-    def __init__(self, config: object = None) -> None:
-        del config
-        self.kept: list[torch.Tensor] = []
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        return batch.weight()
-
-    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        counts = batch.labels != IGNORE_INDEX
-        found = -cross_entropies(logits, batch.labels, step) * counts
-        self.kept.append(found)
-        return ObjectiveOutput(loss_sum=found.sum() * 0, weight=self.weight(batch))
 
 
 def elements(held: torch.Tensor | Piece) -> torch.Tensor:
