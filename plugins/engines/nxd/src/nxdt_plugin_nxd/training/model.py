@@ -17,11 +17,11 @@ from neuronx_distributed.parallel_layers.grads import (
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.engine.global_batch import LabelLogProbs
 from nxdt_core.engine.parameters import check_loadable
+from nxdt_core.models.loss import log_probs
 from nxdt_core.models.random.positions import rounding_key
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.parallel_model import Replicas, StepLoss
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
@@ -165,7 +165,7 @@ class NxdModel:
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-        passing = LabelLogProbs()
+        passing = _LabelLogProbs()
         self.run_eval(micro_batches, passing)
         kept = iter(passing.kept)
         return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
@@ -301,6 +301,20 @@ class NxdModel:
         copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
         if copies:
             comm.all_reduce("sum", copies, groups=as_group(parallel_state.get_kv_shared_group))
+
+
+class _LabelLogProbs:
+    """An objective that keeps the log-probabilities of labels and gives no loss."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        return batch.weight()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+        self.kept.append(log_probs(logits, batch.labels, step))
+        return ObjectiveOutput(loss_sum=self.kept[-1].sum() * 0, weight=self.weight(batch))
 
 
 def elements(held: torch.Tensor | Piece) -> torch.Tensor:

@@ -6,13 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS
-from nxdt_core.config.section import Key, keys_of
-from nxdt_core.config.tree import join
-from nxdt_core.errors import NxdtError
-from nxdt_core.errors.base import either
-from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_plugin_migrate.config.legacy import core_keys
 from nxdt_plugin_migrate.config.nxdt_keys import (
     DATA_READERS,
@@ -35,6 +28,14 @@ from nxdt_plugin_migrate.config.renamed_keys import (
     why_unneeded,
 )
 from nxdt_plugin_migrate.config.render import dump
+
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.section import Key, keys_of
+from nxdt_core.config.tree import join
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import either
+from nxdt_core.kernel import Kernel, RegisteredComponent
 
 Status = Literal["implemented", "renamed", "engine nxd", "unneeded", "refused"]
 
