@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import click
@@ -247,60 +247,52 @@ def _is_there(destination: CheckpointStore, manifest: Manifest) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Copy:
     """Copies the files of one checkpoint."""
 
-    def __init__(
-        self,
-        source: CheckpointStore,
-        destination: CheckpointStore,
-        manifest: Manifest,
-        sizes: Mapping[str, int],
-        deep: bool,
-        progress: Callable[[int], None],
-    ) -> None:
-        self.stop = threading.Event()
-        """Set when another file has failed."""
-        self._source = source
-        self._destination = destination
-        self._manifest = manifest
-        self._sizes = sizes
-        self._deep = deep
-        self._progress = progress
+    source: CheckpointStore
+    destination: CheckpointStore
+    manifest: Manifest
+    sizes: Mapping[str, int]
+    deep: bool
+    progress: Callable[[int], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when another file has failed."""
 
     def file(self, name: str) -> str | None:
         """Copy the file ``name`` unless the destination has it; return its name if it was copied."""
         if self._is_kept(name):
-            self._progress(self._manifest.files[name].size_bytes)
+            self.progress(self.manifest.files[name].size_bytes)
             return None
-        key = self._manifest.prefix + name
-        with explained_os_errors(f"{self._source.uri}/{key}"):
-            file = VerifiedFile(self._source, self._manifest, name)
-        with explained_os_errors(f"{self._destination.uri}/{key}"):
-            with self._destination.open_write(key) as stream:
+        key = self.manifest.prefix + name
+        with explained_os_errors(f"{self.source.uri}/{key}"):
+            file = VerifiedFile(self.source, self.manifest, name)
+        with explained_os_errors(f"{self.destination.uri}/{key}"):
+            with self.destination.open_write(key) as stream:
                 for block in self._blocks(file, key):
                     stream.write(block)
-                    self._progress(len(block))
-            with self._destination.open_write(digests_name(key)) as stream:
+                    self.progress(len(block))
+            with self.destination.open_write(digests_name(key)) as stream:
                 stream.write(file.digests_file)
         return name
 
     def _blocks(self, file: VerifiedFile, key: str) -> Iterator[memoryview]:
-        with explained_os_errors(f"{self._source.uri}/{key}"):
+        with explained_os_errors(f"{self.source.uri}/{key}"):
             for block in file.blocks():
                 if self.stop.is_set():
                     raise _Stopped(key)
                 yield block
 
     def _is_kept(self, name: str) -> bool:
-        entry, key = self._manifest.files[name], self._manifest.prefix + name
-        if (self._sizes.get(key), self._sizes.get(digests_name(key))) != (entry.size_bytes, entry.digests_bytes):
+        entry, key = self.manifest.files[name], self.manifest.prefix + name
+        if (self.sizes.get(key), self.sizes.get(digests_name(key))) != (entry.size_bytes, entry.digests_bytes):
             return False
-        if not self._deep:
-            found = read_object(self._destination, digests_name(key))
-            return digest(found or b"", self._manifest.digests) == entry.digests_digest
+        if not self.deep:
+            found = read_object(self.destination, digests_name(key))
+            return digest(found or b"", self.manifest.digests) == entry.digests_digest
         try:
-            VerifiedFile(self._destination, self._manifest, name).verify()
+            VerifiedFile(self.destination, self.manifest, name).verify()
         except CheckpointDamaged:
             return False
         return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint.format.digested_files import read_whole
-from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
+from nxdt_core.checkpoint.format.file_names import SECTIONS, is_state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_trees
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
@@ -249,19 +249,12 @@ def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare_values(first: Side, second: Side, subjects: Sequence[Subject]) -> Iterator[ValueDifference]:
     if "state" in subjects:
-        states = [_states(side) for side in (first, second)]
+        states = [set(filter(is_state_name, side.manifest.files)) for side in (first, second)]
         for name in sorted(states[0] | states[1]):
             trees = [_state(side, name) if name in of else {} for side, of in zip((first, second), states, strict=True)]
             yield from compare_trees(name, trees[0], trees[1])
     if "config" in subjects:
         yield from compare_trees("config", first.manifest.facts.config, second.manifest.facts.config)
-
-
-def _states(side: Side) -> set[str]:
-    found: set[str] = set()
-    while state_name(len(found)) in side.manifest.files:
-        found.add(state_name(len(found)))
-    return found
 
 
 def _state(side: Side, name: str) -> Any:

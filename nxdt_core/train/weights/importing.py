@@ -88,8 +88,7 @@ def import_checkpoint(
     """
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)
-    storage = checkpoint.open_storage(target)
-    foreign = _Foreign(source)
+    storage, foreign = checkpoint.open_storage(target), _Foreign(source)
 
     def prepare() -> None:
         foreign.recognise(load(config, overrides) if config else None, overrides, format)
@@ -101,8 +100,8 @@ def import_checkpoint(
     train = foreign.train_state()
     where = build.step_uri(storage, train.step)
     assignment = agree_on_assignment(ranks, lambda: foreign.listing, where=where)
-    write = partial(foreign.write, train=train, rank=rank_of(ranks))
-    plan = SavePlan(step=train.step, facts=foreign.facts(train), assignment=assignment, write=write)
+    writes = partial(foreign.write, train=train, rank=rank_of(ranks))
+    plan = SavePlan(step=train.step, facts=foreign.facts(train), assignment=assignment, write=writes)
     manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(foreign.run))
     left_out = () if foreign.hf is None else foreign.hf.left_out
     return Imported(
@@ -111,7 +110,7 @@ def import_checkpoint(
         target=where,
         step=train.step,
         model=foreign.run.selected("model").component.record.name,
-        tensors=sum(len(index) for index in manifest.tensors.values()),
+        tensors=sum(map(len, manifest.tensors.values())),
         size_bytes=manifest.size_bytes,
         notes=(f"not in the checkpoint: {enumeration(left_out)}",) if left_out else (),
     )

@@ -142,9 +142,7 @@ def load(
     if not sharded and not isinstance(target, NxDModel):
         reason = "needs the model whose shards are cut"
         raise refused(call, "sharded", "False", reason, "Pass model_or_optimizer=model.")
-    source = Path(load_dir)
-    found: dict[str, Any] = {}
-    values: dict[str, Any] = {}
+    source, found, values = Path(load_dir), dict[str, Any](), dict[str, Any]()
 
     def read() -> None:
         path = _path_of(config, source, master_dp_only) if sharded else source
