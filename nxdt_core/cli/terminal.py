@@ -80,7 +80,8 @@ def print_table(
     filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
     columns = {header[column]: [cells[column] for cells in rows] for column in filled}
     for title in optional:
-        if title in columns and len(columns) > 1 and (_narrowest(columns) > _columns() or _squeezed(columns, optional)):
+        narrowest = sum(_longest_word(*each) for each in columns.items()) + len(_GAP) * (len(columns) - 1)
+        if title in columns and len(columns) > 1 and (narrowest > _columns() or _squeezed(columns, optional)):
             del columns[title]
     widths = _fitted(columns)
     titles = [click.style(title, bold=True) for title in columns]
@@ -196,11 +197,6 @@ def _longest_word(title: str, cells: Sequence[str]) -> int:
     """Width of the longest word, with the indentation of its line."""
     lines = [line for cell in (title, *cells) for line in click.unstyle(cell).split("\n")]
     return max(len(line) - len(line.lstrip()) + max(map(_width, line.split()), default=0) for line in lines)
-
-
-def _narrowest(columns: Mapping[str, Sequence[str]]) -> int:
-    """Width of the table whose columns are as wide as their longest words."""
-    return sum(_longest_word(*each) for each in columns.items()) + len(_GAP) * (len(columns) - 1)
 
 
 def _squeezed(columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> bool:

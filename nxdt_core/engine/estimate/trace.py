@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
 from nxdt_core.protocols.step_context import StepContext
 
@@ -177,7 +178,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes now, by the phase in which they were made."""
         self.peak: Counter[Phase] = Counter()
         """Bytes at the moment at which the sum was highest."""
-        self._known = {_local(tensor).untyped_storage()._cdata for tensor in known}
+        self._known = {local_of(tensor).untyped_storage()._cdata for tensor in known}
         self._phases: dict[int, Phase] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,7 +198,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def retag(self, tensor: torch.Tensor, phase: Phase) -> None:
         """Count the storage of ``tensor`` under another phase from now on."""
-        storage = _local(tensor).untyped_storage()
+        storage = local_of(tensor).untyped_storage()
         old = self._phases.get(storage._cdata)
         if old is not None and old != phase:
             self._phases[storage._cdata] = phase
@@ -298,7 +299,3 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     return dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

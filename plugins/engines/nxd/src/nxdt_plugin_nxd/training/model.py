@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -293,14 +292,14 @@ class NxdModel:
             trained.tensor.grad = None
 
     def _sum_over_tensor_ranks(self, sums: Mapping[str, torch.Tensor]) -> None:
-        as_group = partial(_group, as_list=not computes_on_host())
+        as_list = not computes_on_host()
         partials = [grad for name, grad in sums.items() if self.held[name].partial]
         if partials:
-            comm.all_reduce("sum", partials, groups=as_group(parallel_state.get_tensor_model_parallel_group))
+            comm.all_reduce("sum", partials, groups=parallel_state.get_tensor_model_parallel_group(as_list=as_list))
         shards = {name: self.held[name].shard for name in sums}
         copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
         if copies:
-            comm.all_reduce("sum", copies, groups=as_group(parallel_state.get_kv_shared_group))
+            comm.all_reduce("sum", copies, groups=parallel_state.get_kv_shared_group(as_list=as_list))
 
 
 class _LabelLogProbs:
@@ -320,11 +319,6 @@ class _LabelLogProbs:
 def elements(held: torch.Tensor | Piece) -> torch.Tensor:
     """Return the local elements of a tensor or a piece."""
     return held.tensor if isinstance(held, Piece) else held
-
-
-def _group(getter: Any, *, as_list: bool) -> Any:
-    """Return a group as the library's collectives take it."""
-    return getter(as_list=as_list)
 
 
 def _norm(tensors: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> torch.Tensor:
