@@ -177,8 +177,7 @@ def copy_checkpoint(
     data, manifest = _read_source(source, step)
     with explained_os_errors(f"{source.uri}/{manifest.prefix}"):
         signature = read_signature(source, manifest) if trusted is None else trusted.check(source, manifest, data)
-    where = f"{destination.uri}/{step_name(step)}"
-    with explained_os_errors(where):
+    with explained_os_errors(f"{destination.uri}/{step_name(step)}"):
         was_committed = _is_there(destination, manifest)
         sizes = {info.key: info.size_bytes for info in destination.list(manifest.prefix)}
         copy = _Copy(source, destination, manifest, sizes, deep, progress)

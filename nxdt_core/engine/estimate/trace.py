@@ -256,7 +256,8 @@ class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sent[self._dimensions.get(group.group_name, "other")] += round(size * whole(ranks))
 
 
-def _share(ranks: int) -> float:
+def ring_share(ranks: int) -> float:
+    """Return the share of the whole that each of ``ranks`` sends in an all-gather or a reduce-scatter."""
     return (ranks - 1) / ranks
 
 
@@ -265,7 +266,7 @@ def _others(ranks: int) -> float:
 
 
 def _twice_share(ranks: int) -> float:
-    return 2 * _share(ranks)
+    return 2 * ring_share(ranks)
 
 
 def _all(ranks: int) -> float:
@@ -275,20 +276,20 @@ def _all(ranks: int) -> float:
 _SENT = {
     "allreduce_": (0, _twice_share),
     "allreduce_coalesced_": (0, _twice_share),
-    "_allgather_base_": (0, _share),
-    "allgather_": (0, _share),
-    "allgather_into_tensor_coalesced_": (0, _share),
-    "_reduce_scatter_base_": (1, _share),
-    "reduce_scatter_": (1, _share),
-    "reduce_scatter_tensor_coalesced_": (1, _share),
-    "alltoall_base_": (1, _share),
-    "alltoall_": (1, _share),
-    "broadcast_": (0, _share),
+    "_allgather_base_": (0, ring_share),
+    "allgather_": (0, ring_share),
+    "allgather_into_tensor_coalesced_": (0, ring_share),
+    "_reduce_scatter_base_": (1, ring_share),
+    "reduce_scatter_": (1, ring_share),
+    "reduce_scatter_tensor_coalesced_": (1, ring_share),
+    "alltoall_base_": (1, ring_share),
+    "alltoall_": (1, ring_share),
+    "broadcast_": (0, ring_share),
     "send": (0, _all),
     "all_reduce": (0, _twice_share),
     "all_gather_into_tensor": (0, _others),
-    "reduce_scatter_tensor": (0, _share),
-    "all_to_all_single": (0, _share),
+    "reduce_scatter_tensor": (0, ring_share),
+    "all_to_all_single": (0, ring_share),
 }
 """Collective → position of its argument that is counted, and the share of it that each of n ranks sends."""
 

@@ -87,11 +87,7 @@ def merge_lora(
     """
     saved = open_saved(source, step, base=base, config=config, trusted=trusted)
     _check_ties(saved)
-    held = {
-        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
-        for name, spec in saved.base.specs.items()
-        if base_of(name) is None
-    }
+    held = _tensors_of(saved)
 
     def prepare() -> Listing:
         if rank_of(ranks) == 0:
@@ -112,6 +108,14 @@ def merge_lora(
     )
     size_bytes = save(target, plan, ranks=ranks, signer=signer).size_bytes
     return Merged(source=saved.uri, target=uri, step=plan.step, merged=len(saved.updated), size_bytes=size_bytes)
+
+
+def _tensors_of(saved: SavedLora) -> Listing:
+    return {
+        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
+        for name, spec in saved.base.specs.items()
+        if base_of(name) is None
+    }
 
 
 def _facts_without_adapter(facts: CheckpointFacts, *, elements: int) -> CheckpointFacts:
