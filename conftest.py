@@ -32,7 +32,7 @@ _RANK_VARIABLES = {
     "MASTER_PORT",
 } - os.environ.keys()
 """By which a process knows that it is a rank; tests that a rank runs keep its own."""
-pytest_plugins = ["nxdt_plugin_s3.testing.server"]
+pytest_plugins = ["tests.s3_server"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

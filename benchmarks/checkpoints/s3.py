@@ -24,7 +24,8 @@ import boto3.session
 from boto3.s3.transfer import TransferConfig
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT, S3Server
+
+from tests.s3_server import BUCKET, ENVIRONMENT, S3Server
 
 PIECE_BYTES = 8 * 2**20
 """As the checkpoint code writes and reads: blocks of its digests."""

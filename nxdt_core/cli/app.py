@@ -27,7 +27,7 @@ _INTERRUPTED = 130
 
 
 def _command(target: str, summary: str) -> LazyCommand:
-    return LazyCommand(target=f"nxdt_core.cli.{target}", summary=summary)
+    return LazyCommand(f"nxdt_core.cli.{target}", summary)
 
 
 COMMANDS = {

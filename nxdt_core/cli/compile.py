@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 @click.command(
     "compile",
     cls=Verb,
-    short_help="Compile the graphs of a run before it starts.",
     examples=(
         "nxdt compile my_run.yaml model.compile=true",
         "nxdt compile recipe:llama-tiny model.compile=true compiler_cache_url=/shared/graphs",

@@ -76,7 +76,6 @@ REQUEST = "_NXDT_COMPLETE"
 
 @click.command(
     cls=Verb,
-    short_help="Print a script that completes nxdt in a shell.",
     examples=(
         "nxdt completion bash > ~/.local/share/bash-completion/completions/nxdt",
         "nxdt completion zsh > ~/.zfunc/_nxdt",

@@ -100,7 +100,6 @@ def _print(done: MigratedConfig, report: Path | None) -> None:
 
 @click.group(
     cls=SuggestingGroup,
-    short_help="Check, show and describe configurations.",
     examples=("nxdt config check my_run.yaml", "nxdt config show recipe:llama-tiny"),
 )
 def config() -> None:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 VERBS = {
-    "preview": LazyCommand(
-        target="nxdt_core.cli.data:preview", summary="Show what a run would train on, token by token."
-    ),
+    "preview": LazyCommand("nxdt_core.cli.data:preview", "Show what a run would train on, token by token."),
 }
 """The verbs, in the order of the help text."""
 
@@ -30,7 +28,6 @@ VERBS = {
 @click.group(
     cls=SuggestingGroup,
     lazy=VERBS,
-    short_help="Preview and prepare training data.",
     examples=("nxdt data preview recipe:llama-tiny", "nxdt data preview my_run.yaml -n 1 --ids"),
 )
 def data() -> None:
@@ -39,7 +36,6 @@ def data() -> None:
 
 @click.command(
     cls=Verb,
-    short_help="Show what a run would train on, token by token.",
     examples=(
         "nxdt data preview recipe:llama-tiny",
         "nxdt data preview my_run.yaml -n 1 --ids",
@@ -81,17 +77,15 @@ def preview(
 
     found = look(config, split, samples, whole=whole)
     if json_output:
-        content = {"sets": _each(found)} if isinstance(found, dict) else _json(found)
+        content = (
+            {"sets": {name: _json(each) for name, each in found.items()}} if isinstance(found, dict) else _json(found)
+        )
         print_json({"source": source, "split": split, "seq_length": config.run.data.seq_length, **content})
         return
 
     title = f"{split} samples of {source}"
     for name, each in found.items() if isinstance(found, dict) else [("", found)]:
         print_preview(each, title=f"{title}: {name}" if name else title, ids=ids)
-
-
-def _each(found: dict[str, Preview]) -> dict[str, Any]:
-    return {name: _json(each) for name, each in found.items()}
 
 
 def _json(found: Preview) -> dict[str, Any]:
@@ -182,12 +176,8 @@ def _print_sample(sample: ShownSample, ids: bool, coloured: bool) -> None:
     for number, document in enumerate(sample.documents):
         count = document.count
         click.secho(f"── document {number}: {count.tokens:,} tokens, {count.trained:,} trained ──", bold=True)
-        click.echo(_text(document, ids, coloured))
+        click.echo("".join(_part(part, ids, coloured) for part in document.parts))
     click.echo()
-
-
-def _text(document: ShownDocument, ids: bool, coloured: bool) -> str:
-    return "".join(_part(part, ids, coloured) for part in document.parts)
 
 
 def _part(part: Part, ids: bool, coloured: bool) -> str:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Show devices, versions and drivers, and what they can run.",
     examples=("nxdt env", "nxdt env my_run.yaml trainer.devices=8", "nxdt env recipe:llama3-8b-trn2 --json"),
 )
 @click.argument("source", metavar="[CONFIG]", required=False)

@@ -22,7 +22,6 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 
 @click.command(
     cls=Verb,
-    short_help="Evaluate a checkpoint on held-out records and tasks.",
     examples=(
         f"nxdt evaluate {_RUN} held-out.jsonl --limit 50 --show 3",
         f"nxdt evaluate {_RUN} held-out.jsonl --json",

@@ -29,7 +29,6 @@ _PLACEHOLDER = re.compile(r"'?\{(\w+)(?:![rsa])?(?::[^{}]*)?\}'?")
 
 @click.command(
     cls=Verb,
-    short_help="Explain an error code: cause, example and fix.",
     examples=("nxdt explain NXDT-C016", "nxdt explain C010 C016 --json"),
 )
 @click.argument("codes", metavar="CODE...", nargs=-1, required=True)

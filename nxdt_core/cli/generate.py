@@ -93,7 +93,6 @@ def _loaded(checkpoint: str, given: Mapping[str, Any], samples: int = 1) -> tupl
 
 @click.command(
     cls=Verb,
-    short_help="Continue prompts with a model.",
     examples=(
         f'nxdt generate {_RUN} "In the beginning"',
         f'nxdt generate {_RUN} "In the beginning" --temperature 0.8 --top-k 50 --seed 7',
@@ -182,7 +181,6 @@ def _print_pieces(pieces: Iterator[str], before: str) -> str:
 
 @click.command(
     cls=Verb,
-    short_help="Talk to a model.",
     examples=(
         "nxdt chat nxdt_experiments/llama-tiny-sft",
         'nxdt chat nxdt_experiments/llama-tiny-sft --system "Answer in one sentence." --temperature 0.7 --top-p 0.9',

@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from nxdt_core.cli.verb import Verb, write_examples
+from nxdt_core.cli.verb import Verb, WithExamples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LazyCommand:
     """Import target of a command, and the line that a listing shows for it without importing it."""
 
@@ -24,17 +24,17 @@ class LazyCommand:
     summary: str
 
     def load(self) -> click.Command:
-        """Import the command."""
+        """Import the command, whose summary in other listings is this one, too."""
         module, _, attribute = self.target.partition(":")
         command: click.Command = getattr(import_module(module), attribute)
+        command.short_help = self.summary
         return command
 
 
-class SuggestingGroup(click.Group):
+class SuggestingGroup(WithExamples, click.Group):
     """A group with examples, which names the command that was probably meant, and which plugins may add verbs to.
 
     Args:
-        examples: command lines for the help text.
         lazy: commands that are imported when they are called; they are listed first.
         place: the words between ``nxdt`` and a verb of the group; its name by default.
     """
@@ -44,13 +44,11 @@ class SuggestingGroup(click.Group):
     def __init__(
         self,
         *args: Any,
-        examples: Sequence[str] = (),
         lazy: Mapping[str, LazyCommand] = MappingProxyType({}),
         place: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.examples = tuple(examples)
         self.lazy = lazy
         self.place = (self.name or "") if place is None else place
 
@@ -87,10 +85,6 @@ class SuggestingGroup(click.Group):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(list(rows.items()))
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples below the commands."""
-        write_examples(self.examples, formatter)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -157,11 +151,8 @@ def _offers() -> Mapping[str, Sequence[Offer]]:
     for result in Kernel.start().hooks.nxdt_cli():
         for record in result.value:
             group, _, verb = record.name.rpartition(" ")
-            offers.setdefault(group, []).append(
-                Offer(
-                    plugin=result.plugin, verb=verb, command=LazyCommand(target=record.target, summary=record.summary)
-                )
-            )
+            command = LazyCommand(record.target, record.summary)
+            offers.setdefault(group, []).append(Offer(plugin=result.plugin, verb=verb, command=command))
     return offers
 
 

@@ -22,7 +22,7 @@ _STATUS = {
 }
 
 
-@click.command(cls=Verb, short_help="Print the manual page.", examples=("nxdt man > ~/.local/share/man/man1/nxdt.1",))
+@click.command(cls=Verb, examples=("nxdt man > ~/.local/share/man/man1/nxdt.1",))
 @click.pass_context
 def man(ctx: click.Context) -> None:
     """Print the manual page nxdt(1), with all commands, also those of the installed plugins."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Estimate the memory, traffic and time of a run, without its devices.",
     examples=(
         "nxdt plan recipe:llama3-70b --world-size 512",
         "nxdt plan my_run.yaml --memory-gib 80",
@@ -146,7 +145,7 @@ def print_report(plan: RunPlan) -> None:
     print_facts(list(_facts(plan)))
     click.echo()
     shown = _columns(plan.estimate.ranks)
-    titles = [_title(rank, plan) for rank in shown]
+    titles = [f"PP {rank.pp_rank}" if plan.sizes.pp > 1 else "EACH RANK" for rank in shown]
     _print_memory(plan, shown, titles)
     if any(rank.sent for rank in shown):
         click.echo()
@@ -201,10 +200,6 @@ def _columns(ranks: tuple[RankEstimate, ...]) -> list[RankEstimate]:
             rank = pick(inner, key=lambda rank: rank.memory.total)
             shown[rank.pp_rank] = rank
     return [shown[number] for number in sorted(shown)]
-
-
-def _title(rank: RankEstimate, plan: RunPlan) -> str:
-    return f"PP {rank.pp_rank}" if plan.sizes.pp > 1 else "EACH RANK"
 
 
 def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -> None:

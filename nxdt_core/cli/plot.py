@@ -19,7 +19,6 @@ from nxdt_core.visible_text import visible
 
 @click.command(
     cls=Verb,
-    short_help="Plot loss, validation and learning rate of runs.",
     examples=(
         "nxdt plot nxdt_experiments/llama-tiny",
         "nxdt plot nxdt_experiments/llama-tiny nxdt_experiments/llama-small -o both.svg",

@@ -94,7 +94,6 @@ _KITS = "nxdt_testing.plugin_check"
 
 @click.group(
     cls=SuggestingGroup,
-    short_help="List, inspect and pin plugins.",
     examples=("nxdt plugins list", "nxdt plugins show llama", "nxdt plugins lock"),
 )
 def plugins() -> None:

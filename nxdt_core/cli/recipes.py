@@ -18,7 +18,6 @@ _ONE_DEVICE = re.compile(r": 1 accelerator of (\d+) GiB, ")
 
 @click.group(
     cls=SuggestingGroup,
-    short_help="List and print ready-made runs.",
     examples=("nxdt recipes list", "nxdt recipes show llama-tiny > my_run.yaml"),
 )
 def recipes() -> None:

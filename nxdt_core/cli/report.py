@@ -22,7 +22,6 @@ _runs = click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, ty
 
 @click.command(
     cls=Verb,
-    short_help="Write an HTML report with the metrics and configuration of runs.",
     examples=("nxdt report nxdt_experiments/llama-tiny", "nxdt report runs/a runs/b -o compare.html"),
 )
 @_runs
@@ -52,7 +51,6 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 
 @click.command(
     cls=Verb,
-    short_help="Serve the report of runs while they train.",
     examples=("nxdt watch nxdt_experiments/llama-tiny", "nxdt watch runs/a runs/b --port 9000"),
 )
 @_runs

@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import TextIO
 
 import click
 
@@ -79,7 +80,8 @@ def print_table(
     filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
     columns = {header[column]: [cells[column] for cells in rows] for column in filled}
     for title in optional:
-        if title in columns and len(columns) > 1 and (_narrowest(columns) > _columns() or _squeezed(columns, optional)):
+        narrowest = sum(_longest_word(*each) for each in columns.items()) + len(_GAP) * (len(columns) - 1)
+        if title in columns and len(columns) > 1 and (narrowest > _columns() or _squeezed(columns, optional)):
             del columns[title]
     widths = _fitted(columns)
     titles = [click.style(title, bold=True) for title in columns]
@@ -123,11 +125,7 @@ def print_wrapped(lead: str, text: str, *, colour: str | None = None, err: bool 
     """
     stream = sys.stderr if err else sys.stdout
     line = visible(f"{lead}: {text}" if lead else text)
-    lines = [line]
-    if stream.isatty():
-        chosen = os.environ.get("COLUMNS", "")
-        width = int(chosen) if chosen.isdigit() and int(chosen) else os.get_terminal_size(stream.fileno()).columns or 80
-        lines = wrap(line, max(width - len(_GAP), _NARROWEST))
+    lines = wrap(line, max(_columns_of(stream) - len(_GAP), _NARROWEST)) if stream.isatty() else [line]
     if colour:
         lines[0] = click.style(lead, fg=colour) + lines[0].removeprefix(lead)
     click.echo(f"\n{_GAP}".join(lines), err=err)
@@ -201,11 +199,6 @@ def _longest_word(title: str, cells: Sequence[str]) -> int:
     return max(len(line) - len(line.lstrip()) + max(map(_width, line.split()), default=0) for line in lines)
 
 
-def _narrowest(columns: Mapping[str, Sequence[str]]) -> int:
-    """Width of the table whose columns are as wide as their longest words."""
-    return sum(_longest_word(*each) for each in columns.items()) + len(_GAP) * (len(columns) - 1)
-
-
 def _squeezed(columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> bool:
     """Whether the last column, which is not optional, has less room than its text needs to be readable."""
     last = list(columns)[-1]
@@ -245,7 +238,6 @@ def _columns() -> int:
     return shutil.get_terminal_size().columns if _wraps() else sys.maxsize
 
 
-_INDENT = "  "
 _EXPLAINED = 4
 """Codes that the last line names."""
 
@@ -267,13 +259,13 @@ def _terminal_lines(error: NxdtError, problems: tuple[ConfigProblem, ...]) -> It
     yield from _indented_lines(error.code, "", error.what(), "")
     if not isinstance(error, ConfigError):
         for line in error.do().split("\n"):
-            yield from _indented_lines("", "", line.strip(), _INDENT)
+            yield from _indented_lines("", "", line.strip(), _GAP)
         return
     for problem in problems:
         yield ""
         key = f"{problem.key}: " if problem.key else ""
         yield from _indented_lines(
-            problem.shown_code, problem.place, f"{key}{problem.what()} {problem.do()}".strip(), _INDENT
+            problem.shown_code, problem.place, f"{key}{problem.what()} {problem.do()}".strip(), _GAP
         )
 
 
@@ -284,21 +276,21 @@ def _indented_lines(code: str, place: str, text: str, indent: str) -> Iterator[s
     text = visible(hide_secrets(text))
     place = visible(hide_secrets(place))
     lead = " ".join(filter(None, (code, f"{place}:" if place else "")))
-    width = _stderr_columns() - len(indent) - len(_INDENT)
+    width = _columns_of(sys.stderr) - len(indent) - len(_GAP)
     plain = f"{lead} {text}".strip()
-    lines = [line for each in plain.split("\n") for line in wrap(each, max(width, len(_INDENT)))]
+    lines = [line for each in plain.split("\n") for line in wrap(each, max(width, len(_GAP)))]
     for number, line in enumerate(lines):
         if number == 0 and line.startswith(lead):
             styled = click.style(code, fg="red", bold=True) if code else ""
             bold = click.style(f"{place}:", bold=True) if place else ""
             line = " ".join(filter(None, (styled, bold, line[len(lead) :].strip())))
-        yield f"{indent}{_INDENT if number else ''}{line}"
+        yield f"{indent}{_GAP if number else ''}{line}"
 
 
-def _stderr_columns() -> int:
-    """Columns of the terminal that shows standard error."""
+def _columns_of(stream: TextIO) -> int:
+    """Columns of the terminal that shows the stream."""
     chosen = os.environ.get("COLUMNS", "")
-    return int(chosen) if chosen.isdigit() and int(chosen) else os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    return int(chosen) if chosen.isdigit() and int(chosen) else os.get_terminal_size(stream.fileno()).columns or 80
 
 
 @contextmanager

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Train a model from a YAML file or a recipe.",
     examples=(
         "nxdt train recipe:llama-tiny",
         "nxdt train my_run.yaml",

@@ -14,6 +14,7 @@ from nxdt_core.visible_text import visible
 
 __all__ = [
     "Verb",
+    "WithExamples",
     "as_json",
     "complete_override",
     "complete_plugin",
@@ -25,7 +26,6 @@ __all__ = [
     "print_note",
     "say",
     "without_secrets",
-    "write_examples",
 ]
 
 
@@ -34,12 +34,22 @@ _MESSAGES = ("notes", "problems")
 """Keys of JSON below which texts are messages."""
 
 
-class Verb(click.Command):
-    """A command with examples. Each example is a whole command line that a test parses."""
+class WithExamples(click.Command):
+    """A command or a group with examples, which are whole command lines; a test parses them."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples last, one line each and never wrapped: they are there to be copied."""
+        with formatter.section("Examples"):
+            for example in self.examples:
+                formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+
+class Verb(WithExamples):
+    """A command with examples, which suggests a key of the configuration for an option that is one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; for an option that is a key of the configuration suggest ``KEY=VALUE``."""
@@ -55,10 +65,6 @@ class Verb(click.Command):
             meant = " or ".join(repr(f"{key}={value}") for key in keys)
             raise click.UsageError(f"No such option {error.option_name!r}. Did you mean {meant}?", ctx) from None
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples below the options."""
-        write_examples(self.examples, formatter)
-
 
 def _keys_like(option: str) -> list[str]:
     """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
@@ -70,13 +76,6 @@ def _keys_like(option: str) -> list[str]:
     known = Completion(Node({}, Origin(kind="file", where="")), Composition()).known
     found = [key for key in known if f".{key}".endswith(f".{name}")]
     return [key for key in found if key.count(".") == min(each.count(".") for each in found)]
-
-
-def write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
-    """Write the section of examples, one command line each, never wrapped: they are there to be copied."""
-    with formatter.section("Examples"):
-        for example in examples:
-            formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 
 def as_json(function: _F) -> _F:

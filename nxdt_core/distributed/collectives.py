@@ -10,12 +10,13 @@ through which all our backends differentiate, changes nothing in place when it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nxdt_core.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.torch_versions import (
     all_gather_single,
@@ -407,8 +408,9 @@ BUCKET_BYTES = 128 * 2**20
 
 def all_reduce_bucketed(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Add up ``tensors`` over the ranks of ``group``, in place, many in one call."""
-    for bucket in _buckets(tensors):
-        _sum_bucket(group, bucket)
+    for same in group_by_dtype(tensors):
+        for bucket in buckets(same, lambda tensor: tensor.nbytes, BUCKET_BYTES):
+            _sum_bucket(group, bucket)
 
 
 def group_by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -431,16 +433,3 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.all_reduce(flat, group=group)
     copy_from_flat(flat, bucket)
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    for same in group_by_dtype(tensors):
-        bucket: list[torch.Tensor] = []
-        filled = 0
-        for tensor in same:
-            if bucket and filled + tensor.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(tensor)
-            filled += tensor.nbytes
-        yield bucket

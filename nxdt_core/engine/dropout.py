@@ -17,7 +17,7 @@ from torch import nn
 from nxdt_core.engine.context.blocks import zigzag_runs
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.moe.dispatch import LocalDispatcher
-from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.patterns import matches_within
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.random.dropout_masks import MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.protocols.plan import ParallelPlan
@@ -41,7 +41,7 @@ def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh,
             part.numbers = TokenNumbers(shards=cp, runs=runs)
         if not hasattr(part, "salt"):
             continue
-        inside = any(matches_any(plan.tensor_blocks, outer) for outer in _enclosing_paths(path))
+        inside = any(matches_within(block, path) for block in plan.tensor_blocks)
         if isinstance(part, Dropout) and part.dispatched:
             part.part = RowPart(name=encoded_name(path), feature_part=0 if part.whole else mesh.rank("tp"))
         elif isinstance(part, Dropout):
@@ -70,9 +70,3 @@ def _experts_drop(module: nn.Module, block: str) -> bool:
 def _runs(mesh: ParallelMesh) -> Callable[[int], Sequence[int]]:
     cp = mesh.size("cp")
     return partial(zigzag_runs, mesh.rank("cp"), cp) if cp > 1 else whole_sequence
-
-
-def _enclosing_paths(path: str) -> list[str]:
-    """``a.b.c``, ``a.b``, ``a``."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -90,15 +90,6 @@ def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
     return tuple(_paths(module, plan.experts.modules))
 
 
-def expert_parameters(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
-    """Return the names of the experts' parameters: their gradients are summed over ``efsdp`` rather than ``fsdp``."""
-    return frozenset(
-        f"{path}.{name}"
-        for path in expert_modules(module, plan)
-        for name, _ in module.get_submodule(path).named_parameters()
-    )
-
-
 def _paths(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     return [path for path, _ in module.named_modules() if matches_any(patterns, path)]
 

@@ -23,14 +23,13 @@ from nxdt_core.engine.expert import RouterMetrics
 from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogProbs
 from nxdt_core.engine.layout import Layout
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.parameters import Replicas, StageParameters, replica_group, shard_of
+from nxdt_core.engine.parameters import Replicas, StageParameters, check_loadable, replica_group, shard_of
 from nxdt_core.engine.pipeline.runner import PipelineRunner
 from nxdt_core.engine.pipeline.stage import HiddenSpec
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
-from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.attention.cache import KeyValueCache
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
@@ -262,15 +261,7 @@ class TorchModel:
             WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
         """
         own = self.state_dict()
-        shapes = [
-            f"{name}: {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
-            for name in own
-            if name in state and state[name].shape != own[name].shape
-        ]
-        missing = [name for name in own if name not in state] if strict else []
-        extra = [name for name in state if name not in own] if strict else []
-        if shapes or missing or extra:
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+        check_loadable(own, state, strict=strict)
         with torch.no_grad():
             for name, value in state.items():
                 if name in own:

@@ -5,7 +5,7 @@ Groups follow from the decay rules of a plan and from ``model.optim.param_groups
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,18 @@ from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.placement import piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.models.patterns import matches_any, matches_within
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
+from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
 
 __all__ = [
     "Replicas",
     "StageParameters",
+    "check_loadable",
     "check_overrides",
     "override_of",
     "parameter_groups",
@@ -174,6 +177,25 @@ def parameter_groups(
             group["params"].append(parameter)
             group["names"].append(name)
     return list(groups.values())
+
+
+def check_loadable(
+    own: Mapping[str, torch.Tensor | Piece], state: Mapping[str, torch.Tensor | Piece], *, strict: bool
+) -> None:
+    """Check that ``state`` can be copied into ``own``.
+
+    Raises:
+        WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
+    """
+    shapes = [
+        f"{name}: {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in own
+        if name in state and tuple(state[name].shape) != tuple(own[name].shape)
+    ]
+    missing = [name for name in own if name not in state] if strict else []
+    extra = [name for name in state if name not in own] if strict else []
+    if shapes or missing or extra:
+        raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
 
 
 def override_of(overrides: Sequence[ParamGroupConfig], name: str) -> ParamGroupConfig | None:

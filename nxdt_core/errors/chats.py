@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from nxdt_core.errors.base import NxdtError, listing
@@ -36,10 +37,9 @@ BadMessage = NxdtError.define(
 )
 
 
-def _unknown_role(error: Any) -> dict[str, Any]:
-    close = difflib.get_close_matches(error.role.lower(), error.known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return {"hint": hint}
+def _hint(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 UnknownRole = NxdtError.define(
@@ -47,13 +47,8 @@ UnknownRole = NxdtError.define(
     "A speaker that no template knows.",
     "{place}, message {number}: the role {role!r} is unknown.",
     "Roles are {known:list}.{hint}",
-    also=_unknown_role,
+    also=lambda error: {"hint": _hint(error.role.lower(), error.known)},
 )
-
-
-def _roles_out_of_order(error: Any) -> dict[str, Any]:
-    position = f"follows {error.before!r}" if error.before else "speaks first"
-    return {"position": position}
 
 
 RolesOutOfOrder = NxdtError.define(
@@ -62,7 +57,7 @@ RolesOutOfOrder = NxdtError.define(
     "{place}, message {number}: {role!r} {position}, where {allowed:or} must speak.",
     "After an optional system message, user and assistant take turns, the user first; tool messages answer an "
     "assistant's tool calls. Correct or remove the record.",
-    also=_roles_out_of_order,
+    also=lambda error: {"position": f"follows {error.before!r}" if error.before else "speaks first"},
 )
 
 EmptyTurn = NxdtError.define(
@@ -73,11 +68,6 @@ EmptyTurn = NxdtError.define(
 )
 
 
-def _template_missing(error: Any) -> dict[str, Any]:
-    where = f" for the messages of {error.place}" if error.place else ""
-    return {"where": where}
-
-
 TemplateMissing = NxdtError.define(
     "NXDT-D313",
     "No template to render conversations with.",
@@ -85,14 +75,8 @@ TemplateMissing = NxdtError.define(
     "Set data.chat_template to one of {known:list99}, as the model was or is to be tuned, or data.chat_template_file. "
     "('plain' puts the output right behind the input, as NxD Training does.)",
     defaults={"place": ""},
-    also=_template_missing,
+    also=lambda error: {"where": f" for the messages of {error.place}" if error.place else ""},
 )
-
-
-def _template_unknown(error: Any) -> dict[str, Any]:
-    close = difflib.get_close_matches(error.name, error.known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return {"hint": hint}
 
 
 TemplateUnknown = NxdtError.define(
@@ -100,7 +84,7 @@ TemplateUnknown = NxdtError.define(
     "A name that no shipped template has.",
     "data.chat_template: there is no template {name!r}.",
     "Templates are {known:list99}.{hint} A file is named by data.chat_template_file.",
-    also=_template_unknown,
+    also=lambda error: {"hint": _hint(error.name, error.known)},
 )
 
 TemplateUnreadable = NxdtError.define(

@@ -46,11 +46,6 @@ class ConfigError(NxdtError):
         return {**super()._view(), "count": count, "rows": "\n  ".join(rows)}
 
 
-def _config_file_not_found(error: Any) -> dict[str, Any]:
-    near = f"Did you mean {one_of(error.candidates, 3)}?" if error.candidates else "Check the path."
-    return {"near": near}
-
-
 ConfigFileNotFound = ConfigProblem.define(
     "NXDT-C002",
     "The configuration, or a file that it names, is not there.",
@@ -58,7 +53,9 @@ ConfigFileNotFound = ConfigProblem.define(
     "{near}",
     usual_remedy="Check the path, or take the close name that the message suggests.",
     defaults={"candidates": ()},
-    also=_config_file_not_found,
+    also=lambda error: {
+        "near": f"Did you mean {one_of(error.candidates, 3)}?" if error.candidates else "Check the path."
+    },
 )
 
 ConfigUnreadable = ConfigProblem.define(

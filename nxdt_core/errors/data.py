@@ -36,17 +36,14 @@ DataFileUnreadable = NxdtError.define(
 )
 
 
-def _text_not_utf8(error: Any) -> dict[str, Any]:
-    guess = f"; it looks like {error.encoding}, in which the text reads {error.shown!r}" if error.encoding else ""
-    return {"guess": guess}
-
-
 TextNotUtf8 = NxdtError.define(
     "NXDT-D004",
     "A data file with bytes that are not UTF-8.",
     "{path} is not UTF-8: byte {byte:#04x} at position {position} of line {line}{guess}.",
     "Convert it, and name the new file: {command}",
-    also=_text_not_utf8,
+    also=lambda error: {
+        "guess": f"; it looks like {error.encoding}, in which the text reads {error.shown!r}" if error.encoding else ""
+    },
 )
 
 BadJsonLine = NxdtError.define(

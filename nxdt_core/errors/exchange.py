@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors.base import NxdtError, listing
 
 ForeignSourceIsAddress = NxdtError.define(
@@ -35,15 +33,6 @@ ForeignConfigMissing = NxdtError.define(
 )
 
 
-def _architecture_unread(error: Any) -> dict[str, Any]:
-    listed = f"the architecture {listing(error.architectures)}" if error.architectures else "the unnamed architecture"
-    return {
-        "listed": listed,
-        "bad": f" Installed but unusable: {'; '.join(error.unusable)}." if error.unusable else "",
-        "way": f"Install the one that does: pip install {error.install}" if error.install else "Install one that does",
-    }
-
-
 ArchitectureUnread = NxdtError.define(
     "NXDT-S072",
     "No installed plugin reads an architecture of Hugging Face.",
@@ -51,7 +40,13 @@ ArchitectureUnread = NxdtError.define(
     "{way}; those here read {available:list}. Or name the model's configuration with --config.",
     usual_remedy="Install a plugin that reads the architecture, or name the model's configuration with --config.",
     defaults={"unusable": (), "install": None},
-    also=_architecture_unread,
+    also=lambda error: {
+        "listed": f"the architecture {listing(error.architectures)}"
+        if error.architectures
+        else "the unnamed architecture",
+        "bad": f" Installed but unusable: {'; '.join(error.unusable)}." if error.unusable else "",
+        "way": f"Install the one that does: pip install {error.install}" if error.install else "Install one that does",
+    },
 )
 
 WeightsPickled = NxdtError.define(

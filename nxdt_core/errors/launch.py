@@ -191,18 +191,16 @@ class CannotSubmit(NxdtError):
     launcher: str
 
 
-def _cluster_has_other_devices(error: Any) -> dict[str, Any]:
-    more = error.found > error.wanted
-    advice = "devices that no process uses are paid for." if more else "a process cannot have less than one device."
-    return {"advice": advice}
-
-
 ClusterHasOtherDevices = NxdtError.define(
     "NXDT-P113",
     "A cluster whose nodes have another number of devices than the run uses on each.",
     "{source} says {found} devices for each node, and trainer.devices is {wanted}.",
     "Set trainer.devices={found} (and the layout with it), or correct the number of devices: {advice}",
-    also=_cluster_has_other_devices,
+    also=lambda error: {
+        "advice": "devices that no process uses are paid for."
+        if error.found > error.wanted
+        else "a process cannot have less than one device."
+    },
 )
 
 ClusterHasOtherNodes = NxdtError.define(

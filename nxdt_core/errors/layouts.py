@@ -95,18 +95,17 @@ ContextSequenceDoesNotDivide = NxdtError.define(
 )
 
 
-def _attention_core_missing(error: Any) -> dict[str, Any]:
-    found = f"attention cores that it does not have: {listing(error.patterns)}" if error.patterns else "no attention"
-    return {"found": found}
-
-
 AttentionCoreMissing = NxdtError.define(
     "NXDT-P061",
     "A model whose attention context parallelism cannot find.",
     "distributed_strategy.context_parallel_size is {ranks}, and the model's plan names {found}.",
     "Name the model's attention cores in ParallelPlan.attention_cores, or train it with "
     "distributed_strategy.context_parallel_size=1.",
-    also=_attention_core_missing,
+    also=lambda error: {
+        "found": f"attention cores that it does not have: {listing(error.patterns)}"
+        if error.patterns
+        else "no attention"
+    },
 )
 
 AttentionCoreUnknown = NxdtError.define(

@@ -199,18 +199,17 @@ SequenceTooLongForModel = NxdtError.define(
 )
 
 
-def _unknown_recompute_name(error: Any) -> dict[str, Any]:
-    advice = f"Choose from {listing(error.known)}." if error.known else "Leave it out: this model's plan names none."
-    return {"advice": advice}
-
-
 UnknownRecomputeName = NxdtError.define(
     "NXDT-M053",
     "``model.activations_checkpoint_recompute`` names something that the model's plan does not.",
     "model.activations_checkpoint_recompute names {names:list}, which this model's plan does not have.",
     "{advice}",
     usual_remedy="Choose from the names that the message lists.",
-    also=_unknown_recompute_name,
+    also=lambda error: {
+        "advice": f"Choose from {listing(error.known)}."
+        if error.known
+        else "Leave it out: this model's plan names none."
+    },
 )
 
 

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors.base import NxdtError, listing
-
-
-def _parameter_group_empty(error: Any) -> dict[str, Any]:
-    what = "this pattern chooses" if len(error.patterns) == 1 else "these patterns choose"
-    return {"what": what}
-
 
 ParameterGroupEmpty = NxdtError.define(
     "NXDT-T020",
@@ -18,7 +10,7 @@ ParameterGroupEmpty = NxdtError.define(
     "model.optim.param_groups: {what} no trained parameter: {patterns:list}.",
     "Write paths as the checkpoint has them, as layers.*.mlp.router.weight; a leading * stands for any depth, any "
     "other for one component, and the last entry that matches a parameter counts. It has, among others, {names:list4}.",
-    also=_parameter_group_empty,
+    also=lambda error: {"what": "this pattern chooses" if len(error.patterns) == 1 else "these patterns choose"},
 )
 
 TrainableEmpty = NxdtError.define(

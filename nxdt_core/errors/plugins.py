@@ -11,20 +11,16 @@ _LOCAL = "local"
 """What stands for the distribution of a plugin file."""
 
 
-def _bad_component_record(error: Any) -> dict[str, Any]:
-    forms = {
-        "name": "letters, digits and '_ . + -', starting with a letter or digit",
-        **dict.fromkeys(("capabilities", "requires", "requires_of_model"), "a frozenset of names"),
-    }
-    return {"wanted": forms.get(error.field, "'package.module:attribute'")}
-
-
+_FORMS = {
+    "name": "letters, digits and '_ . + -', starting with a letter or digit",
+    **dict.fromkeys(("capabilities", "requires", "requires_of_model"), "a frozenset of names"),
+}
 BadComponentRecord = NxdtError.define(
     "NXDT-K001",
     "A record that a plugin yields is malformed.",
     "{record}.{field} cannot be {found!r}.",
     "Write {field} as {wanted}.",
-    also=_bad_component_record,
+    also=lambda error: {"wanted": _FORMS.get(error.field, "'package.module:attribute'")},
 )
 
 
@@ -64,24 +60,13 @@ class UnknownComponent(NxdtError):
         return " ".join(ways)
 
 
-def _ambiguous_component(error: Any) -> dict[str, Any]:
-    written = one_of(error.offers)
-    by = " and ".join(map(_offerer, error.dists, error.offers))
-    return {"by": by, "written": written}
-
-
 AmbiguousComponent = NxdtError.define(
     "NXDT-K003",
     "Several plugins offer one short name.",
     "The {kind} {name!r} is offered by several plugins: {by}.",
     "Write {written}, or name the plugin that is meant in plugins.prefer.",
-    also=_ambiguous_component,
+    also=lambda error: {"by": " and ".join(map(_offerer, error.dists, error.offers)), "written": one_of(error.offers)},
 )
-
-
-def _unknown_kind(error: Any) -> dict[str, Any]:
-    hint = f"Did you mean {one_of(error.close)}? " if error.close else ""
-    return {"hint": hint}
 
 
 UnknownKind = NxdtError.define(
@@ -89,14 +74,8 @@ UnknownKind = NxdtError.define(
     "Code or a command asks for a kind of component that does not exist.",
     "There is no kind of component called {kind!r}.",
     "{hint}The kinds are {available:list20}.",
-    also=_unknown_kind,
+    also=lambda error: {"hint": f"Did you mean {one_of(error.close)}? " if error.close else ""},
 )
-
-
-def _unknown_scheme(error: Any) -> dict[str, Any]:
-    hint = f"Install the plugin: pip install {error.install}. " if error.install else ""
-    schemes = either([f"{name}://" for name in error.available]) if error.available else "no scheme"
-    return {"bad": _unusable(error.unusable), "hint": hint, "schemes": schemes}
 
 
 UnknownScheme = NxdtError.define(
@@ -105,7 +84,11 @@ UnknownScheme = NxdtError.define(
     "No plugin stores checkpoints at {scheme}:// addresses.{bad}",
     "{hint}Use a plain path, or an address that begins with {schemes}.",
     defaults={"unusable": (), "install": None},
-    also=_unknown_scheme,
+    also=lambda error: {
+        "bad": _unusable(error.unusable),
+        "hint": f"Install the plugin: pip install {error.install}. " if error.install else "",
+        "schemes": either([f"{name}://" for name in error.available]) if error.available else "no scheme",
+    },
 )
 
 

@@ -23,17 +23,15 @@ BadLaunchVariable = NxdtError.define(
 )
 
 
-def _world_size_mismatch(error: Any) -> dict[str, Any]:
-    processes = "1 process" if error.found == 1 else f"{error.found} processes"
-    return {"processes": processes, "wanted": error.devices * error.num_nodes}
-
-
 WorldSizeMismatch = NxdtError.define(
     "NXDT-P042",
     "Another number of processes was started than the configuration speaks of.",
     "{launcher} started {processes}, and trainer.devices={devices} x trainer.num_nodes={num_nodes} asks for {wanted}.",
     "Start {wanted} (one per device), or set trainer.devices and trainer.num_nodes to what is started.",
-    also=_world_size_mismatch,
+    also=lambda error: {
+        "processes": "1 process" if error.found == 1 else f"{error.found} processes",
+        "wanted": error.devices * error.num_nodes,
+    },
 )
 
 NodePlaceMissing = NxdtError.define(
@@ -68,18 +66,16 @@ CannotReachRankZero = NxdtError.define(
 )
 
 
-def _ranks_missing(error: Any) -> dict[str, Any]:
-    names = listing([f"{error.unit} {number}" for number in error.missing])
-    return {"count": len(error.missing), "names": names.replace("'", "")}
-
-
 RanksMissing = NxdtError.define(
     "NXDT-P046",
     "Some ranks, or nodes, never came.",
     "Of {total} {unit}s, {count} did not come within {timeout_s:.0f} s: {names}.",
     "Look at the output of those; a batch script of Slurm must start the command with srun. "
     "NXDT_JOIN_TIMEOUT_S=… waits longer.",
-    also=_ranks_missing,
+    also=lambda error: {
+        "count": len(error.missing),
+        "names": listing([f"{error.unit} {number}" for number in error.missing]).replace("'", ""),
+    },
 )
 
 RanksDisagree = NxdtError.define(

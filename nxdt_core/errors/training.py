@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -135,21 +136,18 @@ NotOurCallback = NxdtError.define(
 )
 
 
-def _method_that_is_called(error: Any) -> dict[str, Any]:
-    close = get_close_matches(error.method, error.known, 1, 0.0)
-    return {"advice": _LIGHTNING_HOOKS.get(error.method, close[0])}
-
-
 CallbackMethodUnknown = NxdtError.define(
     "NXDT-T045",
     "A callback with a method that looks like one of its moments, and is none.",
     "{name} has the method {method}, which no run calls.",
     "Name it {advice}, or without on_ at its beginning if the callback calls it itself.",
-    also=_method_that_is_called,
+    also=lambda error: {
+        "advice": _LIGHTNING_HOOKS.get(error.method, get_close_matches(error.method, error.known, 1, 0.0)[0])
+    },
 )
 
 
-_LIGHTNING_HOOKS = {
+_LIGHTNING_HOOKS: Mapping[str, str] = {
     **dict.fromkeys(("setup", "on_fit_start", "on_train_start"), "on_fit_start"),
     **dict.fromkeys(("on_train_batch_end", "on_before_optimizer_step", "on_after_backward"), "on_step_end"),
     "on_validation_batch_end": "on_validation_batch_end",

@@ -32,8 +32,8 @@ from nxdt_core.distributed.process_group import check_devices, cores_of_process
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors.launch import NodeAlreadyJoined
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing
-from nxdt_core.launch.restarts import interpreter_arguments, is_restarted
-from nxdt_core.launch.supervision.client import Client, SupervisorAddress, find_supervisor, publish_address
+from nxdt_core.launch.restarts import SIGNALS, handled_by, interpreter_arguments, is_restarted
+from nxdt_core.launch.supervision.client import Client, find_supervisor, open_supervisor
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import PARENT_VARIABLE
@@ -130,9 +130,8 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
         "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
     }
     try:
-        words = [
-            word.replace("$", "$$") for word in interpreter_arguments(config, command)
-        ]  # the agent fills in templates
+        # The agent fills in templates.
+        words = [word.replace("$", "$$") for word in interpreter_arguments(config, command)]
         with _in_environment(of_ranks):
             run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
@@ -159,7 +158,6 @@ _RETRY_S = 1.0
 _SAME_REQUEST_S = 1.0
 _LAST_RANKS_S = 5.0
 """How long ranks have to end after a run that failed elsewhere."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _Ranks = Callable[[], Mapping[int, int]]
 """Runs this node's ranks, and returns the exit codes of those that failed."""
 
@@ -194,7 +192,9 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     check_devices(device, node.devices, place.host)
     configure_allocator(trainer, profile_of(device))
     store = _join(node, place)
-    supervisor = _open_supervisor(node, store) if node.number == 0 else None
+    supervisor = None
+    if node.number == 0:
+        supervisor = open_supervisor(store, place, world_size=node.count * node.devices, in_rank_zero=False)
     _wait_for_nodes(store, node)
     ranks = partial(run_ranks, config, node, store.port, command)
     if supervisor is not None:
@@ -214,19 +214,6 @@ def _join(node: Node, place: RankEnvironment) -> TCPStore:
         if time.monotonic() > end:
             raise NodeAlreadyJoined(number=node.number, address=place.master_addr, port=place.master_port)
         time.sleep(_RETRY_S)
-
-
-def _open_supervisor(node: Node, store: TCPStore) -> Supervisor:
-    place = node.place()
-    supervisor = Supervisor(
-        world_size=node.count * node.devices, address=node.address, arrival_s=join_timeout_s(), in_rank_zero=False
-    )
-    supervisor.start()
-    address = SupervisorAddress(
-        port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=False
-    )
-    publish_address(store, place, address)
-    return supervisor
 
 
 def _wait_for_nodes(store: TCPStore, node: Node) -> None:
@@ -249,19 +236,16 @@ def _run_first_node(supervisor: Supervisor, ranks: _Ranks, node: Node) -> Outcom
         return Outcome(status=root_cause.status, text=root_cause.text)
     dead = None if root_cause is None else root_cause.dead
     rank = _first_ended_rank(codes, None if dead is None else dead.rank)
-    if received and codes.get(rank) in {-number for number in _SIGNALS}:
+    if received and codes.get(rank) in {-number for number in SIGNALS}:
         return Outcome(status=128 + received[0], text=INTERRUPTION.text)
     host = dead.host if dead is not None and dead.rank == rank else node.place().host
     raise RankDied(rank=rank, host=host, how=_describe_exit(codes.get(rank)))
 
 
 def _run_further_node(client: Client, ranks: _Ranks, node: Node) -> Outcome:
-    def ask(number: int, urgent: bool) -> None:
-        client.ask_to_stop(number, urgent=urgent)
-
     ranks_ended = threading.Event()
     threading.Thread(target=_leave_with_run, args=(client, node, ranks_ended), daemon=True).start()
-    with _forwarded(ask) as received:
+    with _forwarded(lambda number, urgent: client.ask_to_stop(number, urgent=urgent)) as received:
         codes = _exit_codes(ranks, node, received)
     ranks_ended.set()
     status, cause = client.outcome()
@@ -330,9 +314,5 @@ def _forwarded(stop: Callable[[int, bool], None]) -> Iterator[list[int]]:
         received.append(number)
         stop(number, len(received) > 1)
 
-    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
-    try:
+    with handled_by(pass_on):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,15 +11,8 @@ from nxdt_core.config.secrets import hide_secrets
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
-from nxdt_core.launch.supervision.client import (
-    Client,
-    SupervisorAddress,
-    find_supervisor,
-    is_published,
-    publish_address,
-)
+from nxdt_core.launch.supervision.client import Client, find_supervisor, is_published, open_supervisor
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
-from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.parent import outlive_parent
 from nxdt_core.progress import PROGRESS, process_age_s
 from nxdt_core.protocols.launcher import RankEnvironment
@@ -50,18 +43,7 @@ def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:
 def _join(place: RankEnvironment) -> Client:
     store = connect_store(place)
     if place.rank == 0 and not is_published(store, place):
-        supervisor = Supervisor(
-            world_size=place.world_size,
-            address=place.master_addr,
-            arrival_s=join_timeout_s(),
-            in_rank_zero=True,
-            on_root_cause=_report,
-        )
-        supervisor.start()
-        address = SupervisorAddress(
-            port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=True
-        )
-        publish_address(store, place, address)
+        open_supervisor(store, place, world_size=place.world_size, in_rank_zero=True, on_root_cause=_report)
     try:
         client = Client(place, find_supervisor(store, place))
     except OSError as error:

@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from nxdt_core.config import ResolvedConfig
@@ -31,7 +32,8 @@ def interpreter_arguments(config: ResolvedConfig, command: Sequence[str]) -> lis
 
 _LOST = 1
 """Exit status of a run in which a rank died or hung, and of a node that lost the others."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What ends a command in good order."""
 _VARIABLE = "NXDT_RESTARTER"
 """Process id of the process that starts a command again; set for the command only."""
 
@@ -57,7 +59,7 @@ def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[s
     words = [sys.executable, *interpreter_arguments(config, command)]
     for attempt in range(restarts + 1):
         status = _run(words)
-        if attempt == restarts or not (status == _LOST or (status < 0 and -status not in _SIGNALS)):
+        if attempt == restarts or not (status == _LOST or (status < 0 and -status not in SIGNALS)):
             break
         how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         print(f"The run ended {how}: restart {attempt + 1} of {restarts} from the newest checkpoint", file=sys.stderr)
@@ -72,9 +74,16 @@ def _run(words: Sequence[str]) -> int:
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
-    try:
+    with handled_by(pass_on):
         return process.wait()
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let ``handler`` have :data:`SIGNALS` within the block."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)

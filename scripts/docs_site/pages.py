@@ -20,7 +20,7 @@ from nxdt_core.kernel import Kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from docs_site import api, errors, gallery, kinds, mutants, reference
+from docs_site import api, errors, gallery, kinds, mutants, nxd_keys, reference
 
 PAGES: dict[str, Callable[[], str]] = {}
 """Path below ``docs/`` → function that gives the page's Markdown."""
@@ -133,9 +133,7 @@ def titles_of_decisions() -> str:
 @page("reference/schema.md")
 def schema_page() -> str:
     """Return the page that lists the treatment of every key of NxD Training."""
-    from nxdt_plugin_migrate.config.table import schema_page
-
-    return schema_page(Kernel.start())
+    return nxd_keys.schema_page(Kernel.start())
 
 
 @page("reference/hooks.md")

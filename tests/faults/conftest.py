@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from nxdt_plugin_s3.testing.server import BUCKET
 
 from tests.faults.place import Place
+from tests.s3_server import BUCKET
 from tests.sampling import sampled
 
 T = TypeVar("T")

@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nxdt_plugin_s3.testing.http_faults import Exchange, Fault, lose_answer, reset, stall
-from nxdt_plugin_s3.testing.server import refuse_s3
-
 from tests.checkpoint.faults import When, disk_full
+from tests.http_faults import Exchange, Fault, lose_answer, reset, stall
+from tests.s3_server import refuse_s3
 
 __all__ = ["CALLS", "CALL_DEATHS", "REQUESTS", "REQUEST_DEATHS", "Call", "Injection", "Request", "let_go"]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT
 
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.protocols.store import CheckpointStore
+from tests.s3_server import BUCKET, ENVIRONMENT
 
 __all__ = ["Place"]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nxdt_plugin_s3.testing.http_faults import FaultProxy
-
 from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.faults import FaultyStorage
 from tests.faults.injection import CALL_DEATHS, CALLS, REQUEST_DEATHS, REQUESTS, Injection, let_go
 from tests.faults.place import Place
+from tests.http_faults import FaultProxy
 
 __all__ = ["Victim", "victim_of"]
 

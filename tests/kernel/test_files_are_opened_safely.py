@@ -12,8 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HELPER = "nxdt_core/regular_files.py"
-KITS = "plugins/checkpoint_backends/s3/src/nxdt_plugin_s3/testing/"
-"""Servers of tests, which write to directories that the test has made."""
 
 METHODS = {
     *("open", "open_binary", "open_text", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkfifo"),
@@ -140,9 +138,7 @@ def found() -> set[str]:
     sources = [*(ROOT / "nxdt_core").rglob("*.py"), *(ROOT / "plugins").glob("*/*/src/**/*.py")]
     assert len(sources) > 500
     places = {path.relative_to(ROOT).as_posix(): path for path in sources}
-    return {
-        call for place, path in places.items() if place != HELPER and not place.startswith(KITS) for call in calls(path)
-    }
+    return {call for place, path in places.items() if place != HELPER for call in calls(path)}
 
 
 def test_each_file_is_opened_by_the_helper_or_has_a_reason():

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "nxdt_core"
 
 LAYERS = (
-    {"_version", "capabilities", "deprecation", "garbage_collection", "parent", "visible_text"},
+    {"_version", "buckets", "capabilities", "deprecation", "garbage_collection", "parent", "visible_text"},
     {"errors"},
     {"callback"},
     {"api", "http_server", "regular_files", "torch_versions"},

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import shard_name
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
@@ -90,17 +91,8 @@ class SafetensorsLayout:
 
 
 def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-    """Yield what goes into each file, in order, filled up to ``max_bytes``; a larger tensor has one to itself."""
-    group: dict[str, TensorSpec] = {}
-    filled = 0
-    for name, spec in specs.items():
-        if group and filled + spec.size_bytes > max_bytes:
-            yield group
-            group, filled = {}, 0
-        group[name] = spec
-        filled += spec.size_bytes
-    if group:
-        yield group
+    """Return what goes into each file, in order, filled up to ``max_bytes``; a larger tensor has one to itself."""
+    return map(dict, buckets(specs.items(), lambda named: named[1].size_bytes, max_bytes))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

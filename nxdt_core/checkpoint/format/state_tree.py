@@ -37,11 +37,9 @@ class ValueDifference:
     """The side, 0 or 1, that alone has it."""
 
 
-def _no_tensors(at: str, value: object) -> str | None:
-    return None
-
-
-def encode_tree(tree: object, *, at: str = "", put_tensor: Callable[[str, object], str | None] = _no_tensors) -> Any:
+def encode_tree(
+    tree: object, *, at: str = "", put_tensor: Callable[[str, object], str | None] = lambda at, value: None
+) -> Any:
     """Return the JSON-able form of ``tree``.
 
     Args:

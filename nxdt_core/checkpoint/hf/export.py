@@ -77,7 +77,8 @@ def hf_settings(
     said: Mapping[str, Any] = built if source is None else source.config if fits else {}
     own = {key: getattr(tokenizer, f"{key.removesuffix('_token_id')}_id", None) for key in SPECIAL}
     tokens = {key: _token(said.get(key), own[key]) for key in SPECIAL}
-    config = {**_carried(said), **older_rope(built), **built, **tokens}
+    carried = {key: value for key, value in said.items() if _is_carried(key)}
+    config = {**carried, **older_rope(built), **built, **tokens}
     generation = {} if source is None else _kept(source.generation, fits=fits)
     has_file = tokenizer is not None or bool(generation)
     generation |= {key: value for key, value in own.items() if value is not None}
@@ -98,12 +99,8 @@ def _token(said: Any, own: int | None) -> Any:
     return own
 
 
-def _carried(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a builder does not know and that are true of any model with these weights."""
-    return {key: value for key, value in said.items() if _is_carried(key)}
-
-
 def _is_carried(key: str) -> bool:
+    """Return whether a builder does not know a key that is true of any model with these weights."""
     return any(fnmatchcase(key, pattern) for pattern in _CARRIED)
 
 

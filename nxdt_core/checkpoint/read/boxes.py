@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint.format.digested_files import VerifiedFile, Wanted, check_header, check_size, tensors_by_file
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.shards import bytes_of
@@ -36,6 +37,10 @@ class _Read:
     """Whole rows; the target's own memory where :attr:`copy_to` is None."""
     copy_to: torch.Tensor | None = None
     rows_box: tuple[slice, ...] = ()
+
+    def buffer_bytes(self) -> int:
+        """Return the bytes of the buffer; 0 where that is the target's own memory."""
+        return 0 if self.copy_to is None else self.buffer.nbytes
 
     def finish(self) -> None:
         """Copy what was read to its destination."""
@@ -61,7 +66,7 @@ def fill(
     files: dict[str, VerifiedFile] = {}
     needed = {part.file for entry in entries.values() for part in entry.parts}
     stored = tensors_by_file(manifest, needed)
-    for batch in _batches(_reads(wanted, entries)):
+    for batch in buckets(_reads(wanted, entries), _Read.buffer_bytes, _BUFFER_BYTES):
         ranges: dict[str, list[Wanted]] = defaultdict(list)
         for read in batch:
             ranges[read.file].append(Wanted(read.start, bytes_of(read.buffer)))
@@ -114,17 +119,3 @@ def _read(piece: Piece, part: TensorPart, common: Box, dtype_name: str) -> _Read
     buffer = torch.empty((rows, *part.shape[1:]) if part.shape else (), dtype=dtype)
     rows_box = (slice(None), *common.within(inner)[1:]) if part.shape else ()
     return _Read(part.file, start, buffer, target, rows_box)
-
-
-def _batches(reads: Iterator[_Read]) -> Iterator[list[_Read]]:
-    batch: list[_Read] = []
-    held = 0
-    for read in reads:
-        size = 0 if read.copy_to is None else read.buffer.nbytes
-        if batch and held + size > _BUFFER_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(read)
-        held += size
-    if batch:
-        yield batch

@@ -259,7 +259,8 @@ def _fill(
 ) -> None:
     """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte
     twice. Weights that will be codes are read first, 256 MiB of them or a larger one at a time."""
-    coded = {name: piece for name, each in tensors.items() if _coded(piece := piece_of(each, name))}
+    pieces = {name: piece_of(each, name) for name, each in tensors.items()}
+    coded = {name: piece for name, piece in pieces.items() if isinstance(piece.tensor, QuantisedWeight)}
     rest = {name: storable_piece(name, tensor) for name, tensor in tensors.items() if name not in coded}
     with explained_os_errors(where):
         specs = {name: TensorSpec(index[name].dtype, piece.box.shape) for name, piece in coded.items()}
@@ -275,10 +276,6 @@ def _fill(
             by_owner = {index[name].same_as or name: name for name in reversed(rest)}
             entries = {name: index[owner] for owner, name in by_owner.items()}
             fill(storage, manifest, {name: rest.pop(name) for name in entries}, entries)
-
-
-def _coded(piece: Piece) -> bool:
-    return isinstance(piece.tensor, QuantisedWeight)
 
 
 def _fill_tables(

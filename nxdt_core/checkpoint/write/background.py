@@ -13,12 +13,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Generic, Literal, TypeVar
 
 import torch
 
+from nxdt_core.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import SaveTookTooLong, StorageError
@@ -171,14 +172,15 @@ def _allocate(pieces: Mapping[_Key, Piece]) -> dict[object, torch.Tensor]:
     """A contiguous tensor on the host for each piece."""
     pinned = any(profile_of(piece.tensor.device).pinned_host_memory for piece in pieces.values())
     buffers: dict[object, torch.Tensor] = {}
-    for keys in _slabs({key: _aligned(piece.tensor.nbytes) for key, piece in pieces.items()}):
-        size = sum(_aligned(pieces[key].tensor.nbytes) for key in keys)
+    sizes = {key: _aligned(piece.tensor.nbytes) for key, piece in pieces.items()}
+    for keys in buckets(sizes, sizes.__getitem__, _SLAB_BYTES):
+        size = sum(sizes[key] for key in keys)
         slab = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _host_memory(size)
         start = 0
         for key in keys:
             like = pieces[key].tensor
             buffers[key] = slab[start : start + like.nbytes].view(like.dtype).view(like.shape)
-            start += _aligned(like.nbytes)
+            start += sizes[key]
     return buffers
 
 
@@ -190,20 +192,6 @@ def _host_memory(size_bytes: int) -> torch.Tensor:
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _slabs(sizes: Mapping[_Key, int]) -> Iterable[list[_Key]]:
-    """The keys in groups that share a slab."""
-    group: list[_Key] = []
-    filled = 0
-    for key, size in sizes.items():
-        if group and filled + size > _SLAB_BYTES:
-            yield group
-            group, filled = [], 0
-        group.append(key)
-        filled += size
-    if group:
-        yield group
 
 
 def _aligned(size_bytes: int) -> int:

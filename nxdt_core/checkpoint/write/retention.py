@@ -277,7 +277,11 @@ class RunRetention:
         return found
 
     def _read(self, step: int | None = None) -> dict[int, CheckpointStatus]:
-        return {status.step: _reduced(status) for status in newest_first(self._storage, step)}
+        """Steps without the configuration, which every manifest has."""
+        return {
+            status.step: replace(status, facts=status.facts and _needed(status.facts))
+            for status in newest_first(self._storage, step)
+        }
 
     def _usable(self, found: dict[int, CheckpointStatus]) -> list[CheckpointStatus]:
         usable = (found[step] for step in sorted(found) if not self._is_skipped(step))
@@ -289,11 +293,6 @@ class RunRetention:
 
     def _size_bytes(self, step: int) -> int:
         return sum(info.size_bytes for info in self._storage.list(step_prefix(step)))
-
-
-def _reduced(status: CheckpointStatus) -> CheckpointStatus:
-    """Without the configuration, which every manifest has."""
-    return replace(status, facts=None if status.facts is None else _needed(status.facts))
 
 
 def _needed(facts: CheckpointFacts) -> CheckpointFacts:

@@ -8,24 +8,17 @@ from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 
 VERBS = {
     "list": LazyCommand(
-        target="nxdt_core.cli.checkpoint.list:list_",
-        summary="List the checkpoints at URI, and whether they are committed.",
+        "nxdt_core.cli.checkpoint.list:list_", "List the checkpoints at URI, and whether they are committed."
     ),
-    "inspect": LazyCommand(
-        target="nxdt_core.cli.checkpoint.inspect:inspect", summary="Show what a checkpoint contains."
-    ),
-    "verify": LazyCommand(target="nxdt_core.cli.checkpoint.verify:verify", summary="Check that checkpoints are whole."),
-    "diff": LazyCommand(target="nxdt_core.cli.checkpoint.diff:diff", summary="Compare two checkpoints."),
-    "copy": LazyCommand(target="nxdt_core.cli.checkpoint.copy:copy", summary="Copy checkpoints to another store."),
-    "prune": LazyCommand(target="nxdt_core.cli.checkpoint.prune:prune", summary="Delete old checkpoints."),
+    "inspect": LazyCommand("nxdt_core.cli.checkpoint.inspect:inspect", "Show what a checkpoint contains."),
+    "verify": LazyCommand("nxdt_core.cli.checkpoint.verify:verify", "Check that checkpoints are whole."),
+    "diff": LazyCommand("nxdt_core.cli.checkpoint.diff:diff", "Compare two checkpoints."),
+    "copy": LazyCommand("nxdt_core.cli.checkpoint.copy:copy", "Copy checkpoints to another store."),
+    "prune": LazyCommand("nxdt_core.cli.checkpoint.prune:prune", "Delete old checkpoints."),
     "export": LazyCommand(
-        target="nxdt_core.cli.checkpoint.export:export",
-        summary="Write the model of a checkpoint for transformers or llama.cpp.",
+        "nxdt_core.cli.checkpoint.export:export", "Write the model of a checkpoint for transformers or llama.cpp."
     ),
-    "import": LazyCommand(
-        target="nxdt_core.cli.checkpoint.import_:import_",
-        summary="Import a model that another program has saved.",
-    ),
+    "import": LazyCommand("nxdt_core.cli.checkpoint.import_:import_", "Import a model that another program has saved."),
 }
 """The verbs, in the order of the help text."""
 
@@ -33,7 +26,6 @@ VERBS = {
 @click.group(
     cls=SuggestingGroup,
     lazy=VERBS,
-    short_help="List, check, compare, copy, export and import checkpoints.",
     examples=(
         "nxdt checkpoint list nxdt_experiments/llama-tiny/checkpoints",
         "nxdt checkpoint copy nxdt_experiments/llama-tiny/checkpoints s3://my-bucket/llama-tiny",

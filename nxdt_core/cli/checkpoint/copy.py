@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import click
@@ -26,7 +26,12 @@ from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
 from nxdt_core.cli.terminal import byte_bar, human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
-from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CopyHasOtherCheckpoint
+from nxdt_core.errors.checkpoints import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CopyHasOtherCheckpoint,
+    CopyOntoOtherStep,
+)
 from nxdt_core.protocols.store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -37,7 +42,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Copy checkpoints to another store.",
     examples=(
         f"nxdt checkpoint copy {EXAMPLE_URI} s3://my-bucket/llama-tiny",
         f"nxdt checkpoint copy {EXAMPLE_URI}/step-00000040 /mnt/archive/llama-tiny",
@@ -63,8 +67,6 @@ def copy(
     of it is there. After an interruption the same command resumes: complete files are not copied again. With --trusted
     only what one of the keys has signed is copied.
     """
-    from nxdt_core.checkpoint import TrustedKeys
-
     origin, found = look_for_committed(source)
     chosen = _chosen(source, found, steps)
     target = _target(destination, chosen)
@@ -86,8 +88,6 @@ def copy(
 
 def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[CheckpointStatus]:
     """The checkpoints to copy, the newest first: a run resumes from it."""
-    from nxdt_core.errors.checkpoints import CheckpointNotFound
-
     newest_first = sorted(found, key=lambda status: -status.step)
     if steps == "all":
         return newest_first
@@ -107,7 +107,6 @@ def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[
 
 def _target(destination: str, chosen: Sequence[CheckpointStatus]) -> CheckpointStore:
     from nxdt_core.checkpoint import locate
-    from nxdt_core.errors.checkpoints import CopyOntoOtherStep
     from nxdt_core.kernel import Kernel
 
     target, step = locate(destination, Kernel.start())
@@ -126,17 +125,7 @@ def _sentence(report: CopyReport, uri: str) -> str:
 
 
 def _facts(report: CopyReport, uri: str) -> dict[str, object]:
-    from nxdt_core.checkpoint.format.file_names import step_name
-
-    return {
-        "step": report.step,
-        "uri": f"{uri}/{step_name(report.step)}",
-        "was_committed": report.was_committed,
-        "files": report.files,
-        "files_copied": report.files_copied,
-        "bytes_copied": report.bytes_copied,
-        "bytes_kept": report.bytes_kept,
-    }
+    return {"step": report.step, "uri": f"{uri}/{step_name(report.step)}", **asdict(report)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +177,7 @@ def copy_checkpoint(
     data, manifest = _read_source(source, step)
     with explained_os_errors(f"{source.uri}/{manifest.prefix}"):
         signature = read_signature(source, manifest) if trusted is None else trusted.check(source, manifest, data)
-    where = f"{destination.uri}/{step_name(step)}"
-    with explained_os_errors(where):
+    with explained_os_errors(f"{destination.uri}/{step_name(step)}"):
         was_committed = _is_there(destination, manifest)
         sizes = {info.key: info.size_bytes for info in destination.list(manifest.prefix)}
         copy = _Copy(source, destination, manifest, sizes, deep, progress)
@@ -258,60 +246,52 @@ def _is_there(destination: CheckpointStore, manifest: Manifest) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Copy:
     """Copies the files of one checkpoint."""
 
-    def __init__(
-        self,
-        source: CheckpointStore,
-        destination: CheckpointStore,
-        manifest: Manifest,
-        sizes: Mapping[str, int],
-        deep: bool,
-        progress: Callable[[int], None],
-    ) -> None:
-        self.stop = threading.Event()
-        """Set when another file has failed."""
-        self._source = source
-        self._destination = destination
-        self._manifest = manifest
-        self._sizes = sizes
-        self._deep = deep
-        self._progress = progress
+    source: CheckpointStore
+    destination: CheckpointStore
+    manifest: Manifest
+    sizes: Mapping[str, int]
+    deep: bool
+    progress: Callable[[int], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when another file has failed."""
 
     def file(self, name: str) -> str | None:
         """Copy the file ``name`` unless the destination has it; return its name if it was copied."""
         if self._is_kept(name):
-            self._progress(self._manifest.files[name].size_bytes)
+            self.progress(self.manifest.files[name].size_bytes)
             return None
-        key = self._manifest.prefix + name
-        with explained_os_errors(f"{self._source.uri}/{key}"):
-            file = VerifiedFile(self._source, self._manifest, name)
-        with explained_os_errors(f"{self._destination.uri}/{key}"):
-            with self._destination.open_write(key) as stream:
+        key = self.manifest.prefix + name
+        with explained_os_errors(f"{self.source.uri}/{key}"):
+            file = VerifiedFile(self.source, self.manifest, name)
+        with explained_os_errors(f"{self.destination.uri}/{key}"):
+            with self.destination.open_write(key) as stream:
                 for block in self._blocks(file, key):
                     stream.write(block)
-                    self._progress(len(block))
-            with self._destination.open_write(digests_name(key)) as stream:
+                    self.progress(len(block))
+            with self.destination.open_write(digests_name(key)) as stream:
                 stream.write(file.digests_file)
         return name
 
     def _blocks(self, file: VerifiedFile, key: str) -> Iterator[memoryview]:
-        with explained_os_errors(f"{self._source.uri}/{key}"):
+        with explained_os_errors(f"{self.source.uri}/{key}"):
             for block in file.blocks():
                 if self.stop.is_set():
                     raise _Stopped(key)
                 yield block
 
     def _is_kept(self, name: str) -> bool:
-        entry, key = self._manifest.files[name], self._manifest.prefix + name
-        if (self._sizes.get(key), self._sizes.get(digests_name(key))) != (entry.size_bytes, entry.digests_bytes):
+        entry, key = self.manifest.files[name], self.manifest.prefix + name
+        if (self.sizes.get(key), self.sizes.get(digests_name(key))) != (entry.size_bytes, entry.digests_bytes):
             return False
-        if not self._deep:
-            found = read_object(self._destination, digests_name(key))
-            return digest(found or b"", self._manifest.digests) == entry.digests_digest
+        if not self.deep:
+            found = read_object(self.destination, digests_name(key))
+            return digest(found or b"", self.manifest.digests) == entry.digests_digest
         try:
-            VerifiedFile(self._destination, self._manifest, name).verify()
+            VerifiedFile(self.destination, self.manifest, name).verify()
         except CheckpointDamaged:
             return False
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -26,7 +27,6 @@ _CELL = 60
 
 @click.command(
     cls=Verb,
-    short_help="Compare two checkpoints.",
     examples=(
         f"nxdt checkpoint diff {EXAMPLE_URI}/step-00000020 {EXAMPLE_URI}/step-00000040",
         f"nxdt checkpoint diff {EXAMPLE_URI} s3://my-bucket/llama-tiny --only model --only optim",
@@ -71,15 +71,7 @@ def _facts(sides: Sequence[Side], found: Difference) -> dict[str, object]:
         "only_in_a": found.only_in[0],
         "only_in_b": found.only_in[1],
         "tensors": [
-            {
-                "section": each.section,
-                "name": each.name,
-                "dtypes": each.dtypes,
-                "shapes": each.shapes,
-                "elements_differing": each.elements_differing,
-                "max_abs_difference": _finite(each.max_abs_difference),
-                "relative_norm": _finite(each.relative_norm),
-            }
+            {name: _finite(value) if isinstance(value, float) else value for name, value in asdict(each).items()}
             for each in found.tensors
         ],
         "values": [
@@ -146,6 +138,6 @@ def _ab(each: ValueDifference) -> str | None:
     return None if each.only_in is None else "ab"[each.only_in]
 
 
-def _finite(number: float | None) -> float | None:
+def _finite(number: float) -> float | None:
     """JSON has no infinities and no NaN."""
-    return number if number is not None and math.isfinite(number) else None
+    return number if math.isfinite(number) else None

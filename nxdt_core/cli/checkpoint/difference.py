@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint.format.digested_files import read_whole
-from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
+from nxdt_core.checkpoint.format.file_names import SECTIONS, is_state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_trees
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
@@ -156,19 +157,14 @@ _Key = tuple[str, int]
 
 def _batches(pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]) -> Iterator[dict[_Key, Box]]:
     """Yield runs of rows of the tensors, as many at a time as fit in a batch."""
-    batch: dict[_Key, Box] = {}
-    filled = 0
+    runs: list[tuple[_Key, Box, int]] = []
     for name, (mine, other) in pairs.items():
         row_bytes = math.prod(mine.shape[1:]) * max(ITEM_BYTES[mine.dtype], ITEM_BYTES[other.dtype])
         for box in _runs(mine.shape, row_bytes):
             size = row_bytes * (box.shape[0] if box.shape else 1)
-            if batch and filled + size > _BATCH_BYTES:
-                yield batch
-                batch, filled = {}, 0
-            batch[name, box.offsets[0] if box.offsets else 0] = box
-            filled += size
-    if batch:
-        yield batch
+            runs.append(((name, box.offsets[0] if box.offsets else 0), box, size))
+    for batch in buckets(runs, lambda run: run[2], _BATCH_BYTES):
+        yield {key: box for key, box, _ in batch}
 
 
 def _runs(shape: tuple[int, ...], row_bytes: int) -> Iterator[Box]:
@@ -253,19 +249,12 @@ def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare_values(first: Side, second: Side, subjects: Sequence[Subject]) -> Iterator[ValueDifference]:
     if "state" in subjects:
-        states = [_states(side) for side in (first, second)]
+        states = [set(filter(is_state_name, side.manifest.files)) for side in (first, second)]
         for name in sorted(states[0] | states[1]):
             trees = [_state(side, name) if name in of else {} for side, of in zip((first, second), states, strict=True)]
             yield from compare_trees(name, trees[0], trees[1])
     if "config" in subjects:
         yield from compare_trees("config", first.manifest.facts.config, second.manifest.facts.config)
-
-
-def _states(side: Side) -> set[str]:
-    found: set[str] = set()
-    while state_name(len(found)) in side.manifest.files:
-        found.add(state_name(len(found)))
-    return found
 
 
 def _state(side: Side, name: str) -> Any:

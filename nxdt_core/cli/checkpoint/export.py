@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, trusted_keys
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, print_report, trusted_keys
 from nxdt_core.cli.terminal import human_size
-from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
+from nxdt_core.cli.verb import Verb, as_json
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint.hf.gguf import GgufDtype
@@ -34,7 +33,6 @@ def size(value: str) -> int:
 
 @click.command(
     cls=Verb,
-    short_help="Write the model of a checkpoint for transformers or llama.cpp.",
     examples=(
         f"nxdt checkpoint export {EXAMPLE_URI} my-model-hf",
         f"nxdt checkpoint export {EXAMPLE_URI}/step-00000040 my-model-hf --dtype bfloat16 --max-shard-size 2GB",
@@ -110,10 +108,5 @@ def export(
 
 
 def _report(exported: Exported, json_output: bool) -> None:
-    if json_output:
-        print_json(asdict(exported))
-        return
     size = human_size(exported.size_bytes)
-    say(f"Exported {exported.source} to {exported.target}: {size} of weights.")
-    for note in exported.notes:
-        print_note(note)
+    print_report(exported, f"Exported {exported.source} to {exported.target}: {size} of weights.", json_output)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.checkpoint.store import on_all_ranks
+from nxdt_core.cli.checkpoint.store import on_all_ranks, print_report
 from nxdt_core.cli.terminal import human_size
-from nxdt_core.cli.verb import Verb, as_json, print_json, print_note, say
+from nxdt_core.cli.verb import Verb, as_json
 
 if TYPE_CHECKING:
     from nxdt_core.train.weights.importing import Imported
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 @click.command(
     "import",
     cls=Verb,
-    short_help="Import a model that another program has saved.",
     examples=(
         "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b",
         "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b --config my_run.yaml",
@@ -69,10 +67,6 @@ def import_(
 
 
 def _report(imported: Imported, json_output: bool) -> None:
-    if json_output:
-        print_json(asdict(imported))
-        return
     what = f"{imported.tensors} tensors, {human_size(imported.size_bytes)}, a model of {imported.model!r}"
-    say(f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}.")
-    for note in imported.notes:
-        print_note(note)
+    said = f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}."
+    print_report(imported, said, json_output)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Show what a checkpoint contains.",
     examples=(
         f"nxdt checkpoint inspect {EXAMPLE_URI}",
         f"nxdt checkpoint inspect {EXAMPLE_URI}/step-00000040 --tensors",

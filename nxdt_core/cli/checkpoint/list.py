@@ -23,7 +23,6 @@ _HEADER = ("STEP", "TIME (UTC)", "STATE", "ARCHIVE", "SIZE", "MESH", "METRICS", 
 @click.command(
     "list",
     cls=Verb,
-    short_help="List the checkpoints at URI, and whether they are committed.",
     examples=(f"nxdt checkpoint list {EXAMPLE_URI}", f"nxdt checkpoint list {EXAMPLE_URI} --json"),
 )
 @click.argument("uri")

@@ -12,7 +12,6 @@ from nxdt_core.cli.verb import Verb, as_json, print_json
 
 @click.command(
     cls=Verb,
-    short_help="Delete old checkpoints.",
     examples=(
         f"nxdt checkpoint prune {EXAMPLE_URI} --keep-last 3 --dry-run",
         f"nxdt checkpoint prune {EXAMPLE_URI} --keep-last 3",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from nxdt_core.cli.verb import say
+from nxdt_core.cli.verb import print_json, print_note, say
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus, Manifest, Ownership
     from nxdt_core.launch.supervision.client import Client
     from nxdt_core.protocols.ranks import RankAgreement
     from nxdt_core.protocols.store import CheckpointStore
+    from nxdt_core.train.weights.export import Exported
+    from nxdt_core.train.weights.importing import Imported
 
 __all__ = [
     "EXAMPLE_URI",
@@ -25,6 +28,7 @@ __all__ = [
     "on_all_ranks",
     "open_one",
     "own_for",
+    "print_report",
     "trusted_keys",
 ]
 
@@ -112,6 +116,16 @@ def own_for(command: str, storage: CheckpointStore) -> AbstractContextManager[Ow
     from nxdt_core.checkpoint import owned
 
     return owned(storage, run=f"nxdt checkpoint {command}", say=lambda line: say(line, err=True))
+
+
+def print_report(done: Exported | Imported, sentence: str, json_output: bool) -> None:
+    """Print what an export or an import did, and its notes."""
+    if json_output:
+        print_json(asdict(done))
+        return
+    say(sentence)
+    for note in done.notes:
+        print_note(note)
 
 
 _T = TypeVar("_T")

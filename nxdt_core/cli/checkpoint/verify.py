@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Verb,
-    short_help="Check that checkpoints are whole.",
     examples=(
         f"nxdt checkpoint verify {EXAMPLE_URI}",
         f"nxdt checkpoint verify {EXAMPLE_URI}/step-00000040 --deep",

@@ -287,17 +287,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    document_ids: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    method: str,
-    group_name: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = query.shape
     output = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
     return output, query.new_empty((batch, heads, rows), dtype=accumulation_dtype(query.dtype))
@@ -327,18 +317,7 @@ def _gradients(
 
 @_gradients.register_fake
 def _(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    document_ids: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    method: str,
-    group_name: str,
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 

@@ -194,10 +194,8 @@ def apply_data_parallel(
         layer = next((layer for layer in layers if names[0].startswith(f"{layer}.")), None)
         if compiled and layer is not None:
             _move_hooks(sharded, module.get_submodule(layer))
-        gather = set_gather_dtypes(
-            sharded, forms, {id(parameter): path for path, parameter in module.named_parameters()}
-        )
-        if gather is not None:
+        paths = {id(parameter): path for path, parameter in module.named_parameters()}
+        if (gather := set_gather_dtypes(sharded, forms, paths)) is not None:
             gathers.append(gather)
     if profile.host:  # which has no streams: without this, a gather that begins early is waited for at once
         _sharded(module, "")._set_unshard_async_op(True)

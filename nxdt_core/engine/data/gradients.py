@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdt_core.buckets import buckets
 from nxdt_core.distributed.collectives import all_reduce_bucketed, copy_from_flat, group_by_dtype
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
@@ -176,14 +178,5 @@ def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients:
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield neighbours of one dtype, up to the size of a bucket."""
-    bucket: list[nn.Parameter] = []
-    filled = 0
-    for parameter in parameters:
-        size = local_of(parameter).nbytes
-        if bucket and (filled + size > _BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(parameter)
-        filled += size
-    if bucket:
-        yield bucket
+    for _, same in groupby(parameters, lambda parameter: parameter.dtype):
+        yield from buckets(same, lambda parameter: local_of(parameter).nbytes, _BUCKET_BYTES)

@@ -16,6 +16,7 @@ from nxdt_core.engine.data.collectives import product_weights
 from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
 from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
+from nxdt_core.engine.estimate.trace import ring_share
 from nxdt_core.engine.estimate.weights import ParameterCounts, count_unique
 from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.expert import exchange_chunks, expert_modules, routers_of
@@ -262,7 +263,7 @@ def sent_in_a_step(
             sent[dimension] += size * work.micro_batches
     hops = sum(_hops(stage, work.sizes) for stage in stages)
     sent["pp"] += hops * work.hidden_bytes(measured.hidden_size) * work.micro_batches
-    sent["tp"] += round(2 * _share(work.sizes.tp) * measured.counts.partial * storage.gradient_bytes)
+    sent["tp"] += round(2 * ring_share(work.sizes.tp) * measured.counts.partial * storage.gradient_bytes)
     sent["dp"] += round(sum(_data(measured.counts, work.sizes, storage, work.micro_batches)))
     return {dimension: size for dimension, size in sent.items() if size}
 
@@ -285,26 +286,22 @@ def _data(counts: ParameterCounts, sizes: MeshSizes, storage: StorageLayout, mic
     for (local, narrow, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
         gradients = trained * storage.gradient_bytes
         if not storage.sharded:
-            yield 2 * _share(ranks * sizes.dp_replicate) * gradients
+            yield 2 * ring_share(ranks * sizes.dp_replicate) * gradients
             continue
         each_time = storage.zero_stage >= 2
         gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
-        yield _share(ranks) * gathers * _travelling(local, narrow, storage)
-        yield _share(ranks) * gradients * (micro_batches if each_time else 1)
-        yield 2 * _share(sizes.dp_replicate) * gradients / ranks
+        yield ring_share(ranks) * gathers * _travelling(local, narrow, storage)
+        yield ring_share(ranks) * gradients * (micro_batches if each_time else 1)
+        yield 2 * ring_share(sizes.dp_replicate) * gradients / ranks
     if storage.sharded:
         gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
-        yield _share(sizes.fsdp) * gathers * counts.scaled
-        yield 2 * _share(sizes.fsdp) * counts.scales * _SCALE_BYTES
+        yield ring_share(sizes.fsdp) * gathers * counts.scaled
+        yield 2 * ring_share(sizes.fsdp) * counts.scales * _SCALE_BYTES
     if storage.sharded and storage.zero_stage == 3:  # the ends are gathered in forward alone
         ends = _travelling(counts.first + counts.last, counts.ends_narrow, storage)
-        yield -_share(sizes.fsdp) * micro_batches * ends
+        yield -ring_share(sizes.fsdp) * micro_batches * ends
 
 
 def _travelling(local: int, narrow: int, storage: StorageLayout) -> int:
     """Bytes of ``local`` elements that are gathered, ``narrow`` of them in autocast's dtype."""
     return (local - narrow) * storage.compute_bytes + narrow * storage.product_bytes
-
-
-def _share(ranks: int) -> float:
-    return (ranks - 1) / ranks

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
 from nxdt_core.protocols.step_context import StepContext
 
@@ -177,7 +178,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes now, by the phase in which they were made."""
         self.peak: Counter[Phase] = Counter()
         """Bytes at the moment at which the sum was highest."""
-        self._known = {_local(tensor).untyped_storage()._cdata for tensor in known}
+        self._known = {local_of(tensor).untyped_storage()._cdata for tensor in known}
         self._phases: dict[int, Phase] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,7 +198,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def retag(self, tensor: torch.Tensor, phase: Phase) -> None:
         """Count the storage of ``tensor`` under another phase from now on."""
-        storage = _local(tensor).untyped_storage()
+        storage = local_of(tensor).untyped_storage()
         old = self._phases.get(storage._cdata)
         if old is not None and old != phase:
             self._phases[storage._cdata] = phase
@@ -255,7 +256,8 @@ class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sent[self._dimensions.get(group.group_name, "other")] += round(size * whole(ranks))
 
 
-def _share(ranks: int) -> float:
+def ring_share(ranks: int) -> float:
+    """Return the share of the whole that each of ``ranks`` sends in an all-gather or a reduce-scatter."""
     return (ranks - 1) / ranks
 
 
@@ -264,7 +266,7 @@ def _others(ranks: int) -> float:
 
 
 def _twice_share(ranks: int) -> float:
-    return 2 * _share(ranks)
+    return 2 * ring_share(ranks)
 
 
 def _all(ranks: int) -> float:
@@ -274,20 +276,20 @@ def _all(ranks: int) -> float:
 _SENT = {
     "allreduce_": (0, _twice_share),
     "allreduce_coalesced_": (0, _twice_share),
-    "_allgather_base_": (0, _share),
-    "allgather_": (0, _share),
-    "allgather_into_tensor_coalesced_": (0, _share),
-    "_reduce_scatter_base_": (1, _share),
-    "reduce_scatter_": (1, _share),
-    "reduce_scatter_tensor_coalesced_": (1, _share),
-    "alltoall_base_": (1, _share),
-    "alltoall_": (1, _share),
-    "broadcast_": (0, _share),
+    "_allgather_base_": (0, ring_share),
+    "allgather_": (0, ring_share),
+    "allgather_into_tensor_coalesced_": (0, ring_share),
+    "_reduce_scatter_base_": (1, ring_share),
+    "reduce_scatter_": (1, ring_share),
+    "reduce_scatter_tensor_coalesced_": (1, ring_share),
+    "alltoall_base_": (1, ring_share),
+    "alltoall_": (1, ring_share),
+    "broadcast_": (0, ring_share),
     "send": (0, _all),
     "all_reduce": (0, _twice_share),
     "all_gather_into_tensor": (0, _others),
-    "reduce_scatter_tensor": (0, _share),
-    "all_to_all_single": (0, _share),
+    "reduce_scatter_tensor": (0, ring_share),
+    "all_to_all_single": (0, ring_share),
 }
 """Collective → position of its argument that is counted, and the share of it that each of n ranks sends."""
 
@@ -298,7 +300,3 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     return dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

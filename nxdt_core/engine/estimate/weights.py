@@ -6,19 +6,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxdt_core.buckets import buckets
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.data.collectives import GatherDtypes
 from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
-from nxdt_core.engine.optim.rounded_updates import AdamUpdates, in_buckets
+from nxdt_core.engine.optim.rounded_updates import BUCKET_ELEMENTS, AdamUpdates
 from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.engine.parameters import tables
 from nxdt_core.models.patterns import matches, matches_any
@@ -79,31 +81,15 @@ class ParameterCounts:
     """The most of ``trained_stored`` that an optimizer over rounded weights has in float32 at a time."""
 
     def __add__(self, other: ParameterCounts) -> ParameterCounts:
-        """Return the sum of the counts of two pipeline stages of a rank."""
-        return ParameterCounts(
-            local=self.local + other.local,
-            stored=self.stored + other.stored,
-            trained=self.trained + other.trained,
-            trained_stored=self.trained_stored + other.trained_stored,
-            frozen_narrow=self.frozen_narrow + other.frozen_narrow,
-            frozen_bytes=self.frozen_bytes + other.frozen_bytes,
-            groups=tuple(sorted((*self.groups, *other.groups), reverse=True)),
-            first=max(self.first, other.first),
-            last=max(self.last, other.last),
-            ends_narrow=self.ends_narrow + other.ends_narrow,
-            root=max(self.root, other.root),
-            narrow=self.narrow + other.narrow,
-            scaled=self.scaled + other.scaled,
-            scales=self.scales + other.scales,
-            coded=self.coded + other.coded,
-            experts=self.experts + other.experts,
-            experts_kept=self.experts_kept + other.experts_kept,
-            experts_narrow=self.experts_narrow + other.experts_narrow,
-            experts_trained=self.experts_trained + other.experts_trained,
-            partial=self.partial + other.partial,
-            state=self.state + other.state,
-            bucket=max(self.bucket, other.bucket),
-        )
+        """Return the counts of two pipeline stages of a rank: sums, and the larger of what is there one at a time."""
+
+        def joined(name: str) -> Any:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name in ("first", "last", "root", "bucket"):
+                return max(mine, theirs)
+            return tuple(sorted((*mine, *theirs), reverse=True)) if name == "groups" else mine + theirs
+
+        return ParameterCounts(**{each.name: joined(each.name) for each in fields(self)})
 
 
 _FIRST, _LAST, _ROOT = "<first>", "<last>", "<root>"
@@ -135,36 +121,31 @@ def count_parameters(
     counts, groups = Counter[str](), Counter[str]()
     sums, outer = frozenset(partial), outer_modules(stage, plan)
     narrow, scaled = (frozenset(), frozenset()) if forms is None else (forms.narrow, forms.scaled)
-    trained: dict[str, tuple[int, int]] = {}
+    trained: list[tuple[int, int]] = []  # elements of the whole, and of the shard
     held, others = 0.0, tables([stage], plan)
     for name, parameter in stage.named_parameters():
-        local = local_of(parameter)
-        expert, coded = "ep" in sharded_over(parameter), isinstance(local, QuantisedWeight)
+        local, trains = local_of(parameter), parameter.requires_grad
+        size, coded = local.numel(), isinstance(local, QuantisedWeight)
+        expert = "ep" in sharded_over(parameter)
         ranks = (sizes.efsdp if expert else sizes.fsdp) if sharded and not coded else 1
         shard = _shard(tuple(local.shape), ranks)
         stored = math.prod(shard)
-        counts["local"] += local.numel()
-        counts["stored"] += stored
-        counts["coded"] += local.numel() * coded
-        counts["narrow"] += local.numel() * (name in narrow)
-        counts["scaled"] += local.numel() * (name in scaled)
-        counts["scales"] += name in scaled
-        counts["experts"] += local.numel() * expert
-        counts["experts_kept"] += local.numel() * (expert and keeps)
-        counts["experts_narrow"] += local.numel() * (expert and name in narrow)
-        counts["experts_trained"] += local.numel() * (expert and parameter.requires_grad)
-        if parameter.requires_grad:
-            trained[name] = parameter.numel(), stored
-            counts.update(trained=local.numel(), trained_stored=stored, partial=local.numel() * (name in sums))
+        group, is_narrow = _group_of(name, plan, outer), name in narrow
+        groups[group] += size * (not ((expert and keeps) or coded))
+        counts.update(local=size, stored=stored, coded=size * coded, narrow=size * is_narrow)
+        counts.update(scaled=size * (name in scaled), scales=name in scaled)
+        counts.update(experts=size * expert, experts_kept=size * (expert and keeps))
+        counts.update(experts_narrow=size * (expert and is_narrow), experts_trained=size * (expert and trains))
+        counts.update(ends_narrow=size * (is_narrow and group in (_FIRST, _LAST)))
+        if trains:
+            trained.append((parameter.numel(), stored))
+            counts.update(trained=size, trained_stored=stored, partial=size * (name in sums))
             held += state(shard, name not in others).held
         else:
-            size = local.held_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
-            counts.update(frozen_bytes=size, frozen_narrow=local.numel() * (name in narrow))
-        group = _group_of(name, plan, outer)
-        groups[group] += local.numel() * (not ((expert and keeps) or coded))
-        counts["ends_narrow"] += local.numel() * (group in (_FIRST, _LAST) and name in narrow)
+            size_bytes = local.held_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
+            counts.update(frozen_bytes=size_bytes, frozen_narrow=size * is_narrow)
     first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
-    buckets = in_buckets({name: whole for name, (whole, _) in trained.items()})
+    of_buckets = (sum(stored for _, stored in each) for each in buckets(trained, itemgetter(0), BUCKET_ELEMENTS))
     return ParameterCounts(
         **counts,
         groups=tuple(sorted(groups.values(), reverse=True)),
@@ -172,7 +153,7 @@ def count_parameters(
         last=last,
         root=root,
         state=held,
-        bucket=max((sum(trained[name][1] for name in bucket) for bucket in buckets), default=0),
+        bucket=max(of_buckets, default=0),
     )
 
 

@@ -6,13 +6,14 @@ For Adam and AdamW one kernel reads and writes each element once. The state is t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from nxdt_core.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, StochasticRounding, separate_rows
 from nxdt_core.models.random.positions import KEY_WORDS, noise, rounded
@@ -67,7 +68,7 @@ class StochasticUpdates:
             self._adam.apply(step)
             return
         sizes = {name: math.prod(self._places[name].shape) for name, w in self._weights.items() if w.grad is not None}
-        for bucket in in_buckets(sizes):
+        for bucket in buckets(sizes, sizes.__getitem__, BUCKET_ELEMENTS):
             self._fill_stand_ins(bucket)
             self._optimizer.step()
             self._round_stand_ins(bucket, step)
@@ -110,20 +111,6 @@ class StochasticUpdates:
             and value.dim()
             and value.shape == stand_in.shape
         ]
-
-
-def in_buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names by bucket, in their order; ``sizes`` are elements of whole parameters."""
-    bucket: list[str] = []
-    filled = 0
-    for name, elements in sizes.items():
-        if bucket and filled + elements > BUCKET_ELEMENTS:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(name)
-        filled += elements
-    if bucket:
-        yield bucket
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:

@@ -267,25 +267,21 @@ class TensorSharder:
         if style in ("heads", "channels"):
             return self._features_of(path, module, style)
         linear = _linear(path, module, style)
-        if style == "column":
-            return self._column(path, linear)
-        if style in ("column_gathered", "column_whole"):
-            cut = self._even(path, 0, linear.out_features, "output features")
-            weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
-            kind = GatheredColumnLinear if style == "column_gathered" else WholeColumnLinear
-            update = self._update(linear, cut)
-            return kind(weight, bias, group=self._group, spread=cut.spread, part=cut.part, update=update)
-        if style in _ROWS:
-            return self._row(path, linear, style)
-        cut = self._even(path, 0, linear.out_features, "rows of the vocabulary")
-        weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
-        return VocabParallelHead(weight, bias, cut.mesh, update=self._update(linear, cut))
+        return self._row(path, linear, style) if style in _ROWS else self._column(path, linear, style)
 
-    def _column(self, path: str, linear: nn.Linear) -> ColumnParallelLinear:
-        size = linear.out_features
-        cut = self._of_heads(path, 0, size) or self._even(path, 0, size, "output features")
-        weight, bias = self._shard(linear.weight, cut), self._shard_bias(linear, cut)
-        return ColumnParallelLinear(weight, bias, spread=cut.spread, part=cut.part, update=self._update(linear, cut))
+    def _column(self, path: str, linear: nn.Linear, style: TensorStyle) -> nn.Module:
+        """Return the layer that has this rank's part of the output features, or of the rows of the vocabulary."""
+        size, is_head = linear.out_features, not style.startswith("column")
+        of_heads = self._of_heads(path, 0, size) if style == "column" else None
+        cut = of_heads or self._even(path, 0, size, "rows of the vocabulary" if is_head else "output features")
+        weight, update = self._shard(linear.weight, cut), self._update(linear, cut)
+        bias = None if linear.bias is None else self._shard(linear.bias, cut)
+        if is_head:
+            return VocabParallelHead(weight, bias, cut.mesh, update=update)
+        if style == "column":
+            return ColumnParallelLinear(weight, bias, spread=cut.spread, part=cut.part, update=update)
+        kind = GatheredColumnLinear if style == "column_gathered" else WholeColumnLinear
+        return kind(weight, bias, group=self._group, spread=cut.spread, part=cut.part, update=update)
 
     def _row(self, path: str, linear: nn.Linear, style: TensorStyle) -> RowParallelLinear:
         if style == "row_partial" and linear.bias is not None:
@@ -376,10 +372,6 @@ class TensorSharder:
         spread, copied = layout.key_value(dim, size // count), layout.kv_replicas > 1
         mesh = self._mesh.mesh("tp_kv", "tp_kv_replica") if copied else self._mesh.mesh("tp")
         return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
-
-    def _shard_bias(self, linear: nn.Linear, cut: _ShardedDim) -> nn.Parameter | None:
-        bias: nn.Parameter | None = linear.bias
-        return None if bias is None else self._shard(bias, cut)
 
     def _shard(self, parameter: torch.Tensor, cut: _ShardedDim) -> nn.Parameter:
         known = self._sharded.get(parameter)

@@ -59,7 +59,8 @@ def manifests(
         metadata["namespace"] = options.namespace
     objects: list[_Object] = []
     if job.config_path is not None:
-        objects.append(_config_map(job, metadata))
+        data = {"run.yaml": _text(dict(job.config))}
+        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     if options.workload == "job":
         objects.append(_service(job, metadata, options))
     made = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
@@ -93,11 +94,6 @@ def _notes(job: Job, options: KubernetesOptions) -> Iterator[str]:
     kept = any(job.checkpoints.startswith(f"{path.rstrip('/')}/") for path in inside)
     if not kept and "://" not in job.checkpoints:
         yield f"Checkpoints go to {job.checkpoints}, which is lost with a pod: let --claims or --mounts cover it."
-
-
-def _config_map(job: Job, metadata: _Object) -> _Object:
-    data = {"run.yaml": _text(dict(job.config))}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
 def _service(job: Job, metadata: _Object, options: KubernetesOptions) -> _Object:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
+from nxdt_core.distributed.store import join_timeout_s
 from nxdt_core.errors.ranks import RankDied, RankHung
 from nxdt_core.launch.supervision.heartbeat import Heartbeat, continue_stopped, enable_flight_recorder, is_stopped
 from nxdt_core.launch.supervision.messages import (
@@ -33,7 +34,8 @@ from nxdt_core.launch.supervision.messages import (
     decode,
     encode,
 )
-from nxdt_core.launch.supervision.supervisor import keep_alive
+from nxdt_core.launch.supervision.root_cause import RootCause
+from nxdt_core.launch.supervision.supervisor import Supervisor, keep_alive
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.launcher import RankEnvironment
 
@@ -52,9 +54,28 @@ class SupervisorAddress:
     """Whether it lives in rank 0; otherwise in the launcher."""
 
 
-def publish_address(store: TCPStore, place: RankEnvironment, address: SupervisorAddress) -> None:
-    """Publish the address of the supervisor to the run's processes."""
+def open_supervisor(
+    store: TCPStore,
+    place: RankEnvironment,
+    *,
+    world_size: int,
+    in_rank_zero: bool,
+    on_root_cause: Callable[[RootCause], None] = lambda root_cause: None,
+) -> Supervisor:
+    """Start the supervisor of a run in this process, and publish its address to the run's processes."""
+    supervisor = Supervisor(
+        world_size=world_size,
+        address=place.master_addr,
+        arrival_s=join_timeout_s(),
+        in_rank_zero=in_rank_zero,
+        on_root_cause=on_root_cause,
+    )
+    supervisor.start()
+    address = SupervisorAddress(
+        port=supervisor.port, token=supervisor.token, host=place.host, pid=os.getpid(), in_rank_zero=in_rank_zero
+    )
     store.set(_key(place), json.dumps(asdict(address)))
+    return supervisor
 
 
 def is_published(store: TCPStore, place: RankEnvironment) -> bool:

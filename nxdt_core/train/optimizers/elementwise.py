@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw as adamw_update
 
+from nxdt_core.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
 from nxdt_core.train.optimizers.config import (
@@ -113,7 +114,8 @@ class AdamWFloat32State(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
         for group in self.param_groups:
-            for bucket in _buckets([p for p in group["params"] if p.grad is not None]):
+            updated = [p for p in group["params"] if p.grad is not None]
+            for bucket in buckets(updated, torch.Tensor.numel, BUCKET_ELEMENTS):
                 self._update(bucket, group)
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
@@ -147,17 +149,6 @@ class AdamWFloat32State(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         return state
-
-
-def _buckets(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    for parameter in parameters:
-        if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
 
 
 class Lion(torch.optim.Optimizer):

@@ -7,12 +7,13 @@ layouts as that does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.config.training_schema import EmaConfig
@@ -62,8 +63,9 @@ class WeightAverage:
         if step >= self._config.start_step and step % self._config.apply_ema_every_n_steps == 0:
             weights = self._weights_of(model)
             fresh = {name: weight for name, weight in weights.items() if name not in self._pieces}
-            for bucket in _buckets({name: weights[name] for name in self._pieces}):
-                self._update([self._pieces[name].tensor for name in bucket], [w.float() for w in bucket.values()], 0)
+            for names in buckets(self._pieces, lambda name: weights[name].numel(), _BUCKET_ELEMENTS):
+                averages = [self._pieces[name].tensor for name in names]
+                self._update(averages, [weights[name].float() for name in names], 0)
             places = model.state_dict() if fresh else {}
             for name, weight in fresh.items():
                 self._pieces[name] = replace(piece_of(places[name], name), tensor=weight.to(torch.float32, copy=True))
@@ -98,19 +100,6 @@ class WeightAverage:
 def pop_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
     """Take an average out of optimizer state as it was loaded; by name of the parameter."""
     return {key.removesuffix(_SUFFIX): state.pop(key) for key in list(state) if key.endswith(_SUFFIX)}
-
-
-def _buckets(weights: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    bucket: dict[str, torch.Tensor] = {}
-    filled = 0
-    for name, weight in weights.items():
-        if bucket and filled + weight.numel() > _BUCKET_ELEMENTS:
-            yield bucket
-            bucket, filled = {}, 0
-        bucket[name] = weight
-        filled += weight.numel()
-    if bucket:
-        yield bucket
 
 
 def has_average(manifest: Manifest) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,7 @@ def import_checkpoint(
     """
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)
-    storage = checkpoint.open_storage(target)
-    foreign = _Foreign(source)
+    storage, foreign = checkpoint.open_storage(target), _Foreign(source)
 
     def prepare() -> None:
         foreign.recognise(load(config, overrides) if config else None, overrides, format)
@@ -97,30 +97,22 @@ def import_checkpoint(
         foreign.list_tensors(weights_only=weights_only)
 
     on_all_ranks(ranks, prepare, where=source)
-    train, run, said = foreign.train_state(), foreign.run, foreign.hf
-
-    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
-        return foreign.write(writer, mine, train, rank=rank_of(ranks))
-
-    facts = CheckpointFacts(
-        consumed_samples=train.consumed_samples,
-        config=config_to_save(run),
-        plugin_fingerprint=run.kernel.fingerprint(),
-        versions=versions_of(run.kernel),
-        hf={} if said is None else said.facts(),
-    )
-    assignment = agree_on_assignment(ranks, lambda: foreign.listing, where=build.step_uri(storage, train.step))
-    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=write)
-    manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(run))
+    train = foreign.train_state()
+    where = build.step_uri(storage, train.step)
+    assignment = agree_on_assignment(ranks, lambda: foreign.listing, where=where)
+    writes = partial(foreign.write, train=train, rank=rank_of(ranks))
+    plan = SavePlan(step=train.step, facts=foreign.facts(train), assignment=assignment, write=writes)
+    manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(foreign.run))
+    left_out = () if foreign.hf is None else foreign.hf.left_out
     return Imported(
         source=source,
         format=foreign.format,
-        target=build.step_uri(storage, train.step),
+        target=where,
         step=train.step,
-        model=run.selected("model").component.record.name,
-        tensors=sum(len(index) for index in manifest.tensors.values()),
+        model=foreign.run.selected("model").component.record.name,
+        tensors=sum(map(len, manifest.tensors.values())),
         size_bytes=manifest.size_bytes,
-        notes=(f"not in the checkpoint: {enumeration(said.left_out)}",) if said is not None and said.left_out else (),
+        notes=(f"not in the checkpoint: {enumeration(left_out)}",) if left_out else (),
     )
 
 
@@ -165,8 +157,18 @@ class _Foreign:
             return TrainState()
         return TrainState(step=self.reader.step, consumed_samples=self.reader.consumed_samples)
 
+    def facts(self, train: TrainState) -> CheckpointFacts:
+        """Return what the checkpoint records about its run."""
+        return CheckpointFacts(
+            consumed_samples=train.consumed_samples,
+            config=config_to_save(self.run),
+            plugin_fingerprint=self.run.kernel.fingerprint(),
+            versions=versions_of(self.run.kernel),
+            hf={} if self.hf is None else self.hf.facts(),
+        )
+
     def write(
-        self, writer: AttemptWriter, mine: AbstractSet[TensorKey], train: TrainState, *, rank: int
+        self, writer: AttemptWriter, mine: AbstractSet[TensorKey], *, train: TrainState, rank: int
     ) -> dict[TensorKey, TensorPart]:
         """Write the tensors that were given to this rank; rank 0 also writes the state."""
         parts: dict[TensorKey, TensorPart] = {}

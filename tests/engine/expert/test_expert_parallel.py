@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.engine.context.blocks import zigzag_shard, zigzag_unshard
-from nxdt_core.engine.expert import apply_expert_parallel, expert_parameters
+from nxdt_core.engine.expert import apply_expert_parallel
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.models.mlp import SwiGLU
@@ -72,6 +72,10 @@ class Layout:
         return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) + (
             "-sp" * self.sequence_parallel + "-slices" * (self.sliced != "none") + "-chunks" * (self.chunks > 1)
         )
+
+
+def expert_parameters(model):
+    return {name for name, _ in model.named_parameters() if ".experts." in name}
 
 
 class Layer(nn.Module):
@@ -215,7 +219,7 @@ def total(loss, layout):
 
 def reduce_gradients(model, mesh, layout):
     """By the rules of the design: over ranks with the same parameters, and over tp where a gradient is partial."""
-    experts = expert_parameters(model, PLAN)
+    experts = expert_parameters(model)
     partial = partial_parameters(model, PLAN, sequence_parallel=layout.sequence_parallel)
     assert layout.tp == 1 or not experts & partial
     for name, parameter in model.named_parameters():
@@ -268,7 +272,7 @@ def assert_equal_to_one_process(layout, rank, found, reference):
     torch.testing.assert_close(found_counts, [layout.tp * count for count in counts], **CLOSE)
     mine = input_grads[rank // (layout.tp * layout.cp) :: layout.dp]
     torch.testing.assert_close(found_input_grads, mine, **CLOSE)
-    experts = expert_parameters(model, PLAN)
+    experts = expert_parameters(model)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
         torch.testing.assert_close(weights[name], parameter.detach(), **CLOSE)
@@ -333,7 +337,7 @@ def on_meta():
             model = nn.Sequential(Layer(None))
         apply_tensor_parallel(model, PLAN, mesh, sequence_parallel=True)
         apply_expert_parallel(model, PLAN, mesh, sequence_parallel=True)
-        names = expert_parameters(model, PLAN)
+        names = expert_parameters(model)
         parameters = {name: p for name, p in model.named_parameters() if name in names}
         assert all(p.to_local().is_meta and p.requires_grad for p in parameters.values())
         return {n: (tuple(p.shape), tuple(p.to_local().shape), str(p.placements)) for n, p in parameters.items()}

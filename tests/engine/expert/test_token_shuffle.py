@@ -9,7 +9,7 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.engine.expert import apply_expert_parallel, expert_parameters
+from nxdt_core.engine.expert import apply_expert_parallel
 from nxdt_core.engine.expert_dispatch import apply_token_shuffle, exchange_tokens
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
@@ -37,6 +37,10 @@ PLAN = ParallelPlan(
         routers=("moe.router",),
     ),
 )
+
+
+def expert_parameters(model):
+    return {name for name, _ in model.named_parameters() if ".experts." in name}
 
 
 class Layer(nn.Module):
@@ -110,7 +114,7 @@ def on_a_rank(sizes, group, sequence_parallel):
         (output * weights.chunk(parts, 1)[cut]).sum().backward()
         dropped = model.moe.router.statistics.dropped.clone()
         dist.all_reduce(dropped)
-        experts = expert_parameters(model, PLAN)
+        experts = expert_parameters(model)
         partial = partial_parameters(model, PLAN, sequence_parallel=sequence_parallel)
         for name, parameter in model.named_parameters():
             for dim in ("efsdp" if name in experts else "fsdp", *(("tp",) if name in partial else ())):

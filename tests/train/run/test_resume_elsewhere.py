@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from nxdt_plugin_s3.testing.server import ENVIRONMENT
 
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from tests import processes
+from tests.s3_server import ENVIRONMENT
 from tests.sampling import sampled
 from tests.train.small import SMALL
 

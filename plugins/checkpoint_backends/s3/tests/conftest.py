@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_plugin_s3.testing.http_faults import FaultProxy
-from nxdt_plugin_s3.testing.server import S3Server
+
+from tests.http_faults import FaultProxy
+from tests.s3_server import S3Server
 
 PART_BYTES = 5 * 2**20
 Open = Callable[..., S3Storage]

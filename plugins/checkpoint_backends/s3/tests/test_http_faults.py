@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from nxdt_plugin_s3.testing.http_faults import (
+
+from tests.http_faults import (
     Fault,
     FaultProxy,
     flip_answer_bit,

@@ -11,12 +11,12 @@ import pytest
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.errors import S3BadAddress
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_plugin_s3.testing.server import BUCKET, ENVIRONMENT, READER, refuse_s3
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.storage import check_writable
 from nxdt_core.errors.checkpoints import BadStorageKey, StorageDenied, StorageError, StorageFull
+from tests.s3_server import BUCKET, ENVIRONMENT, READER, refuse_s3
 
 
 def refused(storage, use=check_writable) -> StorageError:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_plugin_s3.testing.server import S3Server
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, verify
@@ -25,6 +24,7 @@ from nxdt_core.protocols.store import CheckpointStore
 from tests import processes
 from tests.checkpoint.saving import save_checkpoint
 from tests.checkpoint.signed import load_trusted, make_key
+from tests.s3_server import S3Server
 from tests.sampling import slow
 
 STEP = 7

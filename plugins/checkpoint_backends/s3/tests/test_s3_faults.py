@@ -6,7 +6,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from nxdt_plugin_s3.testing.http_faults import (
+
+from nxdt_core.errors.checkpoints import StorageError
+from tests.http_faults import (
     flip_answer_bit,
     flip_request_bit,
     lose_answer,
@@ -15,9 +17,7 @@ from nxdt_plugin_s3.testing.http_faults import (
     stall,
     truncate,
 )
-from nxdt_plugin_s3.testing.server import BUCKET, refuse_s3
-
-from nxdt_core.errors.checkpoints import StorageError
+from tests.s3_server import BUCKET, refuse_s3
 from tests.sampling import slow, slow_except
 
 PART = 5 * 2**20

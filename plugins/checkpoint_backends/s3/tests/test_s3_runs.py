@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_plugin_s3.testing.http_faults import FaultProxy, Request, refuse, reset
-from nxdt_plugin_s3.testing.server import refuse_s3
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import StorageError
 from nxdt_core.train import train
+from tests.http_faults import FaultProxy, Request, refuse, reset
+from tests.s3_server import refuse_s3
 from tests.sampling import sampled
 from tests.train.small import SMALL
 

@@ -12,9 +12,9 @@ import tracemalloc
 
 import pytest
 from nxdt_plugin_s3.storage import S3Storage
-from nxdt_plugin_s3.testing.server import BUCKET, refuse_s3
 
 from tests import processes
+from tests.s3_server import BUCKET, refuse_s3
 
 PART = 5 * 2**20
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from nxdt_plugin_migrate.config.migrate import migrate
-from nxdt_plugin_migrate.config.table import schema_table, value_table
 from nxdt_plugin_migrate.programs import VARIABLES, environment_note
 
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.kernel import Kernel
+from scripts.docs_site.nxd_keys import schema_table, value_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]

@@ -12,7 +12,6 @@ import pytest
 from nxdt_plugin_migrate.config.document import Document, read_comments, read_document
 from nxdt_plugin_migrate.config.legacy import core_keys, drop_dead_keys, rename_keys
 from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, RENAMED, SAID_BY
-from nxdt_plugin_migrate.config.table import declared_keys, schema_page, schema_table, value_table
 
 from nxdt_core import config
 from nxdt_core.config.components import usable_class
@@ -21,6 +20,7 @@ from nxdt_core.config.section import keys_of
 from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
+from scripts.docs_site.nxd_keys import declared_keys, schema_page, schema_table, value_table
 from tests.sampling import slow_except
 
 KEYS = Path(__file__).parent / "published/keys.txt"

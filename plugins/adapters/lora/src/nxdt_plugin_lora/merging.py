@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import SavePlan, Signer, TrustedKeys, save
+from nxdt_core.checkpoint import CheckpointFacts, SavePlan, Signer, TrustedKeys, save
 from nxdt_core.checkpoint.collective import on_first_rank, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.shards import write_listed
@@ -87,11 +87,7 @@ def merge_lora(
     """
     saved = open_saved(source, step, base=base, config=config, trusted=trusted)
     _check_ties(saved)
-    held = {
-        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
-        for name, spec in saved.base.specs.items()
-        if base_of(name) is None
-    }
+    held = _tensors_of(saved)
 
     def prepare() -> Listing:
         if rank_of(ranks) == 0:
@@ -103,18 +99,28 @@ def merge_lora(
     def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
         return _write(writer, saved, {name: held["model", name] for _, name in held if ("model", name) in mine}, ranks)
 
-    facts = saved.manifest.facts
-    elements = sum(each.box.elements for each in held.values())
-    kept = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
     uri = build.step_uri(target, saved.manifest.step)
     plan = SavePlan(
         step=saved.manifest.step,
-        facts=replace(facts, config=kept, base="", without_base=False, fencing=0, keep="regular", elements=elements),
+        facts=_facts_without_adapter(saved.manifest.facts, elements=sum(each.box.elements for each in held.values())),
         assignment=agree_on_assignment(ranks, prepare, where=uri),
         write=write,
     )
     size_bytes = save(target, plan, ranks=ranks, signer=signer).size_bytes
     return Merged(source=saved.uri, target=uri, step=plan.step, merged=len(saved.updated), size_bytes=size_bytes)
+
+
+def _tensors_of(saved: SavedLora) -> Listing:
+    return {
+        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
+        for name, spec in saved.base.specs.items()
+        if base_of(name) is None
+    }
+
+
+def _facts_without_adapter(facts: CheckpointFacts, *, elements: int) -> CheckpointFacts:
+    config = {key: value for key, value in facts.config.items() if key not in _OF_THE_ADAPTER}
+    return replace(facts, config=config, base="", without_base=False, fencing=0, keep="regular", elements=elements)
 
 
 def merged_weight(

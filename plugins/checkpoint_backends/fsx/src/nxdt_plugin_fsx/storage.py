@@ -105,12 +105,6 @@ class Lfs:
         return done.stdout
 
 
-def find_lfs(timeout_s: float) -> Lfs | None:
-    """``lfs`` on the path of this process, or None."""
-    path = shutil.which("lfs")
-    return None if path is None else Lfs(path, timeout_s)
-
-
 def _batches(files: Sequence[Path]) -> Iterator[list[str]]:
     names = map(str, files)
     while batch := list(islice(names, _FILES)):
@@ -210,7 +204,8 @@ class FsxStorage(LocalStorage):
     @cached_property
     def _lfs(self) -> Lfs | None:
         """The command ``lfs``; None on another file system or if it is not installed."""
-        return find_lfs(self._config.lfs_timeout_s) if self._on_lustre else None
+        path = shutil.which("lfs") if self._on_lustre else None
+        return None if path is None else Lfs(path, self._config.lfs_timeout_s)
 
     def _report_missing(self) -> None:
         if not self._on_lustre:

@@ -217,7 +217,8 @@ class S3Storage:
             failed = connection.client.delete_objects(Bucket=connection.bucket, Delete=objects).get("Errors", [])
             if failed:
                 left = [error["Key"] for error in failed]
-                raise _worst([_of_one_object(error, len(failed)) for error in failed])
+                errors = [_of_one_object(error, len(failed)) for error in failed]
+                raise next((error for error in errors if not is_transient(error)), errors[0])
 
         self._run(key, request)
 
@@ -238,8 +239,3 @@ def _of_one_object(error: dict[str, str], count: int) -> ClientError:
     shown = {"Code": error.get("Code", ""), "Message": f"{error.get('Message', '')} ({error['Key']}{others})"}
     status = 403 if shown["Code"] == "AccessDenied" else 200
     return ClientError({"Error": shown, "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
-
-
-def _worst(errors: Sequence[ClientError]) -> ClientError:
-    """Return the error that trying again does not fix, where there is one."""
-    return next((error for error in errors if not is_transient(error)), errors[0])

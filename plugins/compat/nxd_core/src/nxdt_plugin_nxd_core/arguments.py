@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, final
 from nxdt_core.errors.base import NxdtError
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CallDoesNotBind
 
-__all__ = ["TakenArguments", "binds", "expect"]
+__all__ = ["TakenArguments", "binds", "expect", "refused"]
 
 _log = logging.getLogger(__name__)
 
@@ -108,9 +108,12 @@ def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> No
         ArgumentMeansNothing: naming ``what`` the argument takes.
     """
     if not when:
-        raise ArgumentMeansNothing(
-            call=call, argument=argument, value=_shown(value), reason=f"is not {what}", advice=f"Pass {what}."
-        )
+        raise refused(call, argument, _shown(value), f"is not {what}", f"Pass {what}.")
+
+
+def refused(call: str, argument: str, value: str, reason: str, advice: str) -> NxdtError:
+    """Return the error of an argument that has no meaning here; ``reason`` follows its value in the message."""
+    return ArgumentMeansNothing(call=call, argument=argument, value=value, reason=reason, advice=advice)
 
 
 def _shown(value: Any) -> str:

@@ -14,8 +14,8 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train.session import TrainSession, start_engine
-from nxdt_plugin_nxd_core.arguments import binds, expect
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, WorldDoesNotDivide
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
+from nxdt_plugin_nxd_core.errors import WorldDoesNotDivide
 from nxdt_plugin_nxd_core.groups import Groups
 from nxdt_plugin_nxd_core.module_plan import RECOMPUTED, PlanWishes
 
@@ -168,14 +168,7 @@ def neuronx_distributed_config(
     if place.launcher and place.world_size == 1 and isinstance(ranks, Ranks):  # the loop may ask torch for its rank
         ranks.start_alone(made.engine.device)
     start_engine(made.session.config, made.engine)
-    made.groups = Groups(
-        tensor_parallel_size,
-        pipeline_parallel_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        device_type=made.engine.device.type,
-        timeout_s=ranks.collective_timeout_s if isinstance(ranks, Ranks) else None,
-    )
+    made.groups = Groups(tensor_parallel_size, pipeline_parallel_size, ranks, made.engine.device)
     before = current_config()
     made.saves = None if before is None else before.saves
     _RUNS.clear()  # those of groups that have ended, too
@@ -224,18 +217,11 @@ def _check_absent(expert: Any, context: Any, mixed_precision: Any) -> None:
     advice = "Leave it out, or train the model as a plugin: distributed_strategy has this size for `nxdt train`."
     for name, size in (("expert_parallel_size", expert), ("context_parallel_size", context)):
         if size != 1:
-            raise ArgumentMeansNothing(
-                call=_CALL, argument=name, value=repr(size), reason="needs a model whose parts the engine knows",
-                advice=advice,
-            )  # fmt: skip
+            raise refused(_CALL, name, repr(size), "needs a model whose parts the engine knows", advice)
     if mixed_precision:
-        raise ArgumentMeansNothing(
-            call=_CALL,
-            argument="mixed_precision_config",
-            value=repr(mixed_precision),
-            reason="would change the dtype that the module has",
-            advice="Leave it out, and give the module the dtype to train in: float32, or bfloat16 for less memory.",
-        )
+        reason = "would change the dtype that the module has"
+        advice = "Leave it out, and give the module the dtype to train in: float32, or bfloat16 for less memory."
+        raise refused(_CALL, "mixed_precision_config", repr(mixed_precision), reason, advice)
 
 
 def _check_numbers(pipeline: Mapping[str, Any], optimizer: Mapping[str, Any], stages: int) -> None:
@@ -264,13 +250,8 @@ def _check_numbers(pipeline: Mapping[str, Any], optimizer: Mapping[str, Any], st
 def _merged(name: str, defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
     unknown = sorted((given or {}).keys() - defaults.keys())
     if unknown:
-        raise ArgumentMeansNothing(
-            call=_CALL,
-            argument=f"{name}[{unknown[0]!r}]",
-            value=repr((given or {})[unknown[0]]),
-            reason="is unknown",
-            advice=f"Known keys are {', '.join(defaults)}.",
-        )
+        value, advice = repr((given or {})[unknown[0]]), f"Known keys are {', '.join(defaults)}."
+        raise refused(_CALL, f"{name}[{unknown[0]!r}]", value, "is unknown", advice)
     return {**defaults, **(given or {})}
 
 
@@ -280,11 +261,9 @@ def _check(pipeline: Mapping[str, Any], recompute: Any, init: Mapping[str, Any],
         isinstance(each, type) and issubclass(each, nn.Module) for each in classes
     )
     wrong = [
-        *(
-            (f"pipeline_config[{key!r}]", value, "is unknown", f"Known keys are {', '.join(sorted(_PIPELINE_KEYS))}.")
-            for key, value in pipeline.items()
-            if key not in _PIPELINE_KEYS | _PIPELINE_UNUSED.keys()
-        ),
+        (f"pipeline_config[{key!r}]", value, "is unknown", f"Known keys are {', '.join(sorted(_PIPELINE_KEYS))}.")
+        for key, value in pipeline.items()
+        if key not in _PIPELINE_KEYS | _PIPELINE_UNUSED.keys()
     ]
     if not known:
         advice = "Pass 'full', a class of modules, or None."
@@ -298,7 +277,7 @@ def _check(pipeline: Mapping[str, Any], recompute: Any, init: Mapping[str, Any],
         advice = "Pass param_init_fn, called with each module that has parameters, or leave meta_device_init out."
         wrong.append(("model_init_config['meta_device_init']", True, "needs param_init_fn", advice))
     for argument, value, reason, advice in wrong[:1]:
-        raise ArgumentMeansNothing(call=_CALL, argument=argument, value=repr(value), reason=reason, advice=advice)
+        raise refused(_CALL, argument, repr(value), reason, advice)
 
 
 def _run(nxd_config: NxDConfig, world_size: int) -> dict[str, Any]:
@@ -351,10 +330,6 @@ def config_of(nxd_config: Any, call: str) -> NxDConfig:
     """
     if isinstance(nxd_config, NxDConfig):
         return nxd_config
-    raise ArgumentMeansNothing(
-        call=call,
-        argument="nxd_config",
-        value=type(nxd_config).__name__,
-        reason="is not what neuronx_distributed_config returned",
-        advice="Pass its return value as it is, not a copy as a plain dict.",
-    )
+    reason = "is not what neuronx_distributed_config returned"
+    advice = "Pass its return value as it is, not a copy as a plain dict."
+    raise refused(call, "nxd_config", type(nxd_config).__name__, reason, advice)

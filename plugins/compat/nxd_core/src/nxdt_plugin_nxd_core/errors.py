@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors.base import NxdtError
 
 ArgumentMeansNothing = NxdtError.define(
@@ -75,17 +73,12 @@ NotOfThisModel = NxdtError.define(
 )
 
 
-def _checkpoint_tag_missing(error: Any) -> dict[str, Any]:
-    which = "at all" if error.tag is None else f"with the tag {error.tag!r}"
-    return {"which": which}
-
-
 CheckpointTagMissing = NxdtError.define(
     "NXDT-T059",
     "There is no checkpoint of that tag.",
     "{path} has no complete checkpoint {which}; its tags are {tags:list12}.",
     "Name one of these tags, leave tag out for the newest, or save with save_checkpoint first.",
-    also=_checkpoint_tag_missing,
+    also=lambda error: {"which": "at all" if error.tag is None else f"with the tag {error.tag!r}"},
 )
 
 OutputNotTensors = NxdtError.define(

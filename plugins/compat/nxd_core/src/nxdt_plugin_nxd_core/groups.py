@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.protocols.ranks import RankAgreement
+
 __all__ = ["Dimension", "Groups"]
 
 Dimension = Literal["tp", "dp", "pp"]
@@ -28,24 +31,22 @@ class Groups:
 
     Args:
         tp, pp: sizes; the other ranks are data parallel.
-        rank, world_size: of this process.
-        device_type: torch's device type of the tensors that the groups communicate.
-        timeout_s: longest wait within one collective; None takes torch's default.
+        ranks: of the run; those of the core say how long a collective may wait, for others torch's default holds.
+        device: of the tensors that the groups communicate.
     """
 
-    def __init__(
-        self, tp: int, pp: int, *, rank: int, world_size: int, device_type: str, timeout_s: float | None
-    ) -> None:
-        self._layout = torch.arange(world_size).view(pp, -1, tp)
-        self._place = (self._layout == rank).nonzero()[0].tolist()
+    def __init__(self, tp: int, pp: int, ranks: RankAgreement, device: torch.device) -> None:
+        self._layout = torch.arange(ranks.world_size).view(pp, -1, tp)
+        self._place = (self._layout == ranks.rank).nonzero()[0].tolist()
         self._groups: dict[Dimension, dist.ProcessGroup] = {}
         if dist.is_initialized():
+            timeout_s = ranks.collective_timeout_s if isinstance(ranks, Ranks) else None
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             for dim in _PLACES:
                 made = dist.new_subgroups_by_enumeration(self.ranks(dim), timeout=timeout)  # type: ignore[no-untyped-call]
                 self._groups[dim] = made[0]
         self._shared = (
-            DeviceMesh.from_group(self._groups["tp"], device_type, mesh_dim_names=("tp",)) if tp > 1 else None
+            DeviceMesh.from_group(self._groups["tp"], device.type, mesh_dim_names=("tp",)) if tp > 1 else None
         )
 
     def size(self, dim: Dimension) -> int:

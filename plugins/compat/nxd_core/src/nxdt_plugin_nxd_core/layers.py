@@ -7,14 +7,13 @@ an ordinary module in one process, and each layer is by itself a tensor block of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from nxdt_plugin_nxd_core.arguments import binds, expect
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 
 __all__ = [
     "ColumnParallelLinear",
@@ -69,17 +68,12 @@ class ColumnParallelLinear(nn.Linear):
         reduce_dtype: torch.dtype | None = None,
         rank_ordering: Sequence[int] | None = None,
     ) -> None:
-        _check_sizes(type(self).__name__, input_size=input_size, output_size=output_size)
-        _check_weights(type(self).__name__, dtype, init_method)
-        _refuse(
-            type(self).__name__,
-            stride=(stride, 1),
-            skip_bias_add=(skip_bias_add, False),
-            pad=(pad, False),
-            tensor_model_parallel_group=(tensor_model_parallel_group, None),
-            rank_ordering=(rank_ordering, None),
-        )
-        _check_sequence_dimension(type(self).__name__, sequence_parallel_enabled, sequence_dimension)
+        name = type(self).__name__
+        _check_sizes(name, input_size=input_size, output_size=output_size)
+        _check_weights(name, dtype, init_method)
+        _refuse(name, stride=stride, skip_bias_add=skip_bias_add, pad=pad)
+        _refuse(name, tensor_model_parallel_group=tensor_model_parallel_group, rank_ordering=rank_ordering)
+        _check_sequence_dimension(name, sequence_parallel_enabled, sequence_dimension)
         super().__init__(input_size, output_size, bias=bias, dtype=dtype, device=device)
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -125,18 +119,12 @@ class RowParallelLinear(nn.Linear):
         reduce_dtype: torch.dtype | None = None,
         rank_ordering: Sequence[int] | None = None,
     ) -> None:
-        _check_sizes(type(self).__name__, input_size=input_size, output_size=output_size)
-        _check_weights(type(self).__name__, dtype, init_method)
-        _refuse(
-            type(self).__name__,
-            stride=(stride, 1),
-            skip_bias_add=(skip_bias_add, False),
-            pad=(pad, False),
-            reduce_output=(reduce_output, True),
-            tensor_model_parallel_group=(tensor_model_parallel_group, None),
-            rank_ordering=(rank_ordering, None),
-        )
-        _check_sequence_dimension(type(self).__name__, sequence_parallel_enabled, sequence_dimension)
+        name = type(self).__name__
+        _check_sizes(name, input_size=input_size, output_size=output_size)
+        _check_weights(name, dtype, init_method)
+        _refuse(name, stride=stride, skip_bias_add=skip_bias_add, pad=pad, reduce_output=reduce_output)
+        _refuse(name, tensor_model_parallel_group=tensor_model_parallel_group, rank_ordering=rank_ordering)
+        _check_sequence_dimension(name, sequence_parallel_enabled, sequence_dimension)
         super().__init__(input_size, output_size, bias=bias, dtype=dtype, device=device)
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -185,18 +173,10 @@ class ParallelEmbedding(nn.Embedding):
         _check_weights(name, dtype, init_method)
         inside = padding_idx is None or (type(padding_idx) is int and -num_embeddings <= padding_idx < num_embeddings)
         expect(name, "padding_idx", padding_idx, f"a row of the {num_embeddings}", when=inside)
-        _refuse(
-            type(self).__name__,
-            max_norm=(max_norm, None),
-            scale_grad_by_freq=(scale_grad_by_freq, False),
-            sparse=(sparse, False),
-            shard_across_embedding=(shard_across_embedding, False),
-            pad=(pad, False),
-            collect_output=(collect_output, True),
-            tensor_model_parallel_group=(tensor_model_parallel_group, None),
-            rank_ordering=(rank_ordering, None),
-        )
-        _check_sequence_dimension(type(self).__name__, sequence_parallel_enabled, sequence_dimension)
+        _refuse(name, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        _refuse(name, shard_across_embedding=shard_across_embedding, pad=pad, collect_output=collect_output)
+        _refuse(name, tensor_model_parallel_group=tensor_model_parallel_group, rank_ordering=rank_ordering)
+        _check_sequence_dimension(name, sequence_parallel_enabled, sequence_dimension)
         super().__init__(num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         if init_method is not nn.init.normal_:
@@ -248,13 +228,11 @@ class GQAQKVColumnParallelLinear(nn.Module):
         if len(output_sizes) != 2:
             reason = "does not name two sizes"
             advice = "Give [query_features, key_features]; the value has as many as the key."
-            raise ArgumentMeansNothing(
-                call=name, argument="output_sizes", value=str(list(output_sizes)), reason=reason, advice=advice
-            )
+            raise refused(name, "output_sizes", str(list(output_sizes)), reason, advice)
         if gather_output and kv_size_multiplier > 1:
             reason = f"would gather {kv_size_multiplier} copies of each key and value"
             advice = "Set gather_output=False: attention needs the features of the rank's own heads."
-            raise ArgumentMeansNothing(call=name, argument="gather_output", value="True", reason=reason, advice=advice)
+            raise refused(name, "gather_output", "True", reason, advice)
         _check_sequence_dimension(name, sequence_parallel_enabled, sequence_dimension)
         query, key = output_sizes
         self.kv_size_multiplier = kv_size_multiplier
@@ -296,33 +274,32 @@ def _check_weights(layer: str, dtype: Any, init_method: Any) -> None:
     expect(layer, "init_method", init_method, "a function", when=init_method is None or callable(init_method))
 
 
-_ADVICE = {
-    "stride": "Leave it out: fused matrices are separate layers here, such as gate_proj and up_proj.",
-    "skip_bias_add": "Leave it out, and add the bias in the layer.",
-    "pad": "Leave it out, and choose sizes that the tensor parallel size divides.",
-    "reduce_output": "Leave it out: the layer's output is the sum over the ranks.",
-    "shard_across_embedding": "Leave it out: tables are sharded by row.",
-    "collect_output": "Leave it out: the layer's output is the sum over the ranks.",
-    "tensor_model_parallel_group": "Leave it out: the group is that of neuronx_distributed_config.",
-    "rank_ordering": "Leave it out: ranks follow each other.",
+_OF_TABLES = "Leave it out: a sharded table cannot follow it."
+_ONLY: Mapping[str, tuple[object, str]] = {
+    "stride": (1, "Leave it out: fused matrices are separate layers here, such as gate_proj and up_proj."),
+    "skip_bias_add": (False, "Leave it out, and add the bias in the layer."),
+    "pad": (False, "Leave it out, and choose sizes that the tensor parallel size divides."),
+    "reduce_output": (True, "Leave it out: the layer's output is the sum over the ranks."),
+    "shard_across_embedding": (False, "Leave it out: tables are sharded by row."),
+    "collect_output": (True, "Leave it out: the layer's output is the sum over the ranks."),
+    "tensor_model_parallel_group": (None, "Leave it out: the group is that of neuronx_distributed_config."),
+    "rank_ordering": (None, "Leave it out: ranks follow each other."),
+    "max_norm": (None, _OF_TABLES),
+    "scale_grad_by_freq": (False, _OF_TABLES),
+    "sparse": (False, _OF_TABLES),
 }
+"""Arguments that have one value here, and what to do about another one."""
 
 
-def _refuse(layer: str, **arguments: tuple[Any, Any]) -> None:
-    for name, (value, only) in arguments.items():
+def _refuse(layer: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        only, advice = _ONLY[name]
         if value != only:
-            advice = _ADVICE.get(name, "Leave it out: a sharded table cannot follow it.")
-            raise ArgumentMeansNothing(
-                call=layer, argument=name, value=repr(value), reason="has no counterpart", advice=advice
-            )
+            raise refused(layer, name, repr(value), "has no counterpart", advice)
 
 
 def _check_sequence_dimension(layer: str, enabled: bool, dimension: int | None) -> None:
     if enabled and dimension != SEQUENCE_DIM:
-        raise ArgumentMeansNothing(
-            call=layer,
-            argument="sequence_dimension",
-            value=repr(dimension),
-            reason="is not the dimension that sequence parallelism shards here; hidden states are [batch, seq, hidden]",
-            advice="Pass sequence_dimension=1, and leave out transposes to [seq, batch, hidden].",
-        )
+        reason = "is not the dimension that sequence parallelism shards here; hidden states are [batch, seq, hidden]"
+        advice = "Pass sequence_dimension=1, and leave out transposes to [seq, batch, hidden]."
+        raise refused(layer, "sequence_dimension", repr(dimension), reason, advice)

@@ -25,13 +25,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
-from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 from nxdt_plugin_nxd_core.calls import loss_in
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing
 from nxdt_plugin_nxd_core.model import initialize_parallel_model
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
 from nxdt_plugin_nxd_core.tags import content_of, restore
@@ -106,16 +104,12 @@ class NeuronLTModule(pl.LightningModule):
         counts = isinstance(grad_accum_steps, int) and grad_accum_steps >= 1
         expect(name, "grad_accum_steps", grad_accum_steps, "an integer of at least 1", when=counts)
         if not manual_opt:
-            raise _meaningless(
-                "manual_opt", False, "would leave the steps to Lightning", "Leave it out: the module steps by itself."
-            )
+            advice = "Leave it out: the module steps by itself."
+            raise refused(name, "manual_opt", "False", "would leave the steps to Lightning", advice)
         if config.stages > 1 and grad_accum_steps > 1:
-            raise _meaningless(
-                "grad_accum_steps",
-                grad_accum_steps,
-                "would add up calls of run_train, which splits a batch itself",
-                "Pass pipeline_config={'num_microbatches': ...} to neuronx_distributed_config.",
-            )
+            reason = "would add up calls of run_train, which splits a batch itself"
+            advice = "Pass pipeline_config={'num_microbatches': ...} to neuronx_distributed_config."
+            raise refused(name, "grad_accum_steps", repr(grad_accum_steps), reason, advice)
         self.automatic_optimization = False
         self.model_fn, self.nxd_config = model_fn, config
         self.opt_cls, self.scheduler_cls = opt_cls, scheduler_cls
@@ -163,7 +157,8 @@ class NeuronLTModule(pl.LightningModule):
         except TypeError as error:
             advice = f"Pass arguments of {getattr(self.scheduler_cls, '__name__', self.scheduler_cls)}."
             found = (*self.scheduler_args, *self.scheduler_kwargs)
-            raise _meaningless("scheduler_kwargs", found, f"do not suit the class ({error})", advice) from error
+            reason = f"do not suit the class ({error})"
+            raise refused("NeuronLTModule", "scheduler_kwargs", repr(found), reason, advice) from error
         return [optimizer], [{"scheduler": scheduler}]
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
@@ -316,21 +311,11 @@ class NeuronXLAStrategy(NxdtStrategy):
         """
         Strategy.connect(self, model)
         if not isinstance(model, NeuronLTModule):
-            raise ArgumentMeansNothing(
-                call="NeuronXLAStrategy",
-                argument="model",
-                value=type(model).__name__,
-                reason="is not a NeuronLTModule",
-                advice="Derive the module from nxdt_plugin_nxd_core.lightning.NeuronLTModule.",
-            )
+            advice = "Derive the module from nxdt_plugin_nxd_core.lightning.NeuronLTModule."
+            raise refused("NeuronXLAStrategy", "model", type(model).__name__, "is not a NeuronLTModule", advice)
         if model.nxd_config is not self.nxd_config:
-            raise ArgumentMeansNothing(
-                call="NeuronXLAStrategy",
-                argument="nxd_config",
-                value="another one",
-                reason="is not that of the module",
-                advice="Pass the same return value of neuronx_distributed_config to the module and to the strategy.",
-            )
+            advice = "Pass the same return value of neuronx_distributed_config to the module and to the strategy."
+            raise refused("NeuronXLAStrategy", "nxd_config", "another one", "is not that of the module", advice)
         found = tuple(_ignored(model.trainer, self.engine.rank_info.world_size))
         if found:
             raise TrainerArgumentsIgnored(arguments=found)
@@ -425,20 +410,15 @@ def _named(called: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     names = [*inspect.signature(called).parameters][1:]
     if len(args) > len(names):
         advice = f"Pass at most {len(names)}: {', '.join(names)}."
-        raise _meaningless("opt_args", tuple(args), f"are more than {called} takes", advice)
+        raise refused("NeuronLTModule", "opt_args", repr(tuple(args)), f"are more than {called} takes", advice)
     return dict(zip(names, args, strict=False))
 
 
 def _check_sizes(config: NxDConfig, tp: int, pp: int) -> None:
     for argument, size in (("tensor_parallel_size", tp), ("pipeline_parallel_size", pp)):
         if size not in (1, config[argument]):
-            raise ArgumentMeansNothing(
-                call="NeuronXLAStrategy",
-                argument=argument,
-                value=str(size),
-                reason=f"differs from the {config[argument]} of neuronx_distributed_config",
-                advice="Leave it out, and pass nxd_config.",
-            )
+            reason = f"differs from the {config[argument]} of neuronx_distributed_config"
+            raise refused("NeuronXLAStrategy", argument, str(size), reason, "Leave it out, and pass nxd_config.")
 
 
 def _ignored(trainer: pl.Trainer, world_size: int) -> list[tuple[str, str]]:
@@ -454,9 +434,3 @@ def _ignored(trainer: pl.Trainer, world_size: int) -> list[tuple[str, str]]:
     if given._layer_sync is not None:
         found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
     return found
-
-
-def _meaningless(argument: str, value: Any, reason: str, advice: str) -> NxdtError:
-    return ArgumentMeansNothing(
-        call="NeuronLTModule", argument=argument, value=repr(value), reason=reason, advice=advice
-    )

@@ -11,8 +11,7 @@ from torch import nn
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.weights import draw_piece
 from nxdt_core.kernel import Kernel
-from nxdt_plugin_nxd_core.arguments import binds, expect
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 from nxdt_plugin_nxd_core.module_plan import PlanWishes, plan_of
 
 __all__ = ["LoRAModel", "LoraConfig"]
@@ -54,13 +53,9 @@ class LoraConfig:
             ArgumentMeansNothing: ``merge_lora``, which is a command here.
         """
         if self.merge_lora:
-            raise ArgumentMeansNothing(
-                call="LoraConfig",
-                argument="merge_lora",
-                value="True",
-                reason="would save another model than the one that trains",
-                advice="Leave it out: with save_lora_base=True a checkpoint holds the base and its updates apart.",
-            )
+            reason = "would save another model than the one that trains"
+            advice = "Leave it out: with save_lora_base=True a checkpoint holds the base and its updates apart."
+            raise refused("LoraConfig", "merge_lora", "True", reason, advice)
         values = {key: value for key, value in asdict(self).items() if value is not None}
         del values["merge_sharded_lora"]  # it has no effect
         for name in ("target_modules", "modules_to_save"):
@@ -98,13 +93,8 @@ class LoRAModel(nn.Module):
         expect("LoRAModel", "module", module, "a torch.nn.Module", when=isinstance(module, nn.Module))
         expect("LoRAModel", "config", config, "a LoraConfig", when=isinstance(config, LoraConfig))
         if not config.enable_lora:
-            raise ArgumentMeansNothing(
-                call="LoRAModel",
-                argument="enable_lora",
-                value="False",
-                reason="adds nothing",
-                advice="Pass LoraConfig(enable_lora=True, ...), or use the module as it is.",
-            )
+            advice = "Pass LoraConfig(enable_lora=True, ...), or use the module as it is."
+            raise refused("LoRAModel", "enable_lora", "False", "adds nothing", advice)
         component = Kernel.start().registry.get("adapter", "lora")
         section: Any = component.load_config()
         values = {key: value for key, value in config.section().items() if key != "name"}

@@ -21,12 +21,11 @@ from nxdt_core.protocols.precision import DType, PrecisionPolicy
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
-from nxdt_plugin_nxd_core.arguments import TakenArguments, binds, expect
+from nxdt_plugin_nxd_core.arguments import TakenArguments, binds, expect, refused
 from nxdt_plugin_nxd_core.builder import ModuleBuilder
 from nxdt_plugin_nxd_core.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import (
-    ArgumentMeansNothing,
     ModelFnReturnsNoModule,
     ModulesDifferBetweenRanks,
     PipelineNeedsRunTrain,
@@ -79,7 +78,7 @@ def initialize_parallel_model(
         adapters=build.adapters(config.session.config),
         materialise=False,
     )
-    _fill(parallel, _values(module))
+    parallel.load_state_dict(_own_parts(parallel, _values(module)), strict=False)
     for adapter in build.adapters(config.session.config):
         adapter.begin(parallel, config.session.config, config.engine.ranks)
     config.session.model = parallel
@@ -239,13 +238,10 @@ class NxDModel(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: Any = "") -> NxDModel:
-        raise ArgumentMeansNothing(
-            call="NxDModel",
-            argument=recurse if isinstance(recurse, str) and recurse else "conversion",
-            value="a new dtype or device",
-            reason="would change a model that is in its layout",
-            advice="Convert the module in model_fn; its dtype is that of the run, and the engine chooses the device.",
-        )
+        argument = recurse if isinstance(recurse, str) and recurse else "conversion"
+        value, reason = "a new dtype or device", "would change a model that is in its layout"
+        advice = "Convert the module in model_fn; its dtype is that of the run, and the engine chooses the device."
+        raise refused("NxDModel", argument, value, reason, advice)
 
 
 def _loss_place(config: NxDConfig) -> Any:
@@ -296,13 +292,9 @@ def _precision(module: nn.Module) -> PrecisionPolicy:
     """Everything in the dtype of the parameters."""
     found = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if len(found) > 1 or not found <= _DTYPES.keys():
-        raise ArgumentMeansNothing(
-            call=_CALL,
-            argument="model_fn",
-            value=", ".join(sorted(map(str, found))),
-            reason="gives parameters of dtypes that cannot be trained together",
-            advice="Give all parameters one dtype: torch.float32, torch.bfloat16 or torch.float64.",
-        )
+        reason = "gives parameters of dtypes that cannot be trained together"
+        advice = "Give all parameters one dtype: torch.float32, torch.bfloat16 or torch.float64."
+        raise refused(_CALL, "model_fn", ", ".join(sorted(map(str, found))), reason, advice)
     dtype = _DTYPES[found.pop()] if found else "float32"
     return PrecisionPolicy(name=dtype, parameters=dtype, gradients=dtype, optimizer_state=dtype)
 
@@ -310,10 +302,6 @@ def _precision(module: nn.Module) -> PrecisionPolicy:
 def _values(module: nn.Module) -> dict[str, torch.Tensor]:
     saved = module.state_dict(keep_vars=True)
     return {**dict(module.named_parameters()), **{name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}}
-
-
-def _fill(parallel: ParallelModel, values: Mapping[str, torch.Tensor]) -> None:
-    parallel.load_state_dict(_own_parts(parallel, values), strict=False)
 
 
 def _own_parts(parallel: ParallelModel, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from torch import nn
 
 from nxdt_core.models.updates import UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, LayersNotFound, StageModuleMisplaced
+from nxdt_plugin_nxd_core.arguments import refused
+from nxdt_plugin_nxd_core.errors import LayersNotFound, StageModuleMisplaced
 from nxdt_plugin_nxd_core.layers import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -125,22 +126,12 @@ def _heads(module: nn.Module, styles: dict[str, TensorStyle], tp: int) -> Attent
         return None
     multiplier = multipliers.pop()
     if multipliers or any(part.kv_size_multiplier == 1 for _, part in fused):
-        reason = "differs between layers"
-        raise ArgumentMeansNothing(
-            call="GQAQKVColumnParallelLinear",
-            argument="kv_size_multiplier",
-            value=str(multiplier),
-            reason=reason,
-            advice="Give all attention layers the same.",
-        )
+        reason, advice = "differs between layers", "Give all attention layers the same."
+        raise refused("GQAQKVColumnParallelLinear", "kv_size_multiplier", str(multiplier), reason, advice)
     if tp % multiplier:
-        raise ArgumentMeansNothing(
-            call="GQAQKVColumnParallelLinear",
-            argument="kv_size_multiplier",
-            value=str(multiplier),
-            reason=f"does not divide tensor_parallel_size={tp}",
-            advice=f"Choose a divisor of {tp}: as many ranks hold copies of the same key and value features.",
-        )
+        reason = f"does not divide tensor_parallel_size={tp}"
+        advice = f"Choose a divisor of {tp}: as many ranks hold copies of the same key and value features."
+        raise refused("GQAQKVColumnParallelLinear", "kv_size_multiplier", str(multiplier), reason, advice)
     return AttentionHeads(
         query_heads=tp,
         kv_heads=tp // multiplier,
@@ -163,13 +154,9 @@ def _pipeline(module: nn.Module, layers: str, hidden_size: int | None) -> Pipeli
         ]
         sizes = [*known, *widths]
         if not sizes:
-            raise ArgumentMeansNothing(
-                call="neuronx_distributed_config",
-                argument="pipeline_config['hidden_size']",
-                value="None",
-                reason="is needed: neither module.config nor an embedding says how wide hidden states are",
-                advice="Pass pipeline_config={'hidden_size': ...}, or set module.config.hidden_size.",
-            )
+            reason = "is needed: neither module.config nor an embedding says how wide hidden states are"
+            advice = "Pass pipeline_config={'hidden_size': ...}, or set module.config.hidden_size."
+            raise refused("neuronx_distributed_config", "pipeline_config['hidden_size']", "None", reason, advice)
         hidden_size = sizes[0]
     return PipelinePlan(hidden_size=hidden_size, first=first, layers=layers, last=last)
 
@@ -225,9 +212,7 @@ def _check_sequence_parallel(module: nn.Module, wishes: PlanWishes) -> None:
             reason = "is set, and sequence parallelism is off"
             advice = "Pass sequence_parallel=True to neuronx_distributed_config."
         if wrong is not None:
-            raise ArgumentMeansNothing(
-                call=f"the layer '{path}'", argument=wrong[0], value=str(wrong[1]), reason=reason, advice=advice
-            )
+            raise refused(f"the layer '{path}'", wrong[0], str(wrong[1]), reason, advice)
 
 
 def _check_unadapted(module: nn.Module, wishes: PlanWishes) -> None:
@@ -236,10 +221,5 @@ def _check_unadapted(module: nn.Module, wishes: PlanWishes) -> None:
         return
     for path, part in module.named_modules():
         if isinstance(part, UpdatedLinear | UpdatedEmbedding):
-            raise ArgumentMeansNothing(
-                call="LoRAModel",
-                argument="module",
-                value=repr(path),
-                reason="has updates before it is sharded",
-                advice="Return the module itself from model_fn, and pass lora_config to neuronx_distributed_config.",
-            )
+            advice = "Return the module itself from model_fn, and pass lora_config to neuronx_distributed_config."
+            raise refused("LoRAModel", "module", repr(path), "has updates before it is sharded", advice)

@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.parallel_model import ParallelOptimizer
-from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, NotOfThisModel
+from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
 
 __all__ = ["NxDOptimizer", "core_optimizer", "initialize_parallel_optimizer"]
@@ -54,7 +53,7 @@ def core_optimizer(
         raise NotOfThisModel(call=_CALL, problem="there are no parameters")
     if not callable(optimizer_class):
         advice = "Pass the class, such as torch.optim.AdamW."
-        raise _unusable("optimizer_class", optimizer_class, "is not a class", advice)
+        raise refused(_CALL, "optimizer_class", repr(optimizer_class), "is not a class", advice)
     model = cast(NxDModel, config.model)
     wanted = _groups(model, parameters)
     trained = [parameter for group in wanted for parameter in group["params"]]
@@ -77,7 +76,8 @@ def core_optimizer(
             core.inner = make((), settings)
     except (TypeError, ValueError) as error:
         advice = f"Pass options of {getattr(optimizer_class, '__name__', optimizer_class)}."
-        raise _unusable("defaults", sorted(defaults), f"do not suit the class ({error})", advice) from error
+        reason = f"do not suit the class ({error})"
+        raise refused(_CALL, "defaults", repr(sorted(defaults)), reason, advice) from error
     config.session.optimizer = core
     return core, trained
 
@@ -126,7 +126,8 @@ class NxDOptimizer(torch.optim.Optimizer):
             ArgumentMeansNothing: a closure, which would run forward again.
         """
         if closure is not None:
-            raise _unusable("closure", closure, "would run forward within the step", "Call step() without one.")
+            reason = "would run forward within the step"
+            raise refused(_CALL, "closure", repr(closure), reason, "Call step() without one.")
         session = self.nxd_config.session
         self.core.begin_step(session.state.step)
         if not self._finished:
@@ -185,7 +186,3 @@ def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:
         trained = [each for each in held if each.requires_grad]
         made.append({**group, "params": trained, "names": [names[id(each)] for each in trained]})
     return cast("list[ParameterGroup]", made)
-
-
-def _unusable(argument: str, value: Any, reason: str, advice: str) -> NxdtError:
-    return ArgumentMeansNothing(call=_CALL, argument=argument, value=repr(value), reason=reason, advice=advice)

@@ -8,9 +8,9 @@ import torch
 
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_plugin_nxd_core import parallel_state
-from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 from nxdt_plugin_nxd_core.config import current_config
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, NotOfThisModel
+from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.layers import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -54,13 +54,8 @@ def parallel_cross_entropy(
         call, "target", found, f"of the shape {wanted} of the logits without their last dimension", when=found == wanted
     )
     if label_smoothing:
-        raise ArgumentMeansNothing(
-            call="parallel_cross_entropy",
-            argument="label_smoothing",
-            value=str(label_smoothing),
-            reason="is not computed",
-            advice="Leave it out, or compute the loss from logits of the whole vocabulary (gather_output=True).",
-        )
+        advice = "Leave it out, or compute the loss from logits of the whole vocabulary (gather_output=True)."
+        raise refused(call, "label_smoothing", str(label_smoothing), "is not computed", advice)
     config = current_config()
     if config is not None and config.model is not None:
         vocab_parallel_logits = config.groups.of_columns(vocab_parallel_logits)
@@ -92,13 +87,8 @@ def clip_grad_norm(
     known = isinstance(norm_type, int | float) or norm_type == "inf"
     expect(call, "norm_type", norm_type, "2, the only norm here", when=known)
     if float(norm_type) != 2.0:
-        raise ArgumentMeansNothing(
-            call=call,
-            argument="norm_type",
-            value=str(norm_type),
-            reason="is not computed over ranks",
-            advice="Leave it out: the 2-norm over all gradients is clipped.",
-        )
+        advice = "Leave it out: the 2-norm over all gradients is clipped."
+        raise refused(call, "norm_type", str(norm_type), "is not computed over ranks", advice)
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     config = current_config()
     optimizers = () if config is None else config.optimizers

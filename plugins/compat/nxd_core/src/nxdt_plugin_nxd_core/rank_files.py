@@ -24,14 +24,13 @@ from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.regular_files import replacing
-from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, current_config
 from nxdt_plugin_nxd_core.errors import (
-    ArgumentMeansNothing,
     ConfigNotMade,
     NotOfThisModel,
     RankFilesDoNotFit,
@@ -141,24 +140,16 @@ def load(
     if target is not None and not isinstance(target, NxDModel | NxDOptimizer):
         raise NotOfThisModel(call=call, problem=f"model_or_optimizer is {type(target).__name__}, and must be one")
     if not sharded and not isinstance(target, NxDModel):
-        raise _refused(call, "sharded", False, "needs the model whose shards are cut", "Pass model_or_optimizer=model.")
-    source = Path(load_dir)
-    found: dict[str, Any] = {}
-    values: dict[str, torch.Tensor | Piece] = {}
+        reason = "needs the model whose shards are cut"
+        raise refused(call, "sharded", "False", reason, "Pass model_or_optimizer=model.")
+    source, found, values = Path(load_dir), dict[str, Any](), dict[str, Any]()
 
     def read() -> None:
         path = _path_of(config, source, master_dp_only) if sharded else source
         found.update(_read(path))
-        if target is None:
-            return
-        chosen = _chosen(found, model_key, path)
-        if isinstance(target, NxDOptimizer):
-            values.update(optimizer_state(target, chosen, path, of_all_dp=master_dp_only))
-        elif sharded:
-            named = in_our_names(chosen, target, path, of_all_dp=master_dp_only)
-            values.update(shards_of(target, named, strict=strict, of_all_dp=master_dp_only))
-        else:
-            values.update(tensors_of(chosen, path))
+        if target is not None:
+            chosen = _chosen(found, model_key, path)
+            values.update(_values_for(target, chosen, path, sharded=sharded, strict=strict, of_all_dp=master_dp_only))
 
     on_all_ranks(config.engine.ranks, read, where=str(source))
     if target is None:
@@ -171,6 +162,18 @@ def load(
     else:
         _load_whole(target, values, strict, source)
     return {} if model_key is None else {key: value for key, value in found.items() if key != model_key}
+
+
+def _values_for(
+    target: NxDModel | NxDOptimizer, values: dict[str, Any], path: Path, *, sharded: bool, strict: bool, of_all_dp: bool
+) -> Mapping[str, torch.Tensor | Piece]:
+    """Return what ``target`` loads of the values of a file: this rank's part, or whole tensors."""
+    if isinstance(target, NxDOptimizer):
+        return optimizer_state(target, values, path, of_all_dp=of_all_dp)
+    if not sharded:
+        return tensors_of(values, path)
+    named = in_our_names(values, target, path, of_all_dp=of_all_dp)
+    return shards_of(target, named, strict=strict, of_all_dp=of_all_dp)
 
 
 def _config(call: str) -> NxDConfig:
@@ -270,7 +273,7 @@ def _check(value: Any, where: str) -> None:
     elif not isinstance(value, (torch.Tensor, Piece, *_PLAIN)):
         reason = "is not a tensor, a number, text, or a list or a dictionary of them"
         advice = "Leave it out, or save it elsewhere."
-        raise _refused("parallel_layers.save", where, type(value).__name__, reason, advice)
+        raise refused("parallel_layers.save", where, type(value).__name__, reason, advice)
 
 
 def _held(value: Any, *, of_all_dp: bool, down_cast: bool, keeps: bool) -> Any:
@@ -297,10 +300,6 @@ def _held(value: Any, *, of_all_dp: bool, down_cast: bool, keeps: bool) -> Any:
     if isinstance(value, Mapping):
         return {key: _held(each, **options) for key, each in value.items()}
     return [_held(each, **options) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _refused(call: str, argument: str, value: Any, reason: str, advice: str) -> NxdtError:
-    return ArgumentMeansNothing(call=call, argument=argument, value=str(value), reason=reason, advice=advice)
 
 
 def _chosen(content: dict[str, Any], key: str | None, path: Path) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from typing import Any
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, open_storage
 from nxdt_core.checkpoint.collective import on_first_rank
-from nxdt_core.errors.base import NxdtError
 from nxdt_core.train.session import TrainSession
-from nxdt_plugin_nxd_core.arguments import binds, expect
+from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, current_config
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CheckpointTagMissing, NotOfThisModel
+from nxdt_plugin_nxd_core.errors import CheckpointTagMissing, NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
 
@@ -79,7 +78,8 @@ def save_checkpoint(
     kept = num_kept_ckpts is None or type(num_kept_ckpts) is int
     expect(call, "num_kept_ckpts", num_kept_ckpts, "an integer, or None", when=kept)
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
-        raise _meaningless(call, "num_kept_ckpts", num_kept_ckpts, "keeps nothing", "Pass a number from 1, or None.")
+        advice = "Pass a number from 1, or None."
+        raise refused(call, "num_kept_ckpts", repr(num_kept_ckpts), "keeps nothing", advice)
     _check_tag(call, tag)
     config = _config(call, model, optimizer)
     session = _session(config, optimizer)
@@ -266,10 +266,10 @@ def _plain(value: Any) -> Any:
 
 def _check_tag(call: str, tag: str) -> None:
     if tag and (not isinstance(tag, str) or any(part in ("", ".", "..") for part in tag.split("/"))):
-        raise _meaningless(call, "tag", tag, "is not a relative path", "Pass text such as 'step_100'.")
+        raise refused(call, "tag", repr(tag), "is not a relative path", "Pass text such as 'step_100'.")
     if re.match(r"step-\d+(/|$)", str(tag)):
         advice = "Use another form, such as 'step_100': steps within a tag are named step-…"
-        raise _meaningless(call, "tag", tag, "is the name of a step of a store", advice)
+        raise refused(call, "tag", repr(tag), "is the name of a step of a store", advice)
 
 
 def _check_arguments(call: str, path: Any, scheduler: Any, number: int) -> None:
@@ -277,8 +277,4 @@ def _check_arguments(call: str, path: Any, scheduler: Any, number: int) -> None:
     stateful = scheduler is None or (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
     expect(call, "scheduler", scheduler, "a scheduler with state_dict and load_state_dict", when=stateful)
     if number not in _WORKERS:
-        raise _meaningless(call, "num_workers", number, "is not from 1 to 32", "Leave it out: it has no effect here.")
-
-
-def _meaningless(call: str, argument: str, value: Any, reason: str, advice: str) -> NxdtError:
-    return ArgumentMeansNothing(call=call, argument=argument, value=repr(value), reason=reason, advice=advice)
+        raise refused(call, "num_workers", repr(number), "is not from 1 to 32", "Leave it out: it has no effect here.")

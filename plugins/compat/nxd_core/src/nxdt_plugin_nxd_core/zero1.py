@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from nxdt_plugin_nxd_core.arguments import binds
+from nxdt_plugin_nxd_core.arguments import binds, refused
 from nxdt_plugin_nxd_core.config import current_config
-from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, NotOfThisModel
+from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, core_optimizer
 from nxdt_plugin_nxd_core.tags import load_checkpoint, save_checkpoint
 
@@ -54,13 +54,9 @@ class NeuronZero1Optimizer(NxDOptimizer):
         if config is None or config.model is None:
             raise NotOfThisModel(call=type(self).__name__, problem="there are no parameters")
         if not config["optimizer_config"]["zero_one_enabled"]:
-            raise ArgumentMeansNothing(
-                call=type(self).__name__,
-                argument="optimizer_config['zero_one_enabled']",
-                value="False",
-                reason="has left each rank with whole optimizer state",
-                advice="Pass optimizer_config={'zero_one_enabled': True} to neuronx_distributed_config.",
-            )
+            argument, reason = "optimizer_config['zero_one_enabled']", "has left each rank with whole optimizer state"
+            advice = "Pass optimizer_config={'zero_one_enabled': True} to neuronx_distributed_config."
+            raise refused(type(self).__name__, argument, "False", reason, advice)
         core, trained = core_optimizer(config, optimizer_class, params, defaults)
         super().__init__(core, config, trained)
         norm = config.max_grad_norm if max_norm is None else max_norm

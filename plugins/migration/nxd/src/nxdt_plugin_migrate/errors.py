@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
 
@@ -16,17 +14,12 @@ MigrationRefused = NxdtError.define(
 )
 
 
-def _no_decoder(error: Any) -> dict[str, Any]:
-    found = " and ".join(error.keys)
-    return {"found": found, "known": listing(error.models) or "none is installed"}
-
-
 NoDecoder = NxdtError.define(
     "NXDT-C033",
     "A file of a model that is not a decoder, and would be trained as one.",
     "{source} is of {model} ({found}), and models here are transformer decoders.",
     "Train it where it is from, or begin a decoder from one of 'nxdt recipes list'; the models here: {known}.",
-    also=_no_decoder,
+    also=lambda error: {"found": " and ".join(error.keys), "known": listing(error.models) or "none is installed"},
 )
 
 NeuronxUnreadable = NxdtError.define(

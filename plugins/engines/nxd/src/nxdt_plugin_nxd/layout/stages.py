@@ -21,7 +21,7 @@ from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
-from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.patterns import matches_any, matches_within
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
 from nxdt_core.models.step_border import let_take_step
@@ -235,7 +235,7 @@ def place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinates
     for path, part in module.named_modules():
         if not hasattr(part, "salt"):
             continue
-        inside = any(matches_any(plan.tensor_blocks, outer) for outer in _upwards(path))
+        inside = any(matches_within(block, path) for block in plan.tensor_blocks)
         whole = bool(getattr(part, "whole", False))
         if isinstance(part, Dropout) and not part.dispatched:
             part.part = _part(path, part, place, cut=inside and not whole)
@@ -254,9 +254,3 @@ def _part(path: str, dropout: Dropout, place: MeshCoordinates, *, cut: bool) -> 
         features=dropout.features,
         feature_parts=tensor_part if cut and dropout.features is None else (0, 1),
     )
-
-
-def _upwards(path: str) -> list[str]:
-    """``a.b.c``, ``a.b``, ``a``."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

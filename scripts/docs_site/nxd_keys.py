@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS
-from nxdt_core.config.section import Key, keys_of
-from nxdt_core.config.tree import join
-from nxdt_core.errors import NxdtError
-from nxdt_core.errors.base import either
-from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_plugin_migrate.config.legacy import core_keys
-from nxdt_plugin_migrate.config.nxdt_keys import (
-    DATA_READERS,
-    IGNORED,
-    OPTIMIZERS,
-    PRECISIONS,
-    SCHEDULES,
-    UNDONE,
-    nxdt_keys,
-)
+from nxdt_plugin_migrate.config.nxdt_keys import DATA_READERS, IGNORED, nxdt_keys
 from nxdt_plugin_migrate.config.renamed_keys import (
     ALIGNMENT,
     GONE,
@@ -36,6 +21,14 @@ from nxdt_plugin_migrate.config.renamed_keys import (
 )
 from nxdt_plugin_migrate.config.render import dump
 
+from nxdt_core.config.components import usable_class
+from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.section import Key, keys_of
+from nxdt_core.config.tree import join
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import either
+from nxdt_core.kernel import Kernel, RegisteredComponent
+
 Status = Literal["implemented", "renamed", "engine nxd", "unneeded", "refused"]
 
 _WORDS: dict[Status, str] = {
@@ -45,6 +38,23 @@ _WORDS: dict[Status, str] = {
     "unneeded": "left out; the remark says why nothing is lost without it",
     "refused": "nothing here does it; left out with a remark, or an error where the architecture would be another",
 }
+
+
+PRECISIONS = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "bf16SR", "fp32", "autocast", "manual")
+"""Values of ``precision.type``."""
+
+OPTIMIZERS = ("adamw", "adamw_fp32OptState", "sgd", "adam", "adadelta", "adamax", "adagrad", "rmsprop", "rprop",
+              "novograd", "adafactor")  # fmt: skip
+"""Values of ``model.optim.name``."""
+
+SCHEDULES = ("LinearAnnealingWithWarmUp", "CosineAnnealing", "WarmupPolicy", "WarmupHoldPolicy", "SquareAnnealing",
+             "NoamAnnealing", "WarmupAnnealing", "StepLR", "ExponentialLR")  # fmt: skip
+"""Values of ``model.optim.sched.name``."""
+
+_PROMPTS = "prompts of promptsource are not filled in; sft-chat reads files with inputs and outputs, or whole chats"
+
+UNDONE: Mapping[str, str] = {f"data.{name}_name": _PROMPTS for name in ("dataset", "subset", "prompt")}
+"""Keys that nothing here reads → why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

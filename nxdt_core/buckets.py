@@ -1,0 +1,25 @@
+"""Items in groups of a limited size: what is read, copied, sent or updated at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+__all__ = ["buckets"]
+
+T = TypeVar("T")
+
+
+def buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield ``items`` in their order, in groups whose sizes add up to at most ``limit``; a larger item is alone."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        own = size(item)
+        if group and filled + own > limit:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += own
+    if group:
+        yield group
