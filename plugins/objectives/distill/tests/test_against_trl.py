@@ -89,13 +89,14 @@ def test_rows_that_fill_a_vocabulary_up_are_left_out(beta):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Directories of a student and of a larger teacher of another architecture, with one tokenizer."""
+    """Directories of a student and of larger teachers of another architecture, with one tokenizer."""
     sizes = {"vocab_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     more = {"initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": None}
     student = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, **sizes, **more)
     teacher = transformers.MistralConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=3, **sizes, **more)
     tokenizer, found = transformers.AutoTokenizer.from_pretrained(resolve_path(TOKENIZER)), {}
-    for name, config in (("student", student), ("teacher", teacher)):
+    wider = transformers.MistralConfig(**{**teacher.to_dict(), "vocab_size": 1152})
+    for name, config in (("student", student), ("teacher", teacher), ("wider", wider)):
         torch.manual_seed(len(found))
         found[name] = tmp_path_factory.mktemp(name)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
@@ -127,7 +128,7 @@ def session(models, tmp_path):
                         "model_config": str(models["student"] / "config.json"),
                         "optim": {"name": "sgd", "lr": RATE, "sched": {"name": "constant"}},
                     },
-                    "objective": {"name": "distill", "teacher": str(models["teacher"]), **objective},
+                    "objective": {"name": "distill", **objective, "teacher": str(models[objective["teacher"]])},
                 }
             )
         )
@@ -138,15 +139,21 @@ def session(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("beta", "temperature", "kd_ratio"), [(0.0, 1.0, 0.5), (0.5, 2.0, 1.0), (1.0, 1.0, 0.25), (0.0, 1.0, 0.0)]
+    ("name", "beta", "temperature", "kd_ratio"),
+    [
+        *(("teacher", 0.0, 1.0, 0.5), ("teacher", 0.5, 2.0, 1.0), ("teacher", 1.0, 1.0, 0.25)),
+        *(("teacher", 0.0, 1.0, 0.0), ("wider", 0.5, 1.0, 0.5)),
+    ],
 )
-def test_steps_are_those_of_a_loop_over_models_of_transformers(models, session, beta, temperature, kd_ratio):
+def test_steps_are_those_of_a_loop_over_models_of_transformers(models, session, name, beta, temperature, kd_ratio):
+    """A teacher with more rows is compared over the tokenizer's tokens; TRL gets the logits of these."""
     student, teacher = (
-        transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
-        for name in ("student", "teacher")
+        transformers.AutoModelForCausalLM.from_pretrained(models[each], dtype=torch.float32)
+        for each in ("student", name)
     )
+    tokens = slice(len(transformers.AutoTokenizer.from_pretrained(models[name])) if name == "wider" else None)
     optimizer, losses = torch.optim.SGD(student.parameters(), RATE), []
-    with session(beta=beta, temperature=temperature, kd_ratio=kd_ratio) as running:
+    with session(teacher=name, beta=beta, temperature=temperature, kd_ratio=kd_ratio) as running:
         batches = next(running.batches()).micro_batches  # one batch, whose loss falls
         rows = {name: torch.cat([getattr(each, name) for each in batches]) for name in ("input_ids", "labels")}
         for _ in range(STEPS):
@@ -155,7 +162,7 @@ def test_steps_are_those_of_a_loop_over_models_of_transformers(models, session, 
             with torch.no_grad():
                 theirs = teacher(rows["input_ids"]).logits
             count = (rows["labels"] != IGNORE_INDEX).sum()
-            soft = trl_loss(own, theirs, rows["labels"], beta, temperature, "batchmean")
+            soft = trl_loss(own[..., tokens], theirs[..., tokens], rows["labels"], beta, temperature, "batchmean")
             hard = functional.cross_entropy(own.flatten(0, 1), rows["labels"].flatten())
             loss = (1 - kd_ratio) * hard + kd_ratio * soft
             optimizer.zero_grad()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from nxdt_plugin_distill.divergence import Measure, divergences
+from nxdt_plugin_distill.divergence import Measure, divergences, shared_like
 from nxdt_testing.ranks import RankPool, process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -41,6 +41,10 @@ CHATS = (
 MIXTRAL = ("model.name=mixtral", "model.moe={num_experts: 4, dropless: true, router_aux_loss_coef: 0.1}")
 GPT = ("model.vocab_size=260", "model.make_vocab_size_divisible_by=520", "data.seq_length=32")
 """Half of the rows fill the vocabulary up: with two tensor parallel ranks, the second has no token."""
+WIDER = ("objective.check_tokenizer=false",)
+"""The teacher has 320 rows, and the student 272. The tokenizer of the data has 259 ids."""
+NARROWER = (*WIDER, "model.vocab_size=400", "objective.beta=0.5")
+"""The student has more rows than the teacher."""
 STRATEGY = "distributed_strategy."
 TP2, PP2 = f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}pipeline_model_parallel_size=2"
 LAYOUTS = {
@@ -62,10 +66,14 @@ OPTIONS = {
     "experts": MIXTRAL,
     "padded": GPT,
     "padded-top": (*GPT, "objective.top_k=5"),
+    "wider": WIDER,
+    "wider-top": (*WIDER, "objective.top_k=5"),
+    "narrower": NARROWER,
 }
 DEFAULT = (
     *(("dp2-zero1", "forward"), ("dp2-zero3", "reverse"), ("tp2-sp", "jsd"), ("tp2-sp", "top")),
     *(("pp2", "top"), ("pp2", "forward"), ("cp2", "chats"), ("ep2", "experts"), ("tp2-sp", "padded-top")),
+    *(("tp2-sp", "wider"), ("tp2-sp", "narrower")),
 )
 
 
@@ -73,7 +81,7 @@ DEFAULT = (
 def teachers(tmp_path_factory):
     """Directories of a teacher of another size and architecture, by its vocabulary."""
     found = {}
-    for rows in (272, 1024):
+    for rows in (272, 320, 1024):
         config = transformers.MistralConfig(
             vocab_size=rows,
             hidden_size=48,
@@ -94,7 +102,7 @@ def teachers(tmp_path_factory):
 
 def learn(directory: str, teachers: dict[int, str], devices: int, overrides: tuple[str, ...]) -> list[dict[str, float]]:
     """Figures of some steps on this rank, and of a validation."""
-    rows = 1024 if CHATS[0] in overrides else 260 if GPT[0] in overrides else 272
+    rows = 1024 if CHATS[0] in overrides else 260 if GPT[0] in overrides else 320 if WIDER[0] in overrides else 272
     config = load(
         {"base": "recipe:gpt-tiny" if rows == 260 else "recipe:llama-tiny", "name": "student"},
         [
@@ -149,6 +157,23 @@ def test_the_vocabulary_of_one_model_alone_may_be_shared():
         for found in ranks:
             for own, other in zip(found, wanted[0], strict=True):
                 assert own == pytest.approx(other, abs=1e-12)
+
+
+def shared_by_three(theirs: int, rows: int) -> list[bool]:
+    """Whether this rank's shard of a teacher's logits is that of ``rows`` tokens, as it is sent and with zeros."""
+    with process_group():
+        mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+        logits = torch.randn(2, 7, theirs, generator=torch.Generator().manual_seed(0))
+        teacher = DTensor.from_local(logits.chunk(3, -1)[rank].contiguous(), mesh, [Shard(-1)])
+        found, wanted = shared_like(teacher, rows), logits.new_zeros(2, 7, rows)
+        both = min(theirs, rows)
+        wanted[..., :both] = logits[..., :both]
+        return [found.shape == wanted.shape, torch.equal(found.to_local(), wanted.chunk(3, -1)[rank])]
+
+
+@pytest.mark.parametrize(("theirs", "rows"), [(12, 12), (30, 12), (12, 30), (18, 15), (15, 18)])
+def test_ranks_exchange_the_columns_of_a_teacher_that_has_another_number_of_them(theirs, rows):
+    assert RankPool(3).run(shared_by_three, theirs, rows) == [[True, True]] * 3
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ refused before a step."""
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.plan import plan
 from nxdt_core.train.run.train import train
+
+transformers = pytest.importorskip("transformers")
 
 NARROW = ("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "trainer.accelerator=cpu")
 FEW = ("data.global_batch_size=4", "data.micro_batch_size=2", "data.seq_length=32", "trainer.log_every_n_steps=1")
@@ -100,6 +103,21 @@ def test_a_stopped_run_continues_bit_by_bit(small):
     assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
+def test_the_logits_of_one_micro_batch_of_the_teacher_are_held(small):
+    held, alive = [], []
+    with TrainSession(small()) as session:
+        kept = session.objective._kept
+
+        def watched(logits):
+            alive.append(sum(each() is not None for each in held))
+            held.append(weakref.ref(logits))
+            return kept(logits)
+
+        session.objective._kept = watched
+        session.step(next(session.batches()))
+    assert alive == [0, 0]
+
+
 def test_a_model_that_is_its_own_teacher_differs_from_it_in_nothing(small, teacher):
     same = ("model.num_layers=3", "model.num_attention_heads=4", "model.share_embeddings_and_output_weights=true")
     begins = (f"checkpoint.resume_from={teacher.checkpoint_uri}", "checkpoint.weight_init_only=true")
@@ -155,9 +173,31 @@ def test_a_teacher_that_is_not_there_is_an_error(small, tmp_path):
         train(small(f"objective.teacher={tmp_path}/nowhere"))
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(small):
-    with raises(TeacherVocabularyDiffers, match="logits of 272 tokens in 272 rows, and the model of 288 in 288"):
-        train(small("model.vocab_size=288"))
+def test_rows_that_are_no_tokens_of_both_are_not_compared(small, teacher):
+    """The teacher has 272 rows, and the tokenizer of both 259 ids."""
+    with TrainSession(small("model.vocab_size=400")) as session:
+        found = session.step(next(session.batches()))
+        assert session.objective._measure.tokens == 259
+        assert 0 < float(found.loss.metrics["kd_loss"]) < 10
+    with TrainSession(small()) as session:  # of one size, all rows
+        assert session.objective._measure.tokens == 272
+
+
+def test_a_teacher_of_another_vocabulary_needs_the_tokenizers_of_both(small, tmp_path):
+    directory = tmp_path / "teacher"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=320, num_hidden_layers=1, max_position_embeddings=128, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    unnamed = (f"objective.teacher={directory}", "trainer.max_steps=1", *NO_VALIDATION)
+    with raises(TeacherVocabularyDiffers, match="knows 320 tokens, and the model 272: the tokenizers of both"):
+        train(small(*unnamed))
+    train(small(*unnamed, "objective.check_tokenizer=false"))
+
+
+def test_a_teacher_without_rows_for_the_tokens_of_the_data_is_refused(small):
+    own = ("model.vocab_size=1152", *CHATS, "data.seq_length=128", "objective.check_tokenizer=false")
+    with raises(TeacherVocabularyDiffers, match="has 1024 ids, and the teacher 272 rows"):
+        train(small(*own))
 
 
 def test_a_teacher_of_another_tokenizer_is_refused_unless_its_ids_are_said_to_be_the_same(small, tmp_path):

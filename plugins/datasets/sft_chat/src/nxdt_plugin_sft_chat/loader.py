@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import template_names
-from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused, read_records
+from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused
+from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.mixture import mixed
 from nxdt_core.data.packing import shuffled_bins
-from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer
@@ -129,7 +129,6 @@ class ChatData:
         chat_tokenizer: ChatTokenizer = context.tokenizer
         self._config = config
         self._context = context
-        self._section = section
         self._sources = {
             name: ChatData(config.of_source(name), context, section=f"data.sources.{name}") for name in config.sources
         }
@@ -141,7 +140,7 @@ class ChatData:
             raise TemplateMissing(known=template_names())
         self._encoder = Encoder(Renderer(runner), chat_tokenizer, config)
         self._settings = runner.settings
-        self._divided: tuple[dict[SplitName, Records], str] | None = None
+        self._records = SplitRecords(config, example=_EXAMPLE, section=section, empty=EmptySplit, limit_in_digests=True)
 
     def split(self, name: SplitName) -> MapDataset | Mapping[str, MapDataset] | None:
         """Return the samples of a split; None where no files and no fraction are named for it. Several sources are
@@ -162,9 +161,10 @@ class ChatData:
 
     def _of_files(self, name: SplitName) -> ChatDataset | None:
         config, context = self._config, self._context
-        records, source = self._records(name)
-        if records is None:
+        chosen = self._records.of(name)
+        if chosen is None:
             return None
+        records, source = chosen
         decided: tuple[object, ...]
         decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
         if (config.bad_records, config.turn_order) != ("refuse", "refuse"):
@@ -204,32 +204,6 @@ class ChatData:
             return chats()
         name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
         return cached_arrays(directory, name, Chats, chats, _unkept, most_bytes=self._config.cache_bytes)
-
-    def _records(self, name: SplitName) -> tuple[Records | None, str]:
-        """The records of a split, or None where it has no files, and a digest of what decides them."""
-        if self._config.validation_fraction and name != "test":
-            divided, source = self._division()
-            return divided[name], digest(source, name)
-        return self._read(name) if self._config.files(name) else (None, "")
-
-    def _read(self, name: SplitName) -> tuple[Records, str]:
-        config = self._config
-        paths, key = config.files(name), f"{self._section}.{name}_files"
-        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
-        return records[: config.dev_choose_samples], digest(source, config.dev_choose_samples)
-
-    def _division(self) -> tuple[dict[SplitName, Records], str]:
-        """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
-        if self._divided is None:
-            fraction, seed = self._config.validation_fraction, self._config.split_seed
-            records, source = self._read("train")
-            validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
-            parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
-            for split, part in parts.items():
-                if not part:
-                    raise EmptySplit(fraction=fraction, records=len(records), split=split)
-            self._divided = parts, digest(source, fraction, seed)
-        return self._divided
 
 
 def _unkept(error: OSError) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.distributed.collectives import gather_along, reduce_from_group
+from nxdt_core.distributed.collectives import all_to_all, gather_along, reduce_from_group
 from nxdt_core.models.loss import row_chunks
 
 _COPIES = 4
@@ -29,7 +29,7 @@ class Measure:
     """0: KL(teacher ‖ student); 1: KL(student ‖ teacher); between: their generalized Jensen-Shannon divergence."""
     temperature: float = 1.0
     tokens: int | None = None
-    """Columns of logits that are tokens; what is behind them fills the vocabulary up, and is left out. None: all."""
+    """Columns of logits that are tokens of both models; those behind them are left out of both. None: all."""
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -104,6 +104,35 @@ def divergences(student: torch.Tensor, teacher: Teacher, measure: Measure) -> tu
         rows, measure, columns, _group(student), *parts
     )
     return found[0].view(student.shape[:-1]), found[1].view(student.shape[:-1])
+
+
+def shared_like(teacher: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return logits [..., vocab] that ranks share as they would share those of ``rows`` tokens: [..., rows].
+
+    Columns behind the vocabulary are 0. Other logits come back as they are. Collective where shards differ: some
+    rows travel at a time, so that in addition to both shards only copies of those exist.
+    """
+    if not isinstance(teacher, DTensor) or rows == teacher.shape[-1]:
+        return teacher
+    group, local = teacher.device_mesh.get_group(), _rows(teacher)
+    rank, width = group.rank(), rows // group.size()
+    theirs, found = local.shape[1], local.new_zeros((len(local), width))
+    here, there = slice(rank * theirs, (rank + 1) * theirs), slice(rank * width, (rank + 1) * width)
+    going = [_common(here, slice(each * width, (each + 1) * width)) for each in range(group.size())]
+    coming = [_common(slice(each * theirs, (each + 1) * theirs), there) for each in range(group.size())]
+    for part in row_chunks(local, _COPIES):
+        sent = [local[part, each.start - here.start : each.stop - here.start].flatten() for each in going]
+        count = len(local[part])
+        sizes = [count * (each.stop - each.start) for each in coming]
+        arrived = all_to_all(torch.cat(sent), sizes, [len(each) for each in sent], group)
+        for each, values in zip(coming, torch.split(arrived, sizes), strict=True):
+            found[part, each.start - there.start : each.stop - there.start] = values.view(count, each.stop - each.start)
+    return DTensor.from_local(found.view(*_local(teacher).shape[:-1], width), teacher.device_mesh, teacher.placements)
+
+
+def _common(own: slice, other: slice) -> slice:
+    start = max(own.start, other.start)
+    return slice(start, max(start, min(own.stop, other.stop)))
 
 
 class _Divergences(torch.autograd.Function):
@@ -245,7 +274,7 @@ def _cut_like(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     if isinstance(teacher, DTensor):
         return teacher.full_tensor()
     group, width = _group(student), _local(student).shape[-1]
-    return teacher if group is None else teacher.narrow(-1, group.rank() * width, width)
+    return teacher if group is None else teacher[..., group.rank() * width : (group.rank() + 1) * width]
 
 
 def _local(logits: torch.Tensor) -> torch.Tensor:

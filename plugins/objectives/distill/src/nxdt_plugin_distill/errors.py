@@ -13,9 +13,10 @@ TeacherMissing = NxdtError.define(
 
 TeacherVocabularyDiffers = NxdtError.define(
     "NXDT-B002",
-    "A teacher whose vocabulary has another size.",
-    "The teacher {teacher} has logits of {theirs} tokens in {their_rows} rows, and the model of {own} in {own_rows}.",
-    "Train a model with the tokenizer, vocab_size and padding of the teacher, or choose another teacher.",
+    "A teacher whose vocabulary has another size, where it is not known that ids mean the same tokens.",
+    "The teacher {teacher} knows {theirs} tokens, and the model {own}: {reason}.",
+    "Choose a teacher that has a row for each id. Where a tokenizer is unknown and ids mean the same tokens in both, "
+    "set objective.check_tokenizer to false.",
 )
 
 TeacherTokenizerDiffers = NxdtError.define(

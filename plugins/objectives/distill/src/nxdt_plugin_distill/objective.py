@@ -24,7 +24,7 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 from nxdt_plugin_distill.config import DistillConfig
-from nxdt_plugin_distill.divergence import Measure, Teacher, TopTokens, divergences
+from nxdt_plugin_distill.divergence import Measure, Teacher, TopTokens, divergences, shared_like
 from nxdt_plugin_distill.errors import (
     TeacherGivesScores,
     TeacherMissing,
@@ -53,6 +53,8 @@ class Distill:
         self._measure = Measure(beta=config.beta, temperature=config.temperature)
         self._model: ParallelModel | None = None
         self._pipelined = False
+        self._rows: int | None = None
+        """Of the logits of the model that learns; None: those of the teacher are as many."""
         self._coming: Iterator[Teacher] | None = None
         """What the teacher says of the micro-batches of a pass, in their order."""
 
@@ -94,7 +96,8 @@ class Distill:
         return self._config.teacher_config
 
     def check_teacher(self, run: ResolvedConfig, config: ResolvedConfig) -> None:
-        """Check that the model of ``run`` knows the tokens of that of ``config``.
+        """Check that the model of ``run`` knows the tokens of that of ``config``, and choose those to compare: where
+        vocabularies have different sizes, the tokens of both tokenizers.
 
         Raises:
             TeacherGivesScores, TeacherVocabularyDiffers, TeacherTokenizerDiffers, TopKTooLarge: it cannot teach it.
@@ -102,15 +105,20 @@ class Distill:
         own, name = self._config, self._config.teacher
         if getattr(run.selected("model").config, "score_head", False):
             raise TeacherGivesScores(teacher=name)
-        (tokens, rows), theirs = _vocabulary(config), _vocabulary(run)
-        if (tokens, rows) != theirs:
-            raise TeacherVocabularyDiffers(
-                teacher=name, theirs=theirs[0], their_rows=theirs[1], own=tokens, own_rows=rows
-            )
+        data, teacher = _tokenizer(config), _tokenizer(run) if own.check_tokenizer else None
+        if own.check_tokenizer and not _read_alike(data, teacher):
+            raise TeacherTokenizerDiffers(teacher=name)
+        (tokens, self._rows), (known, rows) = _vocabulary(config), _vocabulary(run)
+        if tokens != known:
+            sizes = [each.vocab_size for each in (data, teacher) if each is not None]
+            reason = "the tokenizers of both must be known" if own.check_tokenizer and len(sizes) < 2 else None
+            if data is not None and data.vocab_size > rows:
+                reason = f"the tokenizer of the data has {data.vocab_size} ids, and the teacher {rows} rows"
+            if reason is not None:
+                raise TeacherVocabularyDiffers(teacher=name, theirs=known, own=tokens, reason=reason)
+            tokens = min(tokens, known, *sizes)
         if own.top_k is not None and own.top_k > tokens:
             raise TopKTooLarge(top_k=own.top_k, teacher=name, tokens=tokens)
-        if own.check_tokenizer and not _read_alike(_tokenizer(config), _tokenizer(run)):
-            raise TeacherTokenizerDiffers(teacher=name)
         self._measure = replace(self._measure, tokens=tokens)
 
     def take_teacher(self, teacher: ParallelModel, *, pipelined: bool) -> None:
@@ -128,9 +136,12 @@ class Distill:
         own, teacher = copy.copy(self), self._model
         if teacher is None:
             raise TeacherMissing()
-        groups = [micro_batches] if self._pipelined else [[batch] for batch in micro_batches]
-        coming = (each for group in groups for each in self._asked(teacher, group))
-        own._coming = iter([*coming]) if self._pipelined else coming
+        # A loop over what it says would hold that of one micro-batch while the teacher runs on the next one.
+        own._coming = (
+            iter(self._asked(teacher, micro_batches))
+            if self._pipelined
+            else (self._asked(teacher, [batch])[0] for batch in micro_batches)
+        )
         return own, micro_batches
 
     def _asked(self, teacher: ParallelModel, micro_batches: Sequence[Batch]) -> list[Teacher]:
@@ -141,7 +152,9 @@ class Distill:
 
     def _kept(self, logits: torch.Tensor) -> Teacher:
         top_k = self._config.top_k
-        return logits if top_k is None else TopTokens.of(logits, top_k, self._measure)
+        if top_k is not None:
+            return TopTokens.of(logits, top_k, self._measure)
+        return logits if self._rows is None else shared_like(logits, self._rows)
 
     def _taught(self, logits: torch.Tensor) -> Teacher:
         """Return what the teacher says of the next micro-batch, whose ``logits`` are those of the model."""

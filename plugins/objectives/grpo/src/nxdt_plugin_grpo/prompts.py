@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.rendering import prompt_ids, runner_of
-from nxdt_core.data.files.records import Place, Records, read_records
-from nxdt_core.data.sampler import draw
+from nxdt_core.data.files.records import Place, Records
+from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.tokens import padding_id, text_ids
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
@@ -93,6 +92,7 @@ class Prompts:
             raise DataNeedsTokenizer(dataloader="prompts")
         self._config, self._context = config, context
         self._tokenizer: Tokenizer = context.tokenizer
+        self._records = SplitRecords(config, example=_EXAMPLE)
 
     def split(self, name: SplitName) -> PromptDataset | None:
         """Return the prompts of a split; None where no files and no share are named for it.
@@ -100,24 +100,8 @@ class Prompts:
         Raises:
             NxdtError: of the files, as of :func:`~nxdt_core.data.files.records.read_records`.
         """
-        if self._config.validation_fraction and name != "test":
-            divided, source = self._division
-            return self._dataset(divided[name], digest(source, name))
-        return self._dataset(*self._read(name)) if self._config.files(name) else None
-
-    @cached_property
-    def _division(self) -> tuple[dict[SplitName, Records], str]:
-        fraction, seed = self._config.validation_fraction, self._config.split_seed
-        records, source = self._read("train")
-        validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
-        parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
-        return parts, digest(source, len(records), fraction, seed)
-
-    def _read(self, name: SplitName) -> tuple[Records, str]:
-        config = self._config
-        paths, key = config.files(name), f"data.{name}_files"
-        records, source = read_records(paths, key, example=_EXAMPLE, split=name, columns=config.columns)
-        return records[: config.dev_choose_samples], source
+        chosen = self._records.of(name)
+        return None if chosen is None else self._dataset(*chosen)
 
     def _dataset(self, records: Records, source: str) -> PromptDataset:
         chat = self._tokenizer if isinstance(self._tokenizer, ChatTokenizer) else None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,10 +19,9 @@ from nxdt_core.data.files.records import (
     Records,
     UnusedFields,
     describe_unused,
-    read_records,
 )
+from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.packing import shuffled_bins
-from nxdt_core.data.sampler import draw
 from nxdt_core.data.tokens import padding_id
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
@@ -84,6 +82,7 @@ class PreferenceData:
         self._margins = isinstance(config, PreferenceConfig) and config.margins
         self._context = context
         self._tokenizer: Tokenizer = context.tokenizer
+        self._records = SplitRecords(config, example=self.example, empty=EmptySplit)
         limit = config.max_prompt_length
         self._fitting = TruncatedPairs(
             seq_length=context.seq_length,
@@ -103,28 +102,8 @@ class PreferenceData:
             EmptySplit, PairsCutAlike: no pair is left.
             FieldsUnused: a record has fields that nothing uses, and the configuration refuses them.
         """
-        if self._config.validation_fraction and name != "test":
-            divided, source = self._division
-            return self._dataset(divided[name], digest(source, name), name)
-        return self._dataset(*self._read(name), name) if self._config.files(name) else None
-
-    @cached_property
-    def _division(self) -> tuple[dict[SplitName, Records], str]:
-        """Training records in two, drawn by the seed of the split; each part keeps the order of the files."""
-        fraction, seed = self._config.validation_fraction, self._config.split_seed
-        records, source = self._read("train")
-        validating, training = draw(range(len(records)), round(len(records) * fraction), seed=seed)
-        parts: dict[SplitName, Records] = {"validation": records.take(validating), "train": records.take(training)}
-        for split, part in parts.items():
-            if not part:
-                raise EmptySplit(fraction=fraction, records=len(records), split=split)
-        return parts, digest(source, len(records), fraction, seed)
-
-    def _read(self, name: SplitName) -> tuple[Records, str]:
-        config = self._config
-        paths, key = config.files(name), f"data.{name}_files"
-        records, source = read_records(paths, key, example=self.example, split=name, columns=config.columns)
-        return records[: config.dev_choose_samples], source
+        chosen = self._records.of(name)
+        return None if chosen is None else self._dataset(*chosen, name)
 
     def _dataset(self, records: Records, source: str, name: SplitName) -> PairDataset:
         """The pairs of a split's records, of which ``source`` is a digest."""
