@@ -210,9 +210,9 @@ def new(kind: str, name: str, directory: Path | None, plain: bool) -> None:
     """Write the repository of a new plugin, which installs and passes its own tests.
 
     KIND is a kind of components, such as model, dataset, tokenizer, optimizer, schedule, precision, store, adapter,
-    objective, engine, logger or callback. NAME is that of the distribution, the plugin and the component. The
-    repository has the component, its configuration, tests by the conformance kit, a CI file and a README; that of a
-    model has a recipe, too.
+    objective, engine or callback. NAME is that of the distribution, the plugin and the component. The repository
+    has the component, its configuration, tests by the conformance kit, a CI file and a README; that of a model has a
+    recipe, too.
     """
     from nxdt_core.scaffold.repository import write_repository
 

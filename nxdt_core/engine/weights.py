@@ -27,6 +27,7 @@ __all__ = [
     "check_rules",
     "draw_piece",
     "quantised_weights",
+    "reset_buffers",
     "tie",
 ]
 
@@ -133,14 +134,19 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
     module.to_empty(device=device)
     tie(module, tied)
     empty = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
-    for part in reversed([*module.modules()]):  # a module may replace what its parts compute
-        reset = getattr(part, "reset_buffers", None)
-        if callable(reset):
-            reset()
+    reset_buffers(module)
     found = dict(module.named_buffers())
     chance = [name for name, (buffer, at) in empty.items() if found.get(name) is buffer and buffer._version == at]
     if chance:
         raise BuffersNotReset(buffers=chance)
+
+
+def reset_buffers(module: nn.Module) -> None:
+    """Compute the buffers that are not saved, each by the module that has it."""
+    for part in reversed([*module.modules()]):  # a module may replace what its parts compute
+        reset = getattr(part, "reset_buffers", None)
+        if callable(reset):
+            reset()
 
 
 def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:

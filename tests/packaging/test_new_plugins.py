@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from nxdt_testing.errors import raises
 
 from nxdt_core.api import KINDS
+from nxdt_core.cli.plugins import new
 from nxdt_core.errors.plugins import KindHasNoTemplates
 from nxdt_core.scaffold import repository
 from nxdt_core.scaffold.repository import kind_names, write_repository
@@ -106,6 +108,8 @@ def test_every_kind_has_templates_and_code_of_one_style(tmp_path):
         for file in files:
             text = (tmp_path / f"{kind}-{plain}" / file).read_text()
             assert "{{" not in text.replace("${{", "")
+            modules = re.findall(r"^from (\S+) import ", text, re.MULTILINE)
+            assert len(modules) == len({*modules}), f"{file} imports a module twice"
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,UP,B", "--line-length", "125"]
     done = subprocess.run([*ruff, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -131,11 +135,16 @@ def test_what_cannot_be_written_is_an_error(tmp_path, words, code, said):
     assert said in err
 
 
+def test_the_help_names_kinds_that_there_are():
+    named = re.search(r"such as (.*?)\. NAME", " ".join(new.callback.__doc__.split())).group(1)
+    assert {*re.split(", | or ", named)} <= {*kind_names()}
+
+
 def test_a_kind_without_templates_is_an_error(tmp_path, monkeypatch):
     """A kind of the core may have none, and every folder of templates is of a kind."""
     assert {path.name for path in TEMPLATES.iterdir()} == {"common", "model", "plain_model", *OTHERS}
-    new = replace(KINDS[0], name="notifier")
-    monkeypatch.setattr(repository, "KINDS", (*KINDS, new))
+    notifier = replace(KINDS[0], name="notifier")
+    monkeypatch.setattr(repository, "KINDS", (*KINDS, notifier))
     with raises(KindHasNoTemplates, match="'notifier'") as caught:
         write_repository("notifier", "my-notifier", tmp_path / "my-notifier")
     assert "notifier" not in caught.value.available

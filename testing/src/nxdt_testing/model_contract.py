@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST
+from nxdt_core.engine.weights import reset_buffers
 from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
@@ -82,8 +83,7 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
         with torch.no_grad():  # what was in memory is anything; zeros could be right by chance
             for tensor in (*empty.parameters(), *empty.buffers()):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
-        for part in empty.modules():
-            getattr(part, "reset_buffers", lambda: None)()
+        reset_buffers(empty)
         empty.load_state_dict(model.state_dict())
         ids = tokens(builder, 2, 9)
         assert torch.equal(empty.eval()(ids), model(ids))
@@ -179,14 +179,21 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
         """Six for each weight that a token is multiplied with (experts: some of theirs), and more with the sequence."""
         short, long = builder.flops_per_token(1), builder.flops_per_token(2)
         assert short <= long
-        experts = builder.plan().experts.modules
+        plan = builder.plan()
         dense = everything = 0
         for path, part in model.named_modules():
-            own = list(part.parameters(recurse=False))
-            everything += sum(parameter.numel() for parameter in own)
-            if not isinstance(part, nn.Embedding) and not matches_any(experts, path):
-                dense += sum(parameter.numel() for parameter in own if parameter.ndim > 1)
-        assert 6 * dense <= 2 * short - long <= 6 * everything
+            own = [
+                (parameter.numel(), parameter.ndim > 1 and not matches_any(plan.norms, f"{path}.{name}".lstrip(".")))
+                for name, parameter in part.named_parameters(recurse=False)
+            ]
+            everything += sum(size for size, _ in own)
+            if not isinstance(part, nn.Embedding) and not matches_any(plan.experts.modules, path):
+                dense += sum(size for size, is_matrix in own if is_matrix)
+        without_sequence = 2 * short - long
+        assert 6 * dense <= without_sequence <= 6 * everything, (
+            f"without the sequence's share flops_per_token is {without_sequence:g}; count six for each weight that a "
+            f"token is multiplied with: {6 * dense:g} for all matrices, {6 * everything:g} for all weights"
+        )
 
     def _declared(self, builder: ModelBuilder) -> frozenset[str]:
         if self.capabilities is not None:

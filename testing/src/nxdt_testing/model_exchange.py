@@ -19,6 +19,7 @@ from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import HFExchange, ModelBuilder
 from nxdt_testing.model_plan import tokens
+from nxdt_testing.runs.run import built
 
 __all__ = ["ModelExchange"]
 
@@ -69,7 +70,7 @@ class ModelExchange:
         assert isinstance(again, HFExchange)
         assert json.loads(json.dumps(again.config_to_hf())) == written
         save_hf(tmp_path / "out", builder, model.state_dict())
-        other = again.build().eval()
+        other = built(again).eval()
         other.load_state_dict(load_hf(tmp_path / "out", again), strict=False)  # of tied parameters it has one
         ids = tokens(again, 2, 9)
         found = other(ids)

@@ -18,7 +18,7 @@ from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_testing.runs.run import SEED, differing, fresh
+from nxdt_testing.runs.run import SEED, built, differing, fresh
 
 __all__ = ["ModelPlan", "tokens"]
 
@@ -138,7 +138,7 @@ def _stages(builder: ModelBuilder) -> Iterator[nn.Module]:
     plan = builder.plan()
     if plan.pipeline is None:
         pytest.skip("the plan has no pipeline")
-    whole = builder.build()
+    whole = built(builder)
     for stage in range(_STAGES):
         yield cut_stage(whole, plan, stage=stage, stages=_STAGES)
 

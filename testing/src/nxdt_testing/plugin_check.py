@@ -212,4 +212,7 @@ def _last(report: pytest.TestReport | pytest.CollectReport) -> str:
         return str(found[2]).removeprefix("Skipped: ")
     crash = getattr(found, "reprcrash", None)
     text = str(crash.message if crash is not None else found).strip().splitlines() or [""]
+    if text[0] == "AssertionError":  # an assertion without a message: the statement says what did not hold
+        lines = getattr(found.reprtraceback.reprentries[-1], "lines", ())
+        text = [line[1:].strip() for line in lines if line.startswith(">")] or text
     return text[0].removeprefix("AssertionError: ").removeprefix("Failed: ")

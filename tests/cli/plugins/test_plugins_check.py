@@ -91,6 +91,15 @@ def test_the_tests_of_a_repository_are_run(nxdt, work):
     assert done.stdout.splitlines()[-1] == "2 requirements, 1 broken"
 
 
+def test_an_assertion_without_a_message_is_told_by_its_statement(nxdt, work):
+    (work / "kit.py").write_text("def check(value):\n    assert value == 2\n")
+    (work / "mine" / "tests").mkdir(parents=True)
+    (work / "mine" / "tests" / "test_mine.py").write_text("from kit import check\n\n\ndef test_two():\n    check(1)\n")
+    done = nxdt("plugins", "check", "mine", "--json", env={"PYTHONPATH": str(work)})
+    (result,) = json.loads(done.stdout)
+    assert (result["state"], result["text"]) == ("fail", "assert value == 2")
+
+
 def test_what_cannot_be_checked_is_told(nxdt):
     done = nxdt("plugins", "check", "nobody")
     assert (done.returncode, done.stderr[:12]) == (2, "[NXDT-K020] ")

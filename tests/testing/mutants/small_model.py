@@ -38,15 +38,21 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     core_type: type[CausalAttention] = CausalAttention
     attention_type: type[Attention] = Attention
+    share: torch.Tensor
 
     def __init__(self, masks: DocumentMasks) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.attention = self.attention_type(self.core_type(masks))
+        self.register_buffer("share", torch.tensor(float("nan")), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Compute what the constructor leaves out, as the protocol allows."""
+        self.share.fill_(1.0)
 
     def forward(self, hidden: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
         attended: torch.Tensor = self.attention(self.norm(hidden), document_ids)
-        return hidden + attended
+        return hidden + attended * self.share
 
 
 class Small(nn.Module):

@@ -16,6 +16,7 @@ from torch import nn
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engine.weights import reset_buffers
 from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
@@ -33,6 +34,7 @@ __all__ = [
     "EXACT",
     "Parts",
     "Run",
+    "built",
     "differing",
     "elements",
     "fresh",
@@ -93,9 +95,16 @@ def small_decoder() -> MoEBuilder:
     return MoEBuilder(MoEModelConfig(moe=only))
 
 
+def built(builder: ModelBuilder) -> nn.Module:
+    """Return the whole model on the host, with the buffers that ``reset_buffers`` computes, as an engine builds it."""
+    module = builder.build()
+    reset_buffers(module)
+    return module
+
+
 def fresh(builder: ModelBuilder, seed: int = SEED, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the whole model with its first weights."""
-    module = builder.build()
+    module = built(builder)
     if dtype is not None:
         module.to(dtype)
     initialize(module.named_parameters(), complete_init_rules(builder, dict(module.named_parameters())), seed)
