@@ -301,11 +301,13 @@ class TorchModel:
         return global_norm(tensors, self._mesh.group("world"), device=compute.device, dtype=compute.metrics_dtype)
 
     def _named_shards(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
-        """Every parameter with its place, a tied one's second copy under the owner's name."""
+        """Every parameter that trains with its place, a tied one's second copy under the owner's name. (Those that are
+        frozen have no master.)"""
         owners = {owner: name for name, owner in self._parameters.by_name.items()}
         twins = [(owners[owner], user) for owner, user in self._parameters.twins]
         for name, parameter in [*self._parameters.by_name.items(), *twins]:
-            yield parameter, name, shard_of(parameter, self.padded.get(name), matrix=False)
+            if parameter.requires_grad:
+                yield parameter, name, shard_of(parameter, self.padded.get(name), matrix=False)
 
     def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
         for module in self._layout.modules:

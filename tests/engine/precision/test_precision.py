@@ -125,6 +125,16 @@ def test_a_step_that_changes_nothing_leaves_masters_as_they_were(run_each):
         assert torch.equal(rounded.weights[name], weight), name
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_weights_which_have_no_master_are_not_rounded(run_each, world):
+    """An adapter freezes them as ``model.trainable`` does."""
+    runs = [(f"precision.type=mixed_precision{sr}", "model.trainable=[layers.1]", *FAST) for sr in ("", "SR")]
+    for nearest, rounded in zip(*run_each(world, *runs, steps=2), strict=True):
+        torch.testing.assert_close(rounded.losses, nearest.losses, rtol=0.01, atol=0)
+        frozen = [name for name in nearest.weights if not name.startswith("layers.1.")]
+        assert all(torch.equal(rounded.weights[name], nearest.weights[name]) for name in frozen)
+
+
 def test_masters_are_rounded_alike_in_every_layout(run_each):
     rounded = ("precision.type=mixed_precisionSR", *FAST)
     one, three = run_each(2, *((*rounded, f"{STRATEGY}zero_stage={n}") for n in (1, 3)), steps=1)

@@ -209,6 +209,15 @@ def test_a_teacher_of_another_tokenizer_is_refused_unless_its_ids_are_said_to_be
     train(small(*named, "objective.check_tokenizer=false"))
 
 
+def test_a_model_whose_section_leaves_the_vocabulary_to_its_config_json_is_taught():
+    config = load("recipe:hf-tiny", ["objective.name=distill", "objective.teacher=any", "objective.top_k=273"])
+    objective = build.objective(config)
+    with raises(TopKTooLarge, match="272"):
+        objective.check_teacher(load("recipe:llama-tiny"), config)
+    with raises(TopKTooLarge, match="272"):
+        objective.check_teacher(load("recipe:hf-tiny"), config)
+
+
 def test_more_tokens_than_the_vocabulary_has_are_refused(small):
     with raises(TopKTooLarge, match="272"):
         train(small("objective.top_k=273"))

@@ -189,6 +189,16 @@ def test_a_reward_of_a_third_party_is_a_reward(small, short):
     assert row["rewards/short"] < 0
 
 
+def test_answers_of_one_reward_teach_nothing_whatever_their_mean_is_rounded_to(small, short):
+    assert torch.full((6,), 0.9).std() > 0
+    config = small(
+        short("[0.9] * 6"), "objective.rewards=[short]", "objective.num_generations=6", "trainer.max_steps=1"
+    )
+    train(config)
+    (row,) = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (row["frac_reward_zero_std"], row["grad_norm"]) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -187,7 +187,7 @@ class _Listening:
 def _vocabulary(config: ResolvedConfig) -> tuple[int, int]:
     """Return the tokens that the run's model knows, and the rows of its logits, which may be filled up."""
     rows = build.model_builder(config).vocab_size
-    return getattr(config.selected("model").config, "vocab_size", rows), rows
+    return getattr(config.selected("model").config, "vocab_size", None) or rows, rows
 
 
 def _tokenizer(config: ResolvedConfig) -> Tokenizer | None:

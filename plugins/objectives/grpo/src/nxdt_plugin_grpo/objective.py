@@ -202,24 +202,25 @@ class Grpo:
     def _totals(self, group: Group) -> torch.Tensor:
         """Return the reward of each answer."""
         weights = [(each.weight, group.rewards[each.name]) for each in self._rewards or () if group.answers]
-        total = torch.zeros(len(group.answers), device=HOST)
+        total = torch.zeros(len(group.answers), device=HOST, dtype=torch.float64)
         for weight, scores in weights:
-            total += weight * torch.tensor(scores, device=HOST)
+            total += weight * torch.tensor(scores, device=HOST, dtype=total.dtype)
         return total
 
     def _fill(self, rows: Rows, number: int, group: Group, totals: torch.Tensor, spread: float) -> None:
         """Write the answers of a group, the ``number``-th of a micro-batch."""
         config = self._config
-        deviation = float(totals.std()) if group.answers else 0.0
+        alike = bool((totals == totals[:1]).all())  # the mean of equal numbers is rounded, and they differ from it
+        mean, deviation = (totals[:1], 0.0) if alike else (totals.mean(), float(totals.std()))
         scales = {"group": deviation + _STD_EPSILON, "batch": spread + _STD_EPSILON, "none": 1.0}
-        advantages = (totals - totals.mean()) / scales[config.scale_rewards]
+        advantages = (totals - mean) / scales[config.scale_rewards]
         for place, answer in enumerate(group.answers):
             share = {"dapo": 1.0, "grpo": 1 / len(answer), "dr_grpo": 1 / config.max_completion_length}
             figures: tuple[float, ...] = (
                 1,
                 float(totals[place]),
                 spread,
-                deviation == 0,
+                alike,
                 len(answer),
                 not group.ended[place],
             )
