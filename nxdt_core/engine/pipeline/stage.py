@@ -1,9 +1,9 @@
 """One stage under the stock schedules: stock ``PipelineStage`` with two changes; and the micro-batches that it reads.
 
-Memory: stock allocates two buffers of hidden states for every micro-batch of a step and keeps them permanently, and its
-looped schedules keep all tensors that they sent until the end of the step. Here, a received tensor lives until its
-backward, and a sent one until its send has ended. There are a few of them at a time, independent of the number of
-micro-batches per step.
+Memory: up to 2.14, stock allocates two buffers of hidden states for every micro-batch of a step and keeps them
+permanently, and its looped schedules keep all tensors that they sent until the end of the step. Here, a received tensor
+lives until its backward, and a sent one until its send has ended. There are a few of them at a time, independent of the
+number of micro-batches per step.
 
 FSDP2: stock accumulates unsharded gradients and reduces them once, after the last micro-batch. That is ZeRO-1; for
 ZeRO-2 and ZeRO-3, gradients are reduced here after each backward.
@@ -18,7 +18,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, cast, final
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import stage as stock
 
 from nxdt_core.engine.pipeline.pooled import sent_back, sent_on
 from nxdt_core.protocols.batch import Batch
@@ -35,6 +36,9 @@ from nxdt_core.torch_versions import fsdp_parameter_groups
 
 _REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
 """Whether schedules call ``perform_reduce_grad`` at the end of a step. Those of 2.9 do not."""
+_ALLOCATES = hasattr(stock._RecvInfo, "take_buffer")
+"""Whether stock makes a buffer when it receives, of the shape that the description of the receive says, and forgets it
+when it computes: from 2.15."""
 _SENDS_IN_FLIGHT = 4
 """Of a stage; for more it waits. Peers receive in the order of sending, so that the oldest is the next to go."""
 
@@ -159,6 +163,8 @@ class StreamedStage(StockStage):
         args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
         self._running = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
+        if self._reduces_each and _ALLOCATES:  # 2.15 sets it in forward, to reduce once a step
+            cast(Any, self.submod).set_manual_backward_finalization(False)
         if self._drops:
             stream.drop(fwd_chunk_id)
         return output
@@ -207,16 +213,23 @@ class StreamedStage(StockStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receive of a micro-batch's hidden states, into a buffer made now."""
         if not self.is_first:
-            self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+            self._shape(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receive of the gradient of a micro-batch's output, into a buffer made now."""
         if self.has_backward and not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
+            self._shape(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _allocate(self, infos: tuple[Any, ...], chunk: int) -> None:
+    def _shape(self, infos: tuple[Any, ...], chunk: int) -> None:
+        """Say the shape of hidden states to stock, or make their buffer."""
+        if _ALLOCATES:
+            shape, dtype = self._settings.stream.sent_spec(chunk)
+            stride = torch.empty(shape, device="meta").stride()
+            meta = infos[0].tensor_meta
+            infos[0].tensor_meta = replace(meta, shape=torch.Size(shape), stride=stride, dtype=dtype)
+            return
         infos[0].buffer = self._settings.stream.buffer(chunk)
         for info in infos[1:]:
             info.buffer = self._settings.no_shares(self.device).detach()
@@ -291,6 +304,18 @@ class StreamedStage(StockStage):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def start_gradient_reduction(self) -> None:
+        """As :meth:`perform_reduce_grad`: from 2.15, some schedules start this and wait later."""
+        if self._reduces_each:
+            self.perform_reduce_grad(1)
+        else:
+            super().start_gradient_reduction()  # type: ignore[misc]
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Wait for what :meth:`start_gradient_reduction` has begun."""
+        if not self._reduces_each:
+            super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
+
     def _reduce_from_now(self, last_backward: bool) -> None:
         """Let FSDP2 reduce-scatter after backward; replicas (HSDP) sum up once a step."""
         module = cast(FSDPModule, self.submod)
@@ -309,7 +334,7 @@ class StreamedStage(StockStage):
 
 
 def _release(infos: tuple[Any, ...]) -> None:
-    for info in infos:
+    for info in () if _ALLOCATES else infos:
         info.buffer = torch.empty(0)  # not None: up to 2.11 stock sets its gradient to None after each step
 
 
@@ -329,10 +354,12 @@ def _read_in_backward(module: FSDPModule) -> bool:
 def _run_post_backward(module: FSDPModule) -> None:
     """Run what FSDP2 runs after backward, with its current settings. FSDP2 has no public call for that; torch's
     ``perform_reduce_grad`` does the same."""
-    root = module._get_fsdp_state()
+    root: Any = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in fsdp_parameter_groups(state):
             group.post_backward()
+    if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:  # 2.15 sets it in backward
+        root._state_ctx.manual_backward_finalization_active = root._state_ctx.manual_backward_finalization
     root._root_post_backward_final_callback()
 
 
