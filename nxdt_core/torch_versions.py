@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that are supported, 2.9 to 2.14, under one name each.
+"""What differs between the versions of torch that are supported, 2.9 to 2.15, under one name each.
 
 Each name looks for the newer call first, so that a fallback can be deleted with the version that needs it. How stages
 of the stock pipeline differ is in :mod:`nxdt_core.engine.pipeline.stage`, and what an older version

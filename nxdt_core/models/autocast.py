@@ -1,6 +1,6 @@
 """The dtype that matrix products run in: what autocast makes of the dtype of their inputs.
 
-Compiled layers use these functions. They ask what torch 2.9 to 2.14 all trace, unlike
+Compiled layers use these functions. They ask what torch 2.9 to 2.15 all trace, unlike
 ``torch.amp.is_autocast_available``, which breaks graphs up to 2.11. Of the devices that nxdt uses, only ``meta``
 has no autocast. There, the host's autocast says in which dtype a run that is planned would compute.
 """
