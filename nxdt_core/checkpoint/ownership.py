@@ -155,11 +155,9 @@ def own(
 
 
 @contextmanager
-def owned(
-    storage: CheckpointStore, *, run: str, say: Callable[[str], None], expiry_s: float = EXPIRY_S
-) -> Iterator[Ownership]:
+def owned(storage: CheckpointStore, *, run: str, say: Callable[[str], None]) -> Iterator[Ownership]:
     """:func:`own` for a block: what a command does that changes a store."""
-    ownership = own(storage, run=run, say=say, expiry_s=expiry_s)
+    ownership = own(storage, run=run, say=say)
     try:
         yield ownership
     finally:

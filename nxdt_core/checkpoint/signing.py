@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.checkpoint.format.digests import STRONG, Algorithm
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
@@ -154,13 +154,7 @@ class Signer:
 
     @cached_property
     def _key(self) -> Ed25519PrivateKey:
-        with _library(str(self._path)):
-            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-            from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-        key = _read_key(self._path, "private", lambda data: load_pem_private_key(data, password=None))
-        if not isinstance(key, Ed25519PrivateKey):
-            raise _unusable(self._path, "private", f"it is a {type(key).__name__}, not an Ed25519 key")
+        key: Ed25519PrivateKey = _read_key(self._path, "private")
         return key
 
     @cached_property
@@ -206,7 +200,7 @@ class TrustedKeys:
             SigningLibraryMissing: the library is not installed.
             SigningKeyUnusable: a file does not hold such a key.
         """
-        return tuple(fingerprint_of(_read_public(path)) for path in self._paths)
+        return tuple(fingerprint_of(_read_key(path, "public").public_bytes_raw()) for path in self._paths)
 
     def check(self, storage: CheckpointStore, manifest: Manifest, data: bytes) -> Signature:
         """Return the signature of a checkpoint that one of the keys has signed, and refuse any other.
@@ -270,29 +264,25 @@ def check_signature(signature: Signature, manifest: Manifest, data: bytes, *, wh
         raise CheckpointDigestsWeak(where=where, reason=reason)
 
 
-def _read_public(path: Path) -> bytes:
+def _read_key(path: Path, kind: Literal["private", "public"]) -> Any:
     with _library(str(path)):
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
-    key = _read_key(path, "public", load_pem_public_key)
-    if not isinstance(key, Ed25519PublicKey):
-        raise _unusable(path, "public", f"it is a {type(key).__name__}, not an Ed25519 key")
-    return key.public_bytes_raw()
-
-
-def _read_key(path: Path, kind: str, load: Callable[[bytes], Any]) -> Any:
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_KEY_BYTES)
     except OSError as error:
         raise _unusable(path, kind, error.strerror or str(error)) from error
     try:
-        return load(data)
+        key = load_pem_public_key(data) if kind == "public" else load_pem_private_key(data, password=None)
     except TypeError as error:
         raise _unusable(path, kind, "it is encrypted with a passphrase") from error
     except Exception as error:  # the library raises ValueError and its own errors
         raise _unusable(path, kind, f"it does not hold a {kind} key in PEM") from error
+    if not isinstance(key, Ed25519PublicKey if kind == "public" else Ed25519PrivateKey):
+        raise _unusable(path, kind, f"it is a {type(key).__name__}, not an Ed25519 key")
+    return key
 
 
 def _unusable(path: Path, kind: str, reason: str) -> StorageError:

@@ -174,7 +174,7 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield (
         "step",
         f"{batch} = {_billions(found.tokens_per_step)} tokens, {_count(found.flops_per_step)}FLOP;"
-        f" {_plural(found.micro_batches, 'micro-batch', 'micro-batches')} of {data.micro_batch_size} per rank",
+        f" {found.micro_batches:,} micro-batch{'es' * (found.micro_batches != 1)} of {data.micro_batch_size} per rank",
     )
     if sizes.pp > 1:
         yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"
@@ -273,10 +273,6 @@ def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:
 def _billions(number: int) -> str:
     """Return a count in the notation of model sizes: ``70.6B``."""
     return _count(number).replace(" ", "").replace("G", "B")
-
-
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
 
 
 def _count(number: float) -> str:

@@ -338,23 +338,17 @@ def _list_kind(kernel: Kernel, kind: str, json_output: bool) -> None:
     """Print the components of one kind."""
     found = kernel.registry.all(kind)
     if json_output:
-        print_json(
-            [
-                {
-                    "name": each.record.name,
-                    "aliases": list(each.record.aliases),
-                    "plugin": each.plugin,
-                    "dist": each.dist,
-                    "version": each.version,
-                    "capabilities": sorted(each.record.capabilities),
-                    "summary": each.record.summary,
-                }
-                for each in found
-            ]
-        )
+        print_json([_described(each, plugin=each.plugin, dist=each.dist, version=each.version) for each in found])
         return
     rows = [(_row(each)[1], each.plugin, f"{each.dist} {each.version}".rstrip(), each.record.summary) for each in found]
     print_table(("NAME", "PLUGIN", "DIST", "SUMMARY"), rows)
+
+
+def _described(component: RegisteredComponent, **origin: str) -> dict[str, object]:
+    """One component in ``--json``; keys are only ever added."""
+    record = component.record
+    named = {"name": record.name, "aliases": list(record.aliases)}
+    return {**named, **origin, "capabilities": sorted(record.capabilities), "summary": record.summary}
 
 
 def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
@@ -373,16 +367,7 @@ def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
 
 def _with_details(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
     """One plugin in ``plugins show --json``: what ``list`` has, and more of it."""
-    details = [
-        {
-            "kind": each.kind,
-            "name": each.record.name,
-            "aliases": list(each.record.aliases),
-            "capabilities": sorted(each.record.capabilities),
-            "summary": each.record.summary,
-        }
-        for each in _components(kernel, plugin)
-    ]
+    details = [{"kind": each.kind, **_described(each)} for each in _components(kernel, plugin)]
     more = {"module": plugin.module, "location": plugin.location, "requires": list(plugin.requires)}
     return {**_as_object(kernel, plugin), **more, "components": details}
 

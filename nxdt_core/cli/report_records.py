@@ -161,7 +161,7 @@ def _events(directory: Path, metrics: list[Row]) -> Iterable[tuple[str, str, str
     return found
 
 
-def _generations(directory: Path, newest: int = 12) -> Iterator[tuple[int, str, str]]:
+def _generations(directory: Path) -> Iterator[tuple[int, str, str]]:
     rows = map(json_object, _lines(directory / "generations.jsonl"))
-    for row in deque((row for row in rows if type(row.get("step")) is int), maxlen=newest):
+    for row in deque((row for row in rows if type(row.get("step")) is int), maxlen=12):
         yield row["step"], str(row.get("prompt", "")), str(row.get("text", ""))

@@ -224,8 +224,7 @@ def _shards(group: dist.ProcessGroup) -> SequenceShards:
 class LabelLogProbs:
     """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
 
-    def __init__(self, config: object = None) -> None:
-        del config
+    def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
         """Of each micro-batch that came by here, float [rows, seq / cp]; 0 where there is no label."""
 
