@@ -112,6 +112,7 @@ class GlobalBatch:
             numbers=step_numbers(self._compute.seed, self._step, batch),
             ids=batch.input_ids,
             labels=batch.labels,
+            head_loss=getattr(self._objective, "head_loss", None),
             aux_loss_scale=self._aux_loss_scale,
             vocabulary_loss=self._compute.vocabulary_loss,
             sequences=self._sequences,

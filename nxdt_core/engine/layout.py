@@ -104,7 +104,6 @@ class LayoutOptions:
             pipeline_cuts=None,
             recompute_granularity=None,
             recompute_names=(),
-            loss_chunk_tokens=None,
             base_dtype=None,
         )
 

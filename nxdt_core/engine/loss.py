@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from nxdt_core.engine.compile import one_graph
@@ -38,7 +39,13 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.torch_versions import all_gather_single
 
-__all__ = ["chunk_loss", "compiled_rows", "linear_cross_entropies", "vocabulary_parallel_cross_entropies"]
+__all__ = [
+    "ChunkedHead",
+    "chunk_loss",
+    "compiled_rows",
+    "linear_cross_entropies",
+    "vocabulary_parallel_cross_entropies",
+]
 
 
 def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: RowKernels = IN_CHUNKS) -> None:
@@ -64,31 +71,99 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: R
             continue
         if type(head) not in (nn.Linear, VocabParallelHead) or getattr(head, "update", None) is not None:
             raise HeadNotLinear(path=path, kind=type(head).__qualname__)
-        head.forward = _ChunkedForward(head, head.forward, tokens, kernels)
+        head.forward = _ChunkedForward(module, head, tokens, kernels)
         head.computes_losses = True
 
 
 class _ChunkedForward:
     """The forward of a head."""
 
-    def __init__(
-        self, head: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor], tokens: int, kernels: RowKernels
-    ) -> None:
-        self._head, self._logits, self._tokens, self._kernels = head, logits, tokens, kernels
+    def __init__(self, stage: nn.Module, head: nn.Module, tokens: int, kernels: RowKernels) -> None:
+        self._stage, self._head, self._tokens, self._kernels = stage, head, tokens, kernels
+        self._logits: Callable[[torch.Tensor], torch.Tensor] = head.forward
 
     def __call__(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
         """Losses, or logits where these are what is asked for, of ``hidden`` [batch, seq, hidden]."""
-        labels = step_of(step).labels
+        step = step_of(step)
+        labels = step.labels
         if labels is None:
             return self._logits(hidden)
-        head, dtype = self._head, compute_dtype(hidden)
-        bias = None if head.bias is None else local_part(head.bias).to(dtype)  # type: ignore[arg-type]
-        weight = local_part(head.weight).to(dtype)  # type: ignore[arg-type]
+        chunked, head = ChunkedHead(self._stage, self._head, hidden.flatten(0, -2), self._tokens), self._head
+        if step.head_loss is not None:
+            return TokenLosses.wrap(step.head_loss(chunked, step).view(*labels.shape, -1), labels)
         group = head.mesh.get_group() if isinstance(head, VocabParallelHead) else None
-        losses = linear_cross_entropies(
-            hidden.to(dtype), weight, bias, labels, tokens=self._tokens, kernels=self._kernels, group=group
-        )
+        inputs = chunked.inputs(hidden)
+        losses = linear_cross_entropies(*inputs, labels, tokens=self._tokens, kernels=self._kernels, group=group)
         return TokenLosses.wrap(losses, labels)
+
+
+class ChunkedHead:
+    """A head and what it is applied to, for a loss that is computed from the logits of some tokens at a time."""
+
+    def __init__(self, stage: nn.Module, head: nn.Module, hidden: torch.Tensor, tokens: int) -> None:
+        """``stage`` has the ``head``; ``hidden`` [rows, hidden]; ``tokens`` are those of a chunk."""
+        self._stage, self._head, self._tokens, self._dtype = stage, head, tokens, compute_dtype(hidden)
+        self.hidden = hidden
+
+    def logits(self, part: slice) -> torch.Tensor:
+        """Return the logits of some rows, without gradients; also after the pass of the head's model. Collective."""
+        for each in (self._stage, self._head):
+            if isinstance(each, FSDPModule):
+                each.unshard()
+        with torch.no_grad():
+            return self._as_sharded(functional.linear(*self.inputs(self.hidden[part])))
+
+    def measured(self, measure: Callable[[torch.Tensor, slice], torch.Tensor]) -> torch.Tensor:
+        """Return what ``measure`` makes of the logits of all rows: [rows, terms]; differentiable once.
+
+        Args:
+            measure: called with the logits of some rows, as :meth:`logits` returns them, and with these rows; it
+                returns [rows, terms], equal on all ranks that share the vocabulary. Backward calls it again.
+        """
+        found: torch.Tensor = _Measured.apply(  # type: ignore[no-untyped-call]
+            *self.inputs(self.hidden), self._tokens, lambda local, part: measure(self._as_sharded(local), part)
+        )
+        return found
+
+    def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return ``hidden``, this rank's weight and its bias, in the dtype of matrix products."""
+        weight, bias = self._head.weight, self._head.bias
+        own = local_part(weight).to(self._dtype)  # type: ignore[arg-type]
+        return hidden.to(self._dtype), own, None if bias is None else local_part(bias).to(self._dtype)  # type: ignore[arg-type]
+
+    def _as_sharded(self, local: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self._head, VocabParallelHead):
+            return local
+        return DTensor.from_local(local, self._head.mesh, [Shard(-1)], run_check=False)
+
+
+class _Measured(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tokens: int,
+        measure: Callable[[torch.Tensor, slice], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.tokens, ctx.measure = tokens, measure
+        chunks = _chunks(hidden, tokens)
+        return torch.cat([measure(functional.linear(hidden[part], weight, bias), part) for part in chunks])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+
+        def of_logits(logits: torch.Tensor, part: slice) -> torch.Tensor:
+            with torch.enable_grad():
+                values = ctx.measure(logits.requires_grad_(), part)
+            (found,) = torch.autograd.grad(values, logits, grad[part])
+            return found
+
+        return *_gradients_of_linear(ctx, hidden, weight, bias, of_logits), None, None
 
 
 def linear_cross_entropies(
@@ -155,26 +230,42 @@ class _CrossEntropies(torch.autograd.Function):
         hits = -torch.ones_like(log_sums)
         if elsewhere is not None:
             hits = hits.masked_fill_(elsewhere, 0)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # In full precision: a sum over chunks in the weights' own would be rounded with each.
-        grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=log_sums.dtype) if ctx.needs_input_grad[2] else None
-        for chunk in _chunks(hidden, ctx.tokens):
-            logits = functional.linear(hidden[chunk], weight, bias)
-            rows = ctx.kernels.gradients(logits, columns[chunk], log_sums[chunk], hits[chunk], grad[chunk], logits)
-            if grad_hidden is not None:
-                torch.mm(rows, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                _add_product(grad_weight, rows.t(), hidden[chunk])
-            if grad_bias is not None:
-                grad_bias += rows.sum(0, dtype=grad_bias.dtype)
-            del logits, rows  # before those of the next chunk are made
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None, None, None, None),
-        )
+
+        def of_logits(logits: torch.Tensor, chunk: slice) -> torch.Tensor:
+            given = columns[chunk], log_sums[chunk], hits[chunk], grad[chunk]
+            return ctx.kernels.gradients(logits, *given, logits)  # type: ignore[no-any-return]
+
+        return *_gradients_of_linear(ctx, hidden, weight, bias, of_logits), None, None, None, None
+
+
+def _gradients_of_linear(
+    ctx: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    of_logits: Callable[[torch.Tensor, slice], torch.Tensor],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of a linear layer's inputs and parameters, where ``of_logits`` makes those of some rows of
+    its outputs, which it may overwrite."""
+    sums = torch.promote_types(hidden.dtype, torch.float32)
+    grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    # In full precision: a sum over chunks in the weights' own would be rounded with each.
+    grad_weight = torch.zeros_like(weight, dtype=sums) if ctx.needs_input_grad[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=sums) if bias is not None and ctx.needs_input_grad[2] else None
+    for chunk in _chunks(hidden, ctx.tokens):
+        rows = of_logits(functional.linear(hidden[chunk], weight, bias), chunk)
+        if grad_hidden is not None:
+            torch.mm(rows, weight, out=grad_hidden[chunk])
+        if grad_weight is not None:
+            _add_product(grad_weight, rows.t(), hidden[chunk])
+        if grad_bias is not None:
+            grad_bias += rows.sum(0, dtype=grad_bias.dtype)
+        del rows  # before those of the next chunk are made
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+    )
 
 
 def _chunks(rows: torch.Tensor, tokens: int) -> list[slice]:

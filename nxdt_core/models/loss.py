@@ -170,7 +170,8 @@ def head_output(head: nn.Module, hidden: torch.Tensor, step: StepContext | None)
 
 
 class TokenLosses(torch.Tensor):
-    """Cross-entropies [batch, seq] of one micro-batch, which only :func:`~nxdt_core.models.loss.cross_entropies` takes.
+    """Cross-entropies [batch, seq] of one micro-batch, which only :func:`~nxdt_core.models.loss.cross_entropies` takes;
+    or what an objective's own ``head_loss`` returned, [batch, seq, terms].
 
     Any other use fails instead of being wrong silently.
     """
@@ -179,7 +180,7 @@ class TokenLosses(torch.Tensor):
 
     @classmethod
     def wrap(cls, losses: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
-        """``losses`` of ``labels``, both [batch, seq]."""
+        """``losses`` [batch, seq] or [batch, seq, terms] of ``labels`` [batch, seq]."""
         wrapped = losses.as_subclass(cls)
         wrapped.labels = labels
         return wrapped

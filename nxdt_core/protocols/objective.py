@@ -78,7 +78,8 @@ class Objective(Protocol):
 
     One that is not a mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
     One whose loss needs a figure of the whole global batch has a method ``prepare``
-    (:func:`nxdt_core.protocols.parallel_model.prepare`).
+    (:func:`nxdt_core.protocols.parallel_model.prepare`). One that compares more than the labels may have a method
+    ``head_loss`` (:attr:`nxdt_core.protocols.step_context.StepContext.head_loss`) for ``model.loss_chunk_tokens``.
     """
 
     def __init__(self, config: Any) -> None: ...

@@ -58,6 +58,10 @@ class StepContext:
     labels: torch.Tensor | None = None
     """int64 [rows, tokens] in a pass for a loss: a head may return the losses of these labels instead of logits. None:
     logits are wanted."""
+    head_loss: Callable[[Any, StepContext], torch.Tensor] | None = None
+    """The objective's own terms [rows · tokens, terms], which it takes in place of logits, from a head that computes
+    losses of some tokens at a time (:class:`nxdt_core.engine.loss.ChunkedHead`). None: cross-entropies of the labels.
+    """
     masks: Mapping[str, Any] = field(default_factory=dict)
     """What attention needs of packed documents, made before a compiled layer runs; by the names of
     :class:`nxdt_core.models.attention.documents.DocumentMasks`."""

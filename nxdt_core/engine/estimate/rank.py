@@ -145,7 +145,8 @@ def _given(work: Workload, batch: Batch, number: int, hidden_size: int) -> Stage
 
 def _step(work: Workload, batch: Batch) -> StepContext:
     of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
-    return StepContext(labels=batch.labels, vocabulary_loss=of_rows)
+    head_loss = getattr(work.objective, "head_loss", None)
+    return StepContext(labels=batch.labels, head_loss=head_loss, vocabulary_loss=of_rows)
 
 
 def _trace(

@@ -42,7 +42,7 @@ MIXTRAL = ("model.name=mixtral", "model.moe={num_experts: 4, dropless: true, rou
 GPT = ("model.vocab_size=260", "model.make_vocab_size_divisible_by=520", "data.seq_length=32")
 """Half of the rows fill the vocabulary up: with two tensor parallel ranks, the second has no token."""
 WIDER = ("objective.check_tokenizer=false",)
-"""The teacher has 320 rows, and the student 272. The tokenizer of the data has 259 ids."""
+"""The teacher has 320 rows, tied to its embedding, and the student 272. The tokenizer of the data has 259 ids."""
 NARROWER = (*WIDER, "model.vocab_size=400", "objective.beta=0.5")
 """The student has more rows than the teacher."""
 STRATEGY = "distributed_strategy."
@@ -69,11 +69,21 @@ OPTIONS = {
     "wider": WIDER,
     "wider-top": (*WIDER, "objective.top_k=5"),
     "narrower": NARROWER,
+    "chunks": ("model.loss_chunk_tokens=10", "objective.beta=0.5"),
+    "chunks-top": ("model.loss_chunk_tokens=10", "objective.top_k=5"),
+    "chunks-wider": (*WIDER, "model.loss_chunk_tokens=10"),
+    "chunks-lora": ("model.loss_chunk_tokens=10", "adapter.name=lora", "adapter.lora_dropout=0"),
 }
 DEFAULT = (
     *(("dp2-zero1", "forward"), ("dp2-zero3", "reverse"), ("tp2-sp", "jsd"), ("tp2-sp", "top")),
     *(("pp2", "top"), ("pp2", "forward"), ("cp2", "chats"), ("ep2", "experts"), ("tp2-sp", "padded-top")),
-    *(("tp2-sp", "wider"), ("tp2-sp", "narrower")),
+    *(
+        ("tp2-sp", "wider"),
+        ("tp2-sp", "narrower"),
+        ("tp2-sp", "chunks-wider"),
+        ("dp2-zero3", "chunks"),
+        ("pp2", "chunks"),
+    ),
 )
 
 
@@ -92,6 +102,7 @@ def teachers(tmp_path_factory):
             max_position_embeddings=128,
             initializer_range=0.2,
             sliding_window=None,
+            tie_word_embeddings=rows == 320,
         )
         found[rows] = str(tmp_path_factory.mktemp(f"teacher-{rows}"))
         transformers.MistralForCausalLM(config).save_pretrained(found[rows])
@@ -126,10 +137,18 @@ def alone(tmp_path_factory, teachers):
 
     @cache
     def of(options):
-        whole = (*OPTIONS[options], *(() if options == "experts" else ("data.micro_batch_size=4",)))
+        logits = (each for each in OPTIONS[options] if not each.startswith("model.loss_chunk_tokens"))
+        whole = (*logits, *(() if options == "experts" else ("data.micro_batch_size=4",)))
         return RankPool(1).run(learn, str(tmp_path_factory.mktemp("alone")), teachers, 1, whole)[0]
 
     return of
+
+
+@pytest.mark.parametrize("options", ["chunks", "chunks-top"])
+def test_some_tokens_at_a_time_give_the_numbers_of_whole_logits(tmp_path, teachers, alone, options):
+    one = (*OPTIONS[options], "data.micro_batch_size=4")
+    (found,) = RankPool(1).run(learn, str(tmp_path), teachers, 1, one)
+    assert found == [pytest.approx(row, rel=1e-12, abs=1e-12) for row in alone(options)]
 
 
 def compared(parts: tuple[bool, bool]) -> tuple[list[float], list[float]]:

@@ -21,6 +21,8 @@ from nxdt_plugin_distill.objective import Distill
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
@@ -118,6 +120,27 @@ def test_the_logits_of_one_micro_batch_of_the_teacher_are_held(small):
     assert alive == [0, 0]
 
 
+def test_some_tokens_at_a_time_need_no_tensor_of_all_logits(small):
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            sizes.extend(each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+            return result
+
+    logits, found = 2 * 32 * 272, {}
+    for tokens in ("null", "16"):
+        sizes.clear()
+        with TrainSession(small(f"model.loss_chunk_tokens={tokens}")) as session:
+            batch = next(session.batches())
+            with Watch():
+                step = session.step(batch)
+        found[tokens] = max(sizes), float(step.loss.loss), float(step.grad_norm)
+    assert found["null"][0] >= logits > found["16"][0]
+    assert found["16"][1:] == pytest.approx(found["null"][1:], rel=1e-5)
+
+
 def test_a_model_that_is_its_own_teacher_differs_from_it_in_nothing(small, teacher):
     same = ("model.num_layers=3", "model.num_attention_heads=4", "model.share_embeddings_and_output_weights=true")
     begins = (f"checkpoint.resume_from={teacher.checkpoint_uri}", "checkpoint.weight_init_only=true")
@@ -159,7 +182,6 @@ def test_a_step_of_the_teacher_may_be_named(small, teacher):
         ("objective.kd_ratio=-0.1", "objective.kd_ratio"),
         ("objective={top_k: 3, beta: 0.5}", "beta is 0.5"),
         ("objective.teacher=null", "objective.teacher"),
-        ("model.loss_chunk_tokens=16", "distillation compares logits"),
         ("parallel_engine.name=bare", "frozen_model"),
     ],
 )
@@ -263,6 +285,8 @@ def test_a_plan_counts_the_teacher(small, teacher):
     described = memory("objective.teacher=nowhere", "objective.teacher_config=recipe:llama-small")
     assert described.weights > found.weights
     assert memory("objective.top_k=4").logits < found.logits
+    chunked = plan(small("model.loss_chunk_tokens=8")).estimate.fullest.memory
+    assert chunked.total < found.total - 2 * logits
     pipeline = ("trainer.devices=2", "distributed_strategy.pipeline_model_parallel_size=2", "data.micro_batch_size=1")
     assert memory(*pipeline).logits - memory(*pipeline, "objective.top_k=4").logits > 3 * logits / 2
     sharded = ("trainer.devices=4", "distributed_strategy.zero_stage=3", "data.micro_batch_size=1")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
-from nxdt_core.models.loss import cross_entropies
+from nxdt_core.models.loss import TokenLosses, cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.parallel_model import ParallelModel
@@ -32,6 +32,9 @@ from nxdt_plugin_distill.errors import (
     TeacherVocabularyDiffers,
     TopKTooLarge,
 )
+
+if TYPE_CHECKING:
+    from nxdt_core.engine.loss import ChunkedHead
 
 _COMPARED = 4096
 """Ids of two tokenizers at most."""
@@ -55,7 +58,9 @@ class Distill:
         self._pipelined = False
         self._rows: int | None = None
         """Of the logits of the model that learns; None: those of the teacher are as many."""
-        self._coming: Iterator[Teacher] | None = None
+        self._hidden_bytes = 0
+        """Of the last hidden states that a head was applied to, for an estimate."""
+        self._coming: Iterator[Teacher | ChunkedHead] | None = None
         """What the teacher says of the micro-batches of a pass, in their order."""
 
     def weight(self, batch: Batch) -> torch.Tensor:
@@ -69,10 +74,10 @@ class Distill:
             TeacherMissing: there is none.
         """
         share = self._config.kd_ratio
-        hard, compared = (logits if weighs else logits.detach() for weighs in (1 - share, share))
-        # First, so that its backward, which holds another gradient, comes when the teacher's logits are freed.
-        cross = cross_entropies(hard, batch.labels, step)
-        soft, same = divergences(compared, self._taught(logits), self._measure)
+        if isinstance(logits, TokenLosses):  # of :meth:`head_loss`
+            cross, soft, same = logits.of(batch.labels).unbind(-1)
+        else:
+            cross, soft, same = self._terms(logits, batch.labels, step, self._taught(logits))
         trained = (batch.labels != IGNORE_INDEX).to(soft)
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
         losses = {"ce_loss": (cross * weights).sum(), "kd_loss": (soft * weights).sum()}
@@ -82,6 +87,27 @@ class Distill:
             weight=self.weight(batch),
             metrics={**metrics, "top1_agreement": (same * weights).sum()},
         )
+
+    def _terms(
+        self, logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None, teacher: Teacher
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the cross-entropy and the divergence of each token, and whether both models' likeliest is the same."""
+        share = self._config.kd_ratio
+        hard, compared = (logits if weighs else logits.detach() for weighs in (1 - share, share))
+        # First, so that its backward, which holds another gradient, comes when the teacher's logits are freed.
+        cross = cross_entropies(hard, labels, step)
+        return cross, *divergences(compared, teacher, self._measure)
+
+    def head_loss(self, head: ChunkedHead, step: StepContext) -> torch.Tensor:
+        """Return the terms of each token, [rows, 3], from the logits of some tokens of both models at a time."""
+        assert step.labels is not None  # as of every pass for a loss
+        labels, self._hidden_bytes = step.labels.flatten(), head.hidden.nbytes
+        teacher = head if head.hidden.device.type == "meta" else self._next()  # as in :meth:`_taught`
+
+        def terms(logits: torch.Tensor, part: slice) -> torch.Tensor:
+            return torch.stack(self._terms(logits, labels[part], step, self._kept(teacher.logits(part))), dim=-1)
+
+        return head.measured(terms)
 
     # The teacher.
 
@@ -127,6 +153,8 @@ class Distill:
 
     def kept_bytes(self, logits: torch.Tensor) -> int:
         """Return the bytes that are kept of the teacher's logits of a micro-batch."""
+        if isinstance(logits, TokenLosses):
+            return self._hidden_bytes
         kept = self._kept(logits)
         return kept.logits.nbytes + kept.ids.nbytes if isinstance(kept, TopTokens) else kept.nbytes
 
@@ -144,8 +172,8 @@ class Distill:
         )
         return own, micro_batches
 
-    def _asked(self, teacher: ParallelModel, micro_batches: Sequence[Batch]) -> list[Teacher]:
-        """Run the teacher; of a pipeline the last stage has its logits."""
+    def _asked(self, teacher: ParallelModel, micro_batches: Sequence[Batch]) -> list[Teacher | ChunkedHead]:
+        """Run the teacher; of a pipeline the last stage has its logits, or its hidden states with their head."""
         listening = _Listening(self._kept)
         teacher.run_eval(micro_batches, listening)
         return listening.heard
@@ -160,6 +188,10 @@ class Distill:
         """Return what the teacher says of the next micro-batch, whose ``logits`` are those of the model."""
         if logits.device.type == "meta":  # an estimate: something of the same size
             return self._kept(torch.empty_like(logits))
+        said: Teacher = self._next()
+        return said
+
+    def _next(self) -> Any:
         said = None if self._coming is None else next(self._coming, None)
         if said is None:
             raise TeacherMissing()
@@ -171,7 +203,12 @@ class _Listening:
 
     def __init__(self, kept: Any) -> None:
         self._kept = kept
-        self.heard: list[Teacher] = []
+        self.heard: list[Teacher | ChunkedHead] = []
+
+    def head_loss(self, head: ChunkedHead, step: StepContext) -> torch.Tensor:
+        """Keep a head that computes some logits at a time."""
+        self.heard.append(head)
+        return head.hidden.new_zeros(len(head.hidden))
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Return the weight of the tokens: nothing is divided by it."""
@@ -179,7 +216,8 @@ class _Listening:
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab]."""
-        self.heard.append(self._kept(logits))
+        if not isinstance(logits, TokenLosses):
+            self.heard.append(self._kept(logits))
         weight = self.weight(batch)
         return ObjectiveOutput(loss_sum=torch.zeros_like(weight), weight=weight)
 
