@@ -202,7 +202,7 @@ def _small(text: str, coloured: bool) -> str:
 
 
 def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
-    from nxdt_core.data.files.records import describe_unused
+    from nxdt_core.data.files.records import count_records, describe_unused
 
     report = found.report
     known = found.samples is not None and report.of_records is None
@@ -220,9 +220,9 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
             f"95 % at most {lengths['p95']:,.0f}",
         )
     if report.truncated:
-        yield "truncated", f"{report.truncated:,} records"
+        yield "truncated", count_records(report.truncated)
     for reason, count in report.left_out.items():
-        yield "left out", f"{count:,} records: {reason}"
+        yield "left out", f"{count_records(count)}: {reason}"
     for reason in report.bad[:_BAD]:
         yield "", reason
     if report.unused:

@@ -334,6 +334,8 @@ class _Document:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         parts = [getattr(error, "context", None), getattr(error, "problem", None)]
         reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
+        if parts[0] == "while scanning an alias":
+            reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
         line = mark.line + 1 if mark is not None else 0
         return YamlSyntax(place=f"{self.source}:{line}" if line else self.source, line=line, key="", reason=reason)
 

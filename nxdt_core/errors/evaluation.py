@@ -29,7 +29,7 @@ PromptMissing = NxdtError.define(
 NothingToJudge = NxdtError.define(
     "NXDT-E004",
     "Neither records nor tasks.",
-    "There is nothing to judge by: {found}.",
+    "There is nothing to evaluate: {found}.",
     "Name files with held-out records, or tasks with --task.",
 )
 

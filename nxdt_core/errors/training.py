@@ -78,8 +78,9 @@ CannotGenerate = NxdtError.define(
 AdapterBaseUnknown = NxdtError.define(
     "NXDT-T046",
     "An adapter whose base is not on this machine.",
-    "{where} is an adapter, and the weights below it are not found: it names {base!r}.",
+    "{where} is an adapter, and the weights below it are not found: it names {named}.",
     "Name them with --base, or in the adapter's base_model_name_or_path: a Hugging Face directory, or a checkpoint.",
+    also=lambda error: {"named": "no base" if error.base is None else repr(error.base)},
 )
 
 GenerationsNeedTokenizer = NxdtError.define(

@@ -101,7 +101,7 @@ def _values(kind: str, name: str, package: str, *, use: str) -> dict[str, str]:
         "dependencies": ", ".join(required),
         "summary": next(each.summary for each in KINDS if each.name == kind),
     }
-    return {**values, "use": _filled(use, values).strip()}
+    return {**values, "use": _filled(use, values).strip("\n")}
 
 
 def _filled(text: str, values: dict[str, str]) -> str:

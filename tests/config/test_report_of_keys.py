@@ -112,6 +112,11 @@ KEYS = {
         "'trainer.max_steps' sets no key: it has no '='. Write key.path=value, such as trainer.max_steps=100."
         " [NXDT-C006]",
     ),
+    "pattern without quotes": (
+        "data.train_files=[*.jsonl]",
+        "'data.train_files=…' sets no key: the value is not valid YAML: '*' begins the name of an anchor there; quote a"
+        " text that begins with it: '*.jsonl'. Write key.path=value, such as trainer.max_steps=100. [NXDT-C006]",
+    ),
     "plugin list as text": (
         "plugins.block=llama",
         "plugins.block: found 'llama' (text); allowed: a list, each item text. Write a list: [llama]. [NXDT-C012]",

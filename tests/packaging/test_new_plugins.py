@@ -108,6 +108,7 @@ def test_every_kind_has_templates_and_code_of_one_style(tmp_path):
         for file in files:
             text = (tmp_path / f"{kind}-{plain}" / file).read_text()
             assert "{{" not in text.replace("${{", "")
+            assert not re.search(r"^\w+: \{|^nxdt ", text if file.name == "README.md" else "", re.MULTILINE), "not code"
             modules = re.findall(r"^from (\S+) import ", text, re.MULTILINE)
             assert len(modules) == len({*modules}), f"{file} imports a module twice"
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,UP,B", "--line-length", "125"]

@@ -85,6 +85,13 @@ def test_it_outlives_retention_and_is_what_is_generated_with_and_exported(run, t
     ).read_bytes()
 
 
+def test_metrics_of_an_earlier_validation_are_not_listed_as_those_of_a_step_that_is_validated(run):
+    directory = run("unjudged", "checkpoint.save_top_k=-1", "trainer.val_check_interval=2", "trainer.max_steps=5")
+    store = checkpoint.open_storage(str(directory / "checkpoints"))
+    found = {status.step: "val_loss" in status.facts.metrics for status in checkpoint.list_checkpoints(store)}
+    assert found == {1: False, 2: False, 3: True, 4: False, 5: True}
+
+
 def test_without_a_metric_it_is_an_error_and_a_store_of_that_name_comes_first(run, tmp_path):
     directory = run("best", "trainer.max_steps=1")
     with raises(NoBestCheckpoint, match="checkpoint.monitor is 'step'"):

@@ -357,5 +357,5 @@ def _text(content: Any, place: Place, number: int) -> str:
             return "".join(texts)
         found = f"parts of type {', '.join(sorted({str(kind) for kind in kinds}))}"
     else:
-        found = f"a {type(content).__name__}"
+        found = f"of type {type(content).__name__}"
     raise BadMessage(place=str(place), number=number, reason=f"its content is {found}; only text can be trained on")

@@ -170,7 +170,8 @@ def json_object(path: Path, number: int, line: str | bytes, *, example: str = ""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadJsonLine(path=str(path), line=number, reason=str(error), example=example) from error
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise BadJsonLine(path=str(path), line=number, reason=reason, example=example) from error
     if not isinstance(record, dict):
         raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}", example=example)
     if half := lone_surrogate(line, record):

@@ -40,6 +40,7 @@ __all__ = [
     "Record",
     "Records",
     "UnusedFields",
+    "count_records",
     "describe_unused",
     "is_given",
     "read_records",
@@ -189,14 +190,19 @@ def _opened(path: Path, content: bytes, example: str) -> _Objects:
     if name.endswith(TEXT_TABLES):
         return text_rows(path, content)
     if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        return list(enumerate(_listed(path, decode(path, content)), start=1))
+        records = _listed(path, decode(path, content))
+        if records is not None:
+            return list(enumerate(records, start=1))
     return _Lines(path, content, example)
 
 
-def _listed(path: Path, text: str) -> list[dict[str, Any]]:
+def _listed(path: Path, text: str) -> list[dict[str, Any]] | None:
+    """Return the records of a JSON list; None where each line is a list, which is for the line's own error."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and (error.msg, error.lineno, error.colno) == ("Extra data", 2, 1):
+            return None
         raise BadJsonFile(path=str(path), reason=str(error)) from error
     if not all(isinstance(record, dict) for record in found):
         raise BadJsonFile(path=str(path), reason="an entry is not an object")
@@ -292,7 +298,12 @@ def _is_of_record(error: NxdtError) -> bool:
 
 def describe_unused(counts: Mapping[str, int]) -> str:
     """Return the counts as a phrase: ``history in 1,204 records, id in 1 record``."""
-    return ", ".join(f"{name} in {count:,} record{'s' if count > 1 else ''}" for name, count in counts.items())
+    return ", ".join(f"{name} in {count_records(count)}" for name, count in counts.items())
+
+
+def count_records(count: int) -> str:
+    """Return ``1 record`` or ``1,204 records``."""
+    return f"{count:,} record{'' if count == 1 else 's'}"
 
 
 def unread(record: Mapping[str, Any], read: Iterable[str]) -> Iterator[str]:

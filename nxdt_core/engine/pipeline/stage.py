@@ -305,7 +305,7 @@ class StreamedStage(StockStage):
                 module.reshard()
 
     def start_gradient_reduction(self) -> None:
-        """As :meth:`perform_reduce_grad`: from 2.15, some schedules start this and wait later."""
+        """Reduce as :meth:`perform_reduce_grad` does: from 2.15, some schedules start it and wait later."""
         if self._reduces_each:
             self.perform_reduce_grad(1)
         else:

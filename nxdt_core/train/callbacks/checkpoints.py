@@ -243,7 +243,7 @@ class CheckpointSaver(Callback):
         if due is not None and self._config.monitor != "step" and validates_after(run):
             self._after_validation = due
         elif due is not None:
-            self._save(run, due)
+            self._save(run, due, without=("val_",) if validates_after(run) else ())
         self._save_metrics.step_began()
 
     def on_validation_end(self, run: Run) -> None:
@@ -294,11 +294,14 @@ class CheckpointSaver(Callback):
         )
         return next((kind for every, kind in intervals if every is not None and step % every == 0), None)
 
-    def _save(self, run: Run, keep: Keep) -> None:
+    def _save(self, run: Run, keep: Keep, *, without: tuple[str, ...] = ()) -> None:
+        """Begin a save; ``without``: prefixes of metrics of an earlier step, which a list would show as this one's."""
         if run.step == self._saved:
             return
         fencing = 0 if self._ownership is None else self._ownership.fencing
-        metrics = {name: value for name, value in run.metrics.items() if not name.startswith(_NOT_OF_THE_RUN)}
+        metrics = {
+            name: value for name, value in run.metrics.items() if not name.startswith((*_NOT_OF_THE_RUN, *without))
+        }
         about = SaveFacts(metrics=metrics, keep=keep, fencing=fencing)
         extra = {"callbacks": run.state_dict(), "horizon": run.session.horizon.max_steps}
         begun = run.session.begin_save(self._manager_made, extra=extra, about=about)

@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf.gguf import GgufDtype, write_gguf
 from nxdt_core.checkpoint.hf.key_map import exchange_of
 from nxdt_core.checkpoint.hf.source import HFSource
-from nxdt_core.checkpoint.read.status import newest_first
+from nxdt_core.checkpoint.read.status import list_checkpoints, newest_first, nothing_at
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import stop_ids
@@ -244,7 +244,7 @@ def _find(storage: CheckpointStore, step: int | None, trusted: TrustedKeys | Non
     if step is None:
         step = next((status.step for status in newest_first(storage) if status.state == "committed"), None)
         if step is None:
-            raise CheckpointNotFound(where=storage.uri, reason="no step there is committed")
+            raise CheckpointNotFound(where=storage.uri, reason=nothing_at(storage, list_checkpoints(storage)))
     with explained_os_errors(storage.uri):
         return checkpoint.read_manifest(storage, step, trusted=trusted)
 

@@ -215,9 +215,9 @@ def described_run(source: str, format: str, found: CheckpointReader, overrides: 
             section = section.setdefault(parent, {})
         section[key] = value
     described = load(given, overrides, label=source)
-    longest = build.model_builder(described).max_sequence_length
-    length = _LONGEST if longest is None else min(longest, _LONGEST)
     written = described.to_dict()
+    bounds = (build.model_builder(described).max_sequence_length, written["model"].get("max_position_embeddings"))
+    length = min(_LONGEST, *(each for each in bounds if each is not None))
     written["model"]["model_config"] = None  # its values are in the configuration now; the file may be deleted
     return load(written, [f"data.seq_length={length}", *overrides], label=source)
 

@@ -217,8 +217,14 @@ def test_weights_of_another_model_are_refused(saved):
 
 
 def test_nothing_to_export_is_told(tmp_path):
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFound, match="it does not exist"):
         export_hf(str(tmp_path / "none"), str(tmp_path / "hf"))
+
+
+def test_the_directory_of_a_run_is_told_from_that_of_its_checkpoints(saved, tmp_path):
+    Path(saved).rename(tmp_path / "checkpoints")
+    with raises(CheckpointNotFound, match="it is the directory of a run, whose checkpoints are in "):
+        export_hf(str(tmp_path), str(tmp_path / "hf"))
 
 
 def flip(uri: str) -> None:

@@ -32,6 +32,7 @@ from nxdt_core.errors.exchange import (
 from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
 from nxdt_core.errors.plugins import UnknownComponent
 from nxdt_core.kernel import Kernel, PluginPolicy
+from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.generate import generate
 from nxdt_core.train.run.start import ForeignStart, decide_start
@@ -98,6 +99,15 @@ def test_what_is_imported_and_exported_again_is_equal_and_speaks_alike(tmp_path,
     tokens = model.float().generate(ids, do_sample=False, max_new_tokens=12, suppress_tokens=[*range(VOCABULARY, 304)])
     text = "".join(generate(uri, "And God said", max_new_tokens=12))
     assert reads.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+def test_positions_of_the_section_bound_a_model_whose_builder_names_no_bound(tmp_path, monkeypatch):
+    write_model(tmp_path / "theirs", max_position_embeddings=64)
+    monkeypatch.setattr(
+        RotaryDecoderBuilder, "max_sequence_length", property(lambda _: None, lambda *_: None), raising=False
+    )
+    import_checkpoint(str(tmp_path / "theirs"), str(tmp_path / "store"))
+    assert saved_run(newest(str(tmp_path / "store")), where="").config.run.data.seq_length == 64
 
 
 def started(source: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -191,6 +191,9 @@ def test_an_adapter_without_its_base_says_how_to_name_it(start, tmp_path):
         directory = written(start("llama", {}), tmp_path / "ours")
         changed(directory, base_model_name_or_path="someone/somewhere")
         find_weights(str(directory))
+    changed(directory, base_model_name_or_path=None)
+    with raises(AdapterBaseUnknown, match="it names no base"):
+        find_weights(str(directory))
 
 
 def test_a_merged_adapter_is_what_peft_merges(run, base, opened, tmp_path, ids, request):

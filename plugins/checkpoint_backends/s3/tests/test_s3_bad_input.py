@@ -127,6 +127,12 @@ def test_an_endpoint_where_nobody_listens(config, s3_uri, caplog):
     assert len([line for line in caplog.messages if "trying again" in line]) == 1
 
 
+def test_the_time_that_is_announced_is_that_of_a_first_contact(monkeypatch, config, s3_uri, caplog):
+    monkeypatch.setattr("nxdt_plugin_s3.connection._FIRST_CONTACT_S", 1.0)
+    refused(S3Storage(s3_uri, S3StorageConfig(endpoint_url="http://127.0.0.1:9")))
+    assert "trying again for up to 1 s" in caplog.text
+
+
 def test_an_endpoint_with_a_password_does_not_show_it(s3_uri, caplog):
     config = S3StorageConfig(endpoint_url="http://me:hush@127.0.0.1:9", max_attempts=2)
     text = str(refused(S3Storage(s3_uri, config))) + caplog.text

@@ -205,7 +205,7 @@ def test_dropped_records_are_counted_and_told(load, write, caplog):
     report = dataset.report()
     assert len(dataset) == report.records == 1
     assert dict(report.left_out) == {"longer than a sequence": 1, "nothing in them is trained": 1}
-    assert "1 records are left out: longer than a sequence" in caplog.text
+    assert "left out 1 record: longer than a sequence" in caplog.text
 
 
 @pytest.mark.parametrize(

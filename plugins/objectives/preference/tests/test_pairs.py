@@ -226,7 +226,7 @@ def test_pairs_that_are_cut_alike_are_left_out_and_counted(write, caplog):
     assert dataset[0].input_ids[0][3] == ord("d")
     report = dataset.report()
     assert (report.records, report.truncated, list(report.left_out.values())) == (1, 1, [2])
-    assert "2 records are left out" in caplog.text
+    assert "left out 2 records: " in caplog.text
 
 
 def test_a_share_of_the_records_validates_whatever_the_seed_of_the_run(write):

@@ -177,10 +177,11 @@ class Retrier:
                 except FAILURES as error:
                     if not is_transient(error) or attempt >= attempts or stop.is_set():
                         raise
+                    first = not failing and self._budget.begin(group, began)
+                    left_s = self._left_s(error, group)
                     if not failing:
                         failing = True
-                        self._log_retry(error, where, first=self._budget.begin(group, began))
-                    left_s = self._left_s(error, group)
+                        self._log_retry(error, where, left_s, first=first)
                     if left_s <= 0 or stop.wait(min(left_s, self._delay_s(attempt))):
                         raise
                 else:
@@ -201,10 +202,10 @@ class Retrier:
         """Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
         return self._random.uniform(0, min(_LONGEST_S, _BASE_S * 2.0**attempt))
 
-    def _log_retry(self, error: Exception, where: str, *, first: bool) -> None:
+    def _log_retry(self, error: Exception, where: str, left_s: float, *, first: bool) -> None:
         """Warn once for a spell of trouble, so that a wait has a reason; the rest is for who looks closely."""
         level = logging.WARNING if first else logging.DEBUG
-        _log.log(level, "%s: %s; trying again for up to %.0f s", where, redacted(error), self._deadline_s)
+        _log.log(level, "%s: %s; trying again for up to %.0f s", where, redacted(error), left_s)
 
 
 _CALLERS = 32

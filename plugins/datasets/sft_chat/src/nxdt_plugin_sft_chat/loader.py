@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.chat.templates import template_names
-from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, describe_unused
+from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, count_records, describe_unused
 from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.mixture import mixed
 from nxdt_core.data.packing import shuffled_bins
@@ -222,10 +222,10 @@ def _check_trained(chats: Chats, split: SplitName) -> None:
 def _log_counts(chats: Chats, split: SplitName) -> None:
     report = chats.report
     for reason, count in report.left_out.items():
-        _log.warning("%s data: %d records are left out: %s", split, count, reason)
+        _log.warning("%s data: left out %s: %s", split, count_records(count), reason)
     for reason in report.bad:
         _log.warning("%s data: left out: %s", split, reason)
     if report.truncated:
-        _log.warning("%s data: %d records are cut to the sequence length", split, report.truncated)
+        _log.warning("%s data: cut %s to the sequence length", split, count_records(report.truncated))
     if report.unused:
         _log.warning("%s data: unused: %s", split, describe_unused(report.unused))

@@ -18,6 +18,7 @@ from nxdt_core.data.files.records import (
     Record,
     Records,
     UnusedFields,
+    count_records,
     describe_unused,
 )
 from nxdt_core.data.files.splits import SplitRecords
@@ -115,7 +116,7 @@ class PreferenceData:
         if not len(pairs):
             raise PairsCutAlike(seq_length=seq_length, pairs=report.left_out.get(ALIKE, 0), split=name)
         if left_out := report.left_out.get(ALIKE):
-            _log.warning("%s data: %d records are left out: %s", name, left_out, ALIKE)
+            _log.warning("%s data: left out %s: %s", name, count_records(left_out), ALIKE)
         if report.truncated:
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, report.truncated, len(pairs))
         if self._apart and name == "train" and len(records) == found and len(set(pairs.scores.tolist())) == 1:
