@@ -40,6 +40,7 @@ from nxdt_core.errors.layouts import (
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.models.attention.kernels import accumulation_dtype, contiguous_heads
 from nxdt_core.models.attention.partial_attention import sink_gradients
+from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
@@ -150,10 +151,11 @@ class ContextParallelAttention(nn.Module):
         scale, window = self.semantics.scale, self.semantics.window
         if window is not None and window >= query.shape[2] * self.ranks:
             window = None
+        dtype = compute_dtype(query)  # autocast does not know the function
         return context_parallel_attention(
-            contiguous_heads(query),
-            contiguous_heads(key),
-            contiguous_heads(value),
+            contiguous_heads(query.to(dtype)),
+            contiguous_heads(key.to(dtype)),
+            contiguous_heads(value.to(dtype)),
             document_ids,
             sinks,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,

@@ -156,6 +156,27 @@ def test_sinks_are_those_of_one_process(ranks):
         assert max(found) < 1e-11
 
 
+def under_autocast() -> list[tuple[torch.dtype, float]]:
+    """Dtype of the output, and its largest difference from one process, by method; the rotation of a model of
+    transformers makes queries and keys float32, and values are bfloat16."""
+    with process_group(), torch.autocast("cpu", torch.bfloat16):
+        mesh, found = context_mesh(), []
+        query, key, value, _ = inputs(2, torch.float32)
+        expected = CausalAttention()(query, key, value.bfloat16())
+        shard = functools.partial(zigzag_shard, dim=2, rank=mesh.rank("cp"), ranks=mesh.size("cp"))
+        for method in METHODS:
+            output = sharded_core(mesh, method)(shard(query), shard(key), shard(value).bfloat16())
+            found.append((output.dtype, float((output - shard(expected)).abs().max())))
+        return found
+
+
+def test_autocast_rounds_what_it_rounds_in_one_process(ranks):
+    for found in ranks(2).run(under_autocast):
+        for dtype, difference in found:
+            assert dtype == torch.bfloat16
+            assert difference < TOLERANCE[dtype]
+
+
 def awkward_inputs(method: str) -> dict[str, float]:
     """Differences from one process for values of another width, odd strides, a gradient that is one number."""
     with process_group():

@@ -117,6 +117,19 @@ def test_fresh_weights_are_spread_as_transformers_spreads_them(builder, fused, f
             assert parameter.std().item() == pytest.approx(expected[name].std().item(), rel=0.15), name
 
 
+def test_what_a_constructor_alone_fills_with_a_number_begins_with_it():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+    made = HFBuilder(HFModelConfig(hf_config={"model_type": "apertus", "num_attention_heads": 4, **sizes}))
+    with torch.device("meta"):
+        module = made.build()
+    module.to_empty(device="cpu")
+    initialize(module.named_parameters(), made.init_rules(), seed=1)
+    theirs = made.architecture.plain().model.layers[0].mlp.act_fn.state_dict()
+    assert theirs.keys() == {"alpha_p", "alpha_n", "beta", "eps"}
+    for name, value in theirs.items():
+        assert torch.equal(module.get_parameter(f"model.layers.0.mlp.act_fn.{name}"), value), name
+
+
 def test_flops_count_what_a_token_is_multiplied_with(builder):
     made = builder("qwen3", num_hidden_layers=2)  # 4 query heads and 2 key heads of 24, hidden 64, 176 between
     layer = 64 * (4 * 24 + 2 * 24 + 2 * 24) + 4 * 24 * 64 + 3 * 64 * 176

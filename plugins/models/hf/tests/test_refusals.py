@@ -60,7 +60,12 @@ def made(**values):
         (
             {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.1},
             "NXDT-M085",
-            ["'model.layers.*.mlp' routes at random"],
+            ["'model.layers.*.mlp' draws random numbers in training"],
+        ),
+        (
+            {"model_type": "seed_oss", "residual_dropout": 0.1},
+            "NXDT-M085",
+            ["'model.layers.*.self_attn' draws random numbers in training", "to 0"],
         ),
         (
             {"model_type": "qwen3_next", "num_experts_per_tok": 2, "num_hidden_layers": 4},

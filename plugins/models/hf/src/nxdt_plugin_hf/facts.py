@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan, PipelinePlan
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues
-from nxdt_plugin_hf.errors import UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import (
     BIAS,
     DISPATCHER,
     REFUSED,
     STACK,
     STACK_SIDES,
-    mixtures,
     router_balance,
-    uses_random_numbers,
 )
 from nxdt_plugin_hf.modeling import CausalLM, build_model
 from nxdt_plugin_hf.plan import TensorPlan, pipeline_plan, tensor_plan
@@ -77,9 +75,8 @@ class ModelFacts:
         layers = pattern_of(next(iter(calls))).partition(".*.")[0]
         tensor = tensor_plan(model, calls, layers)
         hidden_size = model.get_parameter(f"{model.embedding_path}.weight").shape[1]
-        _check_mixtures(architecture, model, layers, hidden_size)
         with HOST:  # independent of the caller's default device
-            rules = init_rules(model)
+            rules = init_rules(architecture, model)
             pipeline, no_pipeline = pipeline_plan(model, layers, hidden_size)
         reasons = {"tp": tensor.refusal, "pp": no_pipeline}
         if router_balance(architecture, model) is not None:
@@ -145,14 +142,6 @@ class ModelFacts:
         return 6.0 * (self.multiplied + attention)
 
 
-def _check_mixtures(architecture: Architecture, model: CausalLM, layers: str, hidden_size: int) -> None:
-    tried = {pattern_of(path): block for path, block in mixtures(model, layers)}
-    for pattern, block in tried.items():
-        if uses_random_numbers(block, hidden_size):
-            reason = f"'{pattern}' routes at random in training, which no layout could repeat"
-            raise UnsupportedArchitecture(model=architecture.name, reason=reason)
-
-
 def _tied(model: CausalLM) -> Iterator[tuple[str, str]]:
     owners: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -182,13 +171,13 @@ _STD = 0.02
 """Of transformers, where a configuration names none."""
 
 
-def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
+def init_rules(architecture: Architecture, model: CausalLM) -> tuple[InitRule, ...]:
     """Return one rule a kind of parameter.
 
     Matrices are normal with the configuration's ``initializer_range``, as in the initialisation that transformers'
     models inherit. What vectors begin with, and matrices that are not trained, is seen on a copy of the module that has
-    them: one number, or random ones, which are normal as well; those that are filled otherwise have no rule, so that
-    they can come from a checkpoint alone. Biases of experts are zero.
+    them: one number, or random ones, which are normal as well. A number may also be the constructor's (Apertus); those
+    that are filled otherwise have no rule, so that they can come from a checkpoint alone. Biases of experts are zero.
     (transformers also sets the padding token's row to zero; here it is drawn.)
     """
     std = getattr(cast("PreTrainedModel", model).config, "initializer_range", None) or _STD
@@ -206,7 +195,27 @@ def init_rules(model: CausalLM) -> tuple[InitRule, ...]:
                 rules[pattern] = InitRule(pattern=pattern, distribution="normal", std=std)
             elif name in constants:
                 rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=constants[name])
+    left = {pattern_of(name) for name, _ in model.named_parameters()} - rules.keys()
+    for pattern, number in (_of_constructors(architecture) if left else {}).items():
+        if pattern in left:
+            rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=number)
     return tuple(rules.values())
+
+
+class _Literals(TorchFunctionMode):
+    """Makes the tensors of numbers in code on the host."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **({"device": HOST} if func is torch.tensor else {}) | (kwargs or {}))
+
+
+def _of_constructors(architecture: Architecture) -> dict[str, float]:
+    """Return the parameters that constructors fill with a number of their code, by pattern."""
+    with torch.device("meta"), _Literals():
+        held = {name: p for name, p in architecture.new().named_parameters() if p.device == HOST}
+    return {pattern_of(name): float(p.detach().flatten()[0]) for name, p in held.items() if p.numel() == 1}
 
 
 def _as_theirs(module: nn.Module) -> nn.Module:

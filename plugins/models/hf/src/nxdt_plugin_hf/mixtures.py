@@ -63,14 +63,6 @@ def end_with_sum(block: nn.Module) -> None:
     block.register_forward_hook(summed)
 
 
-def uses_random_numbers(block: nn.Module, hidden_size: int) -> bool:
-    """Return whether routing is random in training."""
-    with HOST, torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
-        _Trial(block, hidden_size)(0.0)
-        return not torch.equal(before, torch.get_rng_state())
-
-
 def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> bool:
     """Return whether it does more than to add up what its experts give.
 

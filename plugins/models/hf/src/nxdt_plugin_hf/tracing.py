@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
 
 from nxdt_plugin_hf.attention import IMPLEMENTATION, AttentionCall, note_calls
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
@@ -36,8 +38,8 @@ def trace_model(architecture: Architecture) -> Trace:
     """Send shapes through the model.
 
     Raises:
-        UnsupportedArchitecture: it cannot be built, has experts or buffers that ours cannot stand for, or a layer does
-            not leave its attention to us or wants what no core has.
+        UnsupportedArchitecture: it cannot be built, has experts or buffers that ours cannot stand for, draws random
+            numbers, or a layer does not leave its attention to us or wants what no core has.
         NotACausalLM: tokens see later ones.
     """
     model = _built(architecture).train()
@@ -49,13 +51,17 @@ def trace_model(architecture: Architecture) -> Trace:
     for _, experts in routed_experts(model):
         experts.register_forward_pre_hook(note, with_kwargs=True)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    calls = note_calls(model)
+    calls, draws = note_calls(model), _Draws()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), draws.tracker, draws:
             model(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
     except Exception as error:  # a model's own code may raise anything
         reason = f"its forward cannot be followed: {_words(error)}"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
+    if draws.places:
+        reason = f"'{pattern_of(draws.places[0])}' draws random numbers in training, which no layout could repeat"
+        keys = "where hf_config has keys for such dropout or noise, set them to 0"
+        raise UnsupportedArchitecture(model=architecture.name, reason=f"{reason}; {keys}")
     found = {path: calls[module] for path, module in model.named_modules() if module in calls}
     _check(architecture.name, found)
     layers = model.get_submodule(pattern_of(next(iter(found))).partition(".*.")[0])
@@ -81,7 +87,24 @@ def _built(architecture: Architecture) -> PreTrainedModel:
         reason = f"its buffer '{kept[0]}' is saved and holds no fractions"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
     replace_experts(model)
+    for module in model.modules():
+        if type(module) is nn.Dropout:  # which is replaced by one whose masks every layout repeats
+            module.p = 0.0
     return model
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which modules draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracker = ModuleTracker()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.places.append(max(self.tracker.parents, key=len).partition(".")[2])
+        return func(*args, **(kwargs or {}))
 
 
 def _check_mixers(name: str, model: nn.Module) -> None:
