@@ -145,7 +145,7 @@ def test_a_message_in_two_forms_that_differ_is_refused(more, found):
 
 
 def test_a_system_entry_that_is_no_text_is_refused():
-    with raises(BadMessage, match=r"a\.jsonl:7: its content is a dict"):
+    with raises(BadMessage, match=r"a\.jsonl:7: its content is of type dict"):
         read({**TALK, "system": {"text": "S"}})
 
 
