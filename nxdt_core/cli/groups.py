@@ -104,13 +104,8 @@ class SuggestingGroup(WithExamples, click.Group):
         return contributed_commands(self.place, reserved=self.summaries())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A command and the plugin that offers it."""
-
-    plugin: str
-    verb: str
-    command: LazyCommand
+Offer = tuple[str, str, LazyCommand]
+"""The plugin that offers a command, its verb, and the command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,14 +147,14 @@ def _offers() -> Mapping[str, Sequence[Offer]]:
         for record in result.value:
             group, _, verb = record.name.rpartition(" ")
             command = LazyCommand(record.target, record.summary)
-            offers.setdefault(group, []).append(Offer(plugin=result.plugin, verb=verb, command=command))
+            offers.setdefault(group, []).append((result.plugin, verb, command))
     return offers
 
 
 def _named(offers: Sequence[Offer], *taken: Container[str]) -> dict[str, LazyCommand]:
-    times = Counter(offer.verb for offer in offers)
+    times = Counter(verb for _, verb, _ in offers)
     names = {}
-    for offer in offers:
-        clash = times[offer.verb] > 1 or any(offer.verb in own for own in taken)
-        names[f"{offer.plugin}:{offer.verb}" if clash else offer.verb] = offer.command
+    for plugin, verb, command in offers:
+        clash = times[verb] > 1 or any(verb in own for own in taken)
+        names[f"{plugin}:{verb}" if clash else verb] = command
     return names

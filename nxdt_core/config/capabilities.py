@@ -76,7 +76,8 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
     started = Origin(kind="override", where="the processes that were started")
     tree = config.tree.set(WORLD[0], Node(world_size, started)).set(WORLD[1], Node(1, started))
     checked = Checked(dict(tree.leaves()), tree)
-    _refuse(config, find_undeclared(checked, config.components, config.kernel.registry))
+    if problems := tuple(find_undeclared(checked, config.components, config.kernel.registry)):
+        raise ConfigError(source=config.source, problems=problems)
 
 
 def check_built(config: ResolvedConfig, slot: str, found: str, needed: Iterable[str]) -> None:
@@ -93,13 +94,8 @@ def check_built(config: ResolvedConfig, slot: str, found: str, needed: Iterable[
         ConfigError: the engine does not declare one.
     """
     asked = [_chosen(slot, found, name) for name in sorted(needed)]
-    _refuse(config, _missing(Checked({}, config.tree), config.components, asked, config.kernel.registry))
-
-
-def _refuse(config: ResolvedConfig, problems: Iterable[CapabilityMissing]) -> None:
-    found = tuple(problems)
-    if found:
-        raise ConfigError(source=config.source, problems=found)
+    if problems := tuple(_missing(Checked({}, config.tree), config.components, asked, config.kernel.registry)):
+        raise ConfigError(source=config.source, problems=problems)
 
 
 def _of_the_layout(checked: Checked) -> Iterator[Asked]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
@@ -249,10 +249,11 @@ def _overfull_schedule(checked: Checked, section: Any) -> Iterator[ImpossibleCom
     horizon = checked.numbers(_HORIZON)
     if horizon is None:
         return
-    cls: type = type(section)
-    marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(cls).items()}
-    marked = [path for path, mark in marks.items() if mark is not None and mark.key == _HORIZON]
-    parts = {path: count for path in marked if (count := checked.values.get(path))}
+    cls, parts = cast(type, type(section)), dict[str, int]()
+    for name, key in keys_of(cls).items():
+        mark, count = key.mark(PartOf), checked.values.get(join(_SCHEDULE, name))
+        if mark is not None and mark.key == _HORIZON and count:
+            parts[join(_SCHEDULE, name)] = count
     if parts and (warmup := checked.values.get(_WARMUP)):
         parts = {_WARMUP: warmup, **parts}
     total = sum(parts.values())
@@ -310,8 +311,8 @@ def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
         yield "compiler_cache_url: no effect, since model.compile is false"
     for switch, (section, cls) in _SWITCHED.items():
         if not given(switch):
-            defaults = {join(section, name): key.default for name, key in keys_of(cls).items()}
-            changed = [path for path, default in defaults.items() if given(path, default) != default]
+            keys = keys_of(cls).items()
+            changed = [path for name, key in keys if given(path := join(section, name), key.default) != key.default]
             yield from _idle(changed, f"{switch} is not set")
     yield from _of_dimensions(checked)
     yield from _of_sharding(checked)
@@ -341,8 +342,8 @@ def _of_dimensions(checked: Checked) -> Iterator[str]:
 def _of_sharding(checked: Checked) -> Iterator[str]:
     """Yield notes on ZeRO without ranks to shard over, and on tokens exchanged for experts that are never full."""
     sizes, zero = mesh_sizes(checked), f"{_STRATEGY}.zero1"
-    written = [key for key in (zero, f"{_STRATEGY}.zero_stage") if checked.origin(key).kind != "default"]
-    asked = [key for key in written if checked.values.get(key)]
+    keys = (zero, f"{_STRATEGY}.zero_stage")
+    asked = [key for key in keys if checked.origin(key).kind != "default" and checked.values.get(key)]
     if checked.numbers(*WORLD) == (1, 1):
         yield from _idle(asked, "one process has nothing to shard")
     elif sizes is not None and sizes.fsdp == 1:

@@ -255,14 +255,15 @@ class _Load:
         self.notes += selection.notes
         merged, problems = merge_hf_values(selection.tree, selection.composition, hf)
         self.problems += problems
-        selection.composition.unfilled.update({"model"} if problems else ())
+        if problems:
+            selection.composition.unfilled.add("model")
         return merged, selection.composition
 
     def _hide(self, filled: Node, composition: Composition, kernel: Kernel) -> Node:
         """The tree with what is shown in place of secrets."""
         sections = ((tuple(section.split(".")), cls) for section, cls in composition.classes.items())
         hidden = self._keep(hide_credentials(mask_fields(filled, [*sections, *option_sections(filled, kernel)])))
-        hide_secrets.learn_masked(hidden)
+        hide_secrets.learn(hidden, references=False)
         return hidden
 
     def _validate(self, checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from nxdt_core.config.checks import Checked
@@ -183,45 +183,41 @@ class Extensions:
         return tuple(found)
 
 
-def component_findings(checked: Checked, components: Mapping[str, Selected | None]) -> Iterator[ConfigProblem]:
-    """Yield the problems that the sections of components report of themselves."""
+def component_findings(checked: Checked, components: Mapping[str, Selected | None]) -> list[ConfigProblem]:
+    """Return the problems that the sections of components report of themselves."""
+    problems: list[ConfigProblem] = []
     for slot in SLOTS:
         selected = components.get(slot.kind)
         if selected is not None and isinstance(selected.config, ChecksItself):
-            found = _of_section(selected.config, slot.section, checked)
-            yield from _guarded(selected.component, checked.place(slot.section), "check", found)
+            with _guarded(selected.component, checked.place(slot.section), "check", problems):
+                for key, message in selected.config.check():
+                    place = checked.place(join(slot.section, key))
+                    problems.append(ComponentFinding(**place, message=_sentence(message)))
+    return problems
 
 
-def _of_section(section: ChecksItself, path: str, checked: Checked) -> Iterator[ConfigProblem]:
-    for key, message in section.check():
-        yield ComponentFinding(**checked.place(join(path, key)), message=_sentence(message))
-
-
-def engine_findings(checked: Checked, components: Mapping[str, Selected | None]) -> Iterator[ConfigProblem]:
-    """Yield the problems that the rules of the selected engine report of the layout."""
+def engine_findings(checked: Checked, components: Mapping[str, Selected | None]) -> list[ConfigProblem]:
+    """Return the problems that the rules of the selected engine report of the layout."""
+    problems: list[ConfigProblem] = []
     engine = components.get("engine")
     if engine is not None:
-        place, found = checked.place("parallel_engine.name"), _of_rules(engine.component, checked)
-        yield from _guarded(engine.component, place, "rules", found)
+        with _guarded(engine.component, checked.place("parallel_engine.name"), "rules", problems):
+            rules = engine.component.load_rules()
+            problems.extend(() if rules is None else rules(checked))
+    return problems
 
 
-def _of_rules(component: RegisteredComponent, checked: Checked) -> Iterator[ConfigProblem]:
-    rules = component.load_rules()
-    yield from () if rules is None else rules(checked)
-
-
-def _guarded(
-    component: RegisteredComponent, place: Place, what: str, found: Iterator[ConfigProblem]
-) -> Iterator[ConfigProblem]:
-    """Yield what a plugin's code finds; any exception of it is reported with the plugin's name."""
+@contextmanager
+def _guarded(component: RegisteredComponent, place: Place, what: str, problems: list[ConfigProblem]) -> Iterator[None]:
+    """Add any exception of a plugin's code in the block to ``problems``, with the plugin's name."""
     try:
-        yield from found
+        yield
     except ComponentUnusable as error:
-        yield BadComponentChoice(**place, error=error)
+        problems.append(BadComponentChoice(**place, error=error))
     except Exception as error:
         reason = f"its {what} raised {type(error).__name__}: {error}"
         name, dist = component.qualified_name, component.dist
-        yield BadComponentConfig(**place, component=name, dist=dist, reason=reason)
+        problems.append(BadComponentConfig(**place, component=name, dist=dist, reason=reason))
 
 
 def plugin_findings(

@@ -187,7 +187,8 @@ class Reading:
             return
         self._keys[path] = key, node
         if key.section is not None and not (key.optional and node.value is None):
-            yield from ((each, self._section(key.section, node, path)) for each in keys)
+            for each in keys:
+                yield each, self._section(key.section, node, path)
             return
         try:
             value = self._leaf(keys, node, path)
@@ -195,7 +196,8 @@ class Reading:
             self._wrong(path, node, str(mismatch), key.describe())
             return
         self.values[path] = tuple(value) if isinstance(value, list) else value
-        yield from ((each, value) for each in keys)
+        for each in keys:
+            yield each, value
 
     def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
         for key in keys:

@@ -287,11 +287,12 @@ class Composition:
 
     def selected(self, instances: Mapping[str, Any]) -> dict[str, Selected | None]:
         """Return the components by kind, with those of ``instances``, which are by path of the section."""
-        sections = {slot.kind: slot.section for slot in SLOTS}
-        return {
-            kind: None if found is None else Selected(component=found, config=instances.get(sections[kind]))
-            for kind, found in self.components.items()
-        }
+        found: dict[str, Selected | None] = {}
+        for slot in SLOTS:
+            if slot.kind in self.components:
+                component, section = self.components[slot.kind], instances.get(slot.section)
+                found[slot.kind] = None if component is None else Selected(component=component, config=section)
+        return found
 
     def label(self, section: str) -> str:
         """Return a description of a section's component: ``model 'llama'``; empty where there is none."""

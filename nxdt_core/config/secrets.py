@@ -165,13 +165,9 @@ class Redaction:
         for tree in trees:
             self.learn(tree)
 
-    def learn(self, tree: Node) -> None:
-        """Replace the hidden values of another tree, too."""
-        self._add(_hidden_texts(tree))
-
-    def learn_masked(self, tree: Node) -> None:
-        """Replace the values of another tree that have a mask, too; those of references may be defaults."""
-        self._add(pair for pair in _hidden_texts(tree) if MASK in pair[1])
+    def learn(self, tree: Node, *, references: bool = True) -> None:
+        """Replace the hidden values of another tree, too. Those of ``references`` may be defaults."""
+        self._add(pair for pair in _hidden_texts(tree) if references or MASK in pair[1])
 
     def learn_variables(self, names: Iterable[str]) -> bool:
         """Replace the values of variables of the environment, too; return whether one of them is set."""
@@ -264,11 +260,14 @@ def shown_words(config: ResolvedConfig, words: Iterable[str]) -> list[str]:
     The value of an override that a later one replaces is masked, since the configuration cannot say whether it is
     secret.
     """
-    redact, words = Redaction(config.tree), list(words)
+    redact, words, shown = Redaction(config.tree), list(words), list[str]()
     effective = drop_replaced(words)
-    return [
-        _shown(word, config.tree, redact) if word in effective else f"{word.partition('=')[0]}={MASK}" for word in words
-    ]
+    for word in words:
+        key, equals, _ = word.partition("=")
+        node = config.tree.find(key) if equals else None
+        secret = node is not None and any(each.shown == MASK for _, each in walk(node))
+        shown.append(f"{key}={MASK}" if secret or word not in effective else redact(word))
+    return shown
 
 
 def drop_replaced(words: Sequence[str]) -> list[str]:
@@ -283,11 +282,3 @@ def drop_replaced(words: Sequence[str]) -> list[str]:
             found = [each for each in found if each.partition("=")[0] != key]
         found.append(word)
     return found
-
-
-def _shown(word: str, tree: Node, redact: Redaction) -> str:
-    key, equals, _ = word.partition("=")
-    node = tree.find(key) if equals else None
-    if node is not None and any(each.shown == MASK for _, each in walk(node)):
-        return f"{key}={MASK}"
-    return redact(word)

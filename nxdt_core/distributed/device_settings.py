@@ -30,13 +30,12 @@ def register_profile_of(config: ResolvedConfig) -> None:
         BadDeviceProfile: what the plugin's record names is not a profile of that type.
     """
     registry, wanted = config.kernel.registry, config.run.trainer.accelerator
-    known = registry.names(_KIND)
     if wanted == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
-        if found is None or found.type not in known:
+        if found is None or found.type not in registry.names(_KIND):
             return
         wanted = found.type
-    if wanted not in known:
+    elif wanted not in (known := registry.names(_KIND)):
         raise UnknownAccelerator(accelerator=wanted, known=known)
     component = registry.get(_KIND, wanted)
     if component.plugin == BUILTIN:

@@ -1,4 +1,4 @@
-"""Hooks: what may implement one, and the pluggy manager that orders and calls the implementations.
+"""Hooks: what may implement one, and the checked implementations of a plugin, which pluggy orders and calls.
 
 ``kernel.hooks`` is pluggy's: ``kernel.hooks.nxdt_validate_config(context=context)``. Each result that is not None is a
 :class:`HookResult`, since pluggy's results do not say whose they are. Pluggy registers a misspelt hook silently, and
@@ -67,9 +67,9 @@ class HookSet:
         """Return what this plugin alone gives for a hook without arguments; mostly nothing or one value."""
         found = []
         for name, implementation in vars(self).items():
-            if (getattr(implementation, _MARK).get("specname") or name) == hook and (
-                result := implementation()
-            ) is not None:
+            implements = getattr(implementation, _MARK).get("specname") or name
+            result = implementation() if implements == hook else None
+            if result is not None:
                 found.append(result.value)
         return found
 

@@ -90,22 +90,19 @@ def _watch(
     The hook stays, without effect: torch lets no hook remove itself while it runs.
     """
     seen: list[dict[str, Any]] = []
-    done = False
 
     def after_step(*_: Any) -> None:
-        nonlocal done
-        if done:
+        if len(seen) == _LOOKS:
             return
         seen.append(look())
         if len(seen) == _LOOKS:
-            done = True
             changed = {
                 name
                 for before, after in pairwise(seen)
                 for name in before.keys() & after.keys()
                 if before[name] != after[name]
             }
-            seen.clear()
+            seen[:] = [{}] * _LOOKS  # values need not stay
             if changed:
                 report(sorted(changed))
 

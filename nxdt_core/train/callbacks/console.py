@@ -108,7 +108,12 @@ class Console:
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {row['loss']:.4f}, {human(row['tokens_per_s'])} tokens/s", refresh=False)
             self.advance(row["step"])
-        self.say(self._line(row), row)
+        done = f"step {row['step']}"
+        if self._total is not None:  # as wide as the last one, so that the values are columns
+            done = f"{done}/{self._total}".ljust(len(f"step {self._total}/{self._total}"))
+        values = f"loss {row['loss']:.4f}{_reward(row, '  ')}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}"
+        mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
+        self.say(f"{done}  {values}  {human(row['tokens_per_s'])} tokens/s{mfu}", row)
 
     def validation(self, row: Mapping[str, Any], unit: str = "tokens") -> None:
         """Show the loss of a validation, and that of each set where there are several."""
@@ -123,16 +128,6 @@ class Console:
             self._ticker.join()
             self._bar.close()
             self._bar = self._ticker = None
-
-    def _line(self, row: Mapping[str, Any]) -> str:
-        done = f"step {row['step']}"
-        if self._total is not None:  # as wide as the last one, so that the values are columns
-            done = f"{done}/{self._total}".ljust(len(f"step {self._total}/{self._total}"))
-        mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
-        return (
-            f"{done}  loss {row['loss']:.4f}{_reward(row, '  ')}  grad_norm {row['grad_norm']:.3f}"
-            f"  lr {row['lr']:.2e}  {human(row['tokens_per_s'])} tokens/s{mfu}"
-        )
 
 
 def _validation_text(metrics: Mapping[str, Any], unit: str) -> str:

@@ -55,7 +55,10 @@ class Monitor:
         self._error: str | None = None
         self._row: dict[str, float | None] = {}
         self._checkpoint: tuple[int, float] | None = None
-        self._max_steps = config.run.trainer.max_steps
+        self.max_steps = config.run.trainer.max_steps
+        """The last step of the run, which may become known later."""
+        self.url: str | None = None
+        """Where the port is served."""
         self._facts = {
             "version": __version__,
             "plugins": config.kernel.fingerprint() if self.enabled else "",
@@ -90,14 +93,10 @@ class Monitor:
             host, port = self._settings.host, self._settings.port or 0
             try:
                 self._server = MonitorServer(host, port, lambda: self._texts)
+                self.url = self._server.url
             except (OSError, UnicodeError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise MonitoringPortUnusable(port=port, host=host, reason=reason) from error
-
-    @property
-    def url(self) -> str | None:
-        """Where the port is served."""
-        return None if self._server is None else self._server.url
 
     def enter(self, state: State, error: BaseException | None = None) -> None:
         """Set the state of the run and write it at once."""
@@ -105,10 +104,6 @@ class Monitor:
         if error is not None:
             self._error = error.code if isinstance(error, NxdtError) else type(error).__name__
         self.update(at_once=True)
-
-    def set_max_steps(self, max_steps: int) -> None:
-        """Set another last step of the run."""
-        self._max_steps = max_steps
 
     def row(self, values: Mapping[str, Any]) -> None:
         """Keep newer values of metrics, by the names of ``metrics.jsonl``; they go out with the next update."""
@@ -152,7 +147,7 @@ class Monitor:
             "state": self._state,
             "error": self._error,
             "step": _whole(self._row.get("step")),
-            "max_steps": self._max_steps,
+            "max_steps": self.max_steps,
             "consumed_tokens": _whole(self._row.get("consumed_tokens")),
             "loss": self._row.get("loss"),
             "tokens_per_s": self._row.get("tokens_per_s"),
@@ -172,7 +167,7 @@ class Monitor:
                 yield Sample("nxdt_state", int(state == self._state), {"state": state})
             yield Sample("nxdt_started_timestamp_seconds", self._started)
             yield Sample("nxdt_updated_timestamp_seconds", now)
-            yield Sample("nxdt_max_steps", self._max_steps)
+            yield Sample("nxdt_max_steps", self.max_steps)
             if self._checkpoint is not None:
                 yield Sample("nxdt_checkpoint_step", self._checkpoint[0])
                 yield Sample("nxdt_checkpoint_timestamp_seconds", self._checkpoint[1])

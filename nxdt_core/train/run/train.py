@@ -137,7 +137,7 @@ class _Training:
             data.prepare()
             config = epochs_to_steps(config, data.train_samples)
             self.console.set_max_steps(config.run.trainer.max_steps)
-        self.monitor.set_max_steps(config.run.trainer.max_steps)
+        self.monitor.max_steps = config.run.trainer.max_steps
         if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
             return self._nothing_to_do(config, start)
         base = decide_base(config, start, self.console.say, self.engine.ranks) if _resumes(start) else None
