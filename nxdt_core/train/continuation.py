@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -65,6 +66,43 @@ class Writer:
                 passes.keep(going)
                 sampler.keep(going)
             logits = passes(seen)
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        stops: Collection[int],
+        *,
+        longest: int,
+        drawn: Sequence[tuple[int, ...]],
+        in_step: bool,
+        count: int = 1,
+    ) -> list[tuple[list[int], bool]]:
+        """Draw answers at temperature 1. Collective over the ranks that share the model.
+
+        Args:
+            prompts: tokens, of each at least one.
+            stops: tokens that end an answer and are part of it; the writer itself ends none.
+            longest: tokens of an answer at most.
+            drawn: what the random numbers of each prompt depend on.
+            in_step: always take ``longest`` passes, since other ranks with other prompts take part in each.
+            count: answers to each prompt.
+
+        Returns:
+            The tokens of each answer, and whether it ended and was not cut off; those to one prompt are adjacent.
+        """
+        answers: list[list[int]] = [[] for _ in range(count * len(prompts))]
+        ended, done = set[int](), set[int]()
+        digests = (hashlib.blake2b(repr(each).encode(), digest_size=7).digest() for each in drawn)
+        seeds = tuple(int.from_bytes(each, "little") for each in digests)
+        sampling = Sampling(max_new_tokens=longest, temperature=1.0, samples=count, seed=seeds)
+        for row, token in self.tokens(prompts, sampling, ended):
+            if row not in done:
+                answers[row].append(token)
+            if token in stops:
+                done.add(row)
+                if not in_step:
+                    ended.add(row)
+        return [(answer, row in done) for row, answer in enumerate(answers)]
 
     def pieces(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
         """Yield the continuation of one prompt piece by piece, up to a stop text."""

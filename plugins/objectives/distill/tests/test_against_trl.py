@@ -108,7 +108,7 @@ def models(tmp_path_factory):
 def session(models, tmp_path):
     """``session(**objective)``: with the student's weights, and packed chats as its data."""
 
-    def make(**objective):
+    def make(optim=None, **objective):
         session = TrainSession(
             load(
                 {
@@ -126,7 +126,7 @@ def session(models, tmp_path):
                     "model": {
                         "name": "llama",
                         "model_config": str(models["student"] / "config.json"),
-                        "optim": {"name": "sgd", "lr": RATE, "sched": {"name": "constant"}},
+                        "optim": {"sched": {"name": "constant"}, **(optim or {"name": "sgd", "lr": RATE})},
                     },
                     "objective": {"name": "distill", **objective, "teacher": str(models[objective["teacher"]])},
                 }
@@ -136,6 +136,45 @@ def session(models, tmp_path):
         return session
 
     return make
+
+
+def test_a_step_on_drawn_answers_is_that_of_trl_with_lmbda_1_on_the_same_answers(models, session):
+    """The loss is the divergence over the tokens of the answers, whatever ``kd_ratio`` says."""
+    student, teacher = (
+        transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+        for name in ("student", "teacher")
+    )
+    given = {"beta": 1.0, "kd_ratio": 0.5, "on_policy": 1.0, "max_completion_length": 24}
+    with session(teacher="teacher", **given) as running:
+        batches = next(running.batches()).micro_batches
+        drawn, _ = running.objective.generate(running, batches, train=True)
+        rows = {name: torch.cat([getattr(each, name) for each in drawn]) for name in ("input_ids", "labels")}
+        of_data = torch.cat([each.labels for each in batches])
+        counts = (rows["labels"] != IGNORE_INDEX).sum(1)
+        assert 1 <= int(counts.min()) <= int(counts.max()) <= 24
+        for ids, labels, told in zip(rows["input_ids"], rows["labels"], of_data, strict=True):
+            (places,), (first, *_) = (labels != IGNORE_INDEX).nonzero(as_tuple=True), (told != IGNORE_INDEX).nonzero()
+            assert places[0] == first  # the prompt of the data, and behind it the answer
+            assert torch.equal(labels[places], ids[places + 1])
+        step = running.step(batches)
+        own = student(rows["input_ids"]).logits
+        with torch.no_grad():
+            theirs = teacher(rows["input_ids"]).logits
+        loss = trl_loss(own, theirs, rows["labels"], 1.0, 1.0, "batchmean")
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([each.grad for each in student.parameters()])
+        assert float(step.loss.weight) == int(counts.sum())
+        assert float(step.loss.loss) == pytest.approx(loss.item(), **CLOSE)
+        assert float(step.grad_norm) == pytest.approx(norm.item(), **CLOSE)
+        assert float(running.evaluate_batch(batches).weight) == int((of_data != IGNORE_INDEX).sum())
+
+
+def test_the_reverse_divergence_falls_on_answers_of_the_student(session):
+    given = {"beta": 1.0, "on_policy": 1.0, "max_completion_length": 12}
+    with session(teacher="teacher", optim={"name": "adamw", "lr": 0.01}, **given) as running:
+        batches = next(running.batches()).micro_batches
+        found = [float(running.step(batches).loss.loss) for _ in range(30)]
+    assert sum(found[-5:]) < 0.75 * sum(found[:5])
 
 
 @pytest.mark.parametrize(

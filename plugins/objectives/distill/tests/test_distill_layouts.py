@@ -63,6 +63,7 @@ OPTIONS = {
     "top": ("objective.top_k=5",),
     "lora": ("adapter.name=lora", "adapter.lora_dropout=0", "objective.beta=0.5"),
     "chats": CHATS,
+    "on-policy": (*CHATS, "data.packing=false", "objective.on_policy=1", "objective.max_completion_length=6"),
     "experts": MIXTRAL,
     "padded": GPT,
     "padded-top": (*GPT, "objective.top_k=5"),
@@ -84,6 +85,7 @@ DEFAULT = (
         ("dp2-zero3", "chunks"),
         ("pp2", "chunks"),
     ),
+    *(("tp2-sp", "on-policy"), ("dp2-zero1", "on-policy")),
 )
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from nxdt_plugin_distill.config import DistillConfig
 from nxdt_plugin_distill.errors import (
+    NoPrompts,
+    PromptTooLong,
     TeacherGivesScores,
     TeacherMissing,
     TeacherTokenizerDiffers,
@@ -18,6 +20,7 @@ from nxdt_plugin_distill.errors import (
     TopKTooLarge,
 )
 from nxdt_plugin_distill.objective import Distill
+from nxdt_plugin_distill.on_policy import is_drawn
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 from torch.distributed.tensor import DTensor
@@ -103,6 +106,44 @@ def test_a_stopped_run_continues_bit_by_bit(small):
     assert rows(again) == rows(whole)
     mine, other = weights(again), weights(whole)
     assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_a_share_of_the_steps_takes_drawn_answers():
+    shares = {share: sum(is_drawn(step, seed=1, share=share) for step in range(1000)) for share in (0, 0.25, 1)}
+    assert (shares[0], shares[1]) == (0, 1000)
+    assert 200 < shares[0.25] < 300
+
+
+def test_a_stopped_run_draws_what_the_whole_one_draws(small, tmp_path):
+    one = (*CHATS, "model.vocab_size=1024", "data.seq_length=128", "objective.max_completion_length=6", *NO_VALIDATION)
+    own = [*NARROW, *FEW, *one[:-3], *NO_VALIDATION, f"exp_manager.exp_dir={tmp_path}", "trainer.max_steps=1"]
+    train(load("recipe:llama-tiny", [*own, "name=teacher"]))
+    one = (*one, "objective.on_policy=0.5", f"objective.teacher={tmp_path / 'teacher'}")
+    whole, stopped = small(*one, name="whole"), small(*one, "trainer.max_steps=2", name="stopped")
+    train(whole)
+    train(stopped)
+    train(small(*one, name="stopped"))
+    drawn = [is_drawn(step, seed=whole.run.seed, share=0.5) for step in range(4)]
+    assert set(drawn[2:]) == {True, False}
+    found = rows(whole)
+    assert rows(stopped) == found
+    assert [found[step + 1]["loss"] == pytest.approx(found[step + 1]["kd_loss"]) for step in range(4)] == drawn
+    mine, other = weights(stopped), weights(whole)
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_data_without_prompts_and_prompts_without_room_are_refused(small, tmp_path):
+    drawn = ("objective.on_policy=1", "objective.max_completion_length=6", *NO_VALIDATION)
+    with raises(NoPrompts, match="has a loss from its beginning"):
+        train(small(*drawn))
+    chats = (*drawn, *CHATS, "model.vocab_size=1024", "data.seq_length=128")
+    own = (*NARROW, *FEW, *CHATS, "model.vocab_size=1024", "data.seq_length=128", "trainer.max_steps=1", *NO_VALIDATION)
+    train(load("recipe:llama-tiny", [*own, f"exp_manager.exp_dir={tmp_path}", "name=chats"]))
+    chats = (*chats, f"objective.teacher={tmp_path / 'chats'}")
+    with raises(NoPrompts, match="has several conversations"):
+        train(small(*chats, "data.packing=true"))
+    with raises(PromptTooLong, match="With answers of 120 tokens, it is longer than data.seq_length, 128"):
+        train(small(*chats, "objective.max_completion_length=120"))
 
 
 def test_the_logits_of_one_micro_batch_of_the_teacher_are_held(small):

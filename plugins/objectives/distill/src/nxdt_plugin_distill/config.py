@@ -31,6 +31,11 @@ class DistillConfig(Section):
     top_k: PositiveInt | None = None
     """Compare only the teacher's ``k`` most likely tokens, whose probabilities are normalised to 1. Needs ``beta`` 0:
     the others have no probability, to which the reverse KL would be infinite. ``null``: all tokens."""
+    on_policy: Fraction = 0.0
+    """Share of the training steps that take answers of the model itself to the prompts of the data, as TRL's ``lmbda``.
+    Their loss is the divergence alone. Needs conversations without packing."""
+    max_completion_length: PositiveInt = 256
+    """Tokens of such an answer at most. Prompt and answer fit into ``data.seq_length``; longer prompts are an error."""
     check_tokenizer: bool = True
     """Stop where the teacher's tokenizer is known to differ from that of the data."""
 

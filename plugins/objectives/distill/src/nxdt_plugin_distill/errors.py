@@ -34,6 +34,20 @@ TeacherGivesScores = NxdtError.define(
     "Choose a language model as the teacher.",
 )
 
+NoPrompts = NxdtError.define(
+    "NXDT-B006",
+    "On-policy distillation on data whose sequences do not begin with a prompt.",
+    "objective.on_policy is {share}, and {reason}.",
+    "Set data.name to sft-chat and data.packing to false, or objective.on_policy to 0.",
+)
+
+PromptTooLong = NxdtError.define(
+    "NXDT-B007",
+    "A prompt that leaves no room for an answer.",
+    "A prompt has {tokens} tokens. With answers of {most} tokens, it is longer than data.seq_length, {window}.",
+    "Make objective.max_completion_length or the prompts smaller, or data.seq_length larger.",
+)
+
 TopKTooLarge = NxdtError.define(
     "NXDT-B005",
     "More tokens to compare than the vocabulary has.",

@@ -32,9 +32,11 @@ from nxdt_plugin_distill.errors import (
     TeacherVocabularyDiffers,
     TopKTooLarge,
 )
+from nxdt_plugin_distill.on_policy import answered, is_drawn
 
 if TYPE_CHECKING:
     from nxdt_core.engine.loss import ChunkedHead
+    from nxdt_core.train.session import TrainSession
 
 _COMPARED = 4096
 """Ids of two tokenizers at most."""
@@ -54,6 +56,7 @@ class Distill:
     def __init__(self, config: DistillConfig) -> None:
         self._config = config
         self._measure = Measure(beta=config.beta, temperature=config.temperature)
+        self._share = config.kd_ratio
         self._model: ParallelModel | None = None
         self._pipelined = False
         self._rows: int | None = None
@@ -73,7 +76,7 @@ class Distill:
         Raises:
             TeacherMissing: there is none.
         """
-        share = self._config.kd_ratio
+        share = self._share
         if isinstance(logits, TokenLosses):  # of :meth:`head_loss`
             cross, soft, same = logits.of(batch.labels).unbind(-1)
         else:
@@ -92,7 +95,7 @@ class Distill:
         self, logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None, teacher: Teacher
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the cross-entropy and the divergence of each token, and whether both models' likeliest is the same."""
-        share = self._config.kd_ratio
+        share = self._share
         hard, compared = (logits if weighs else logits.detach() for weighs in (1 - share, share))
         # First, so that its backward, which holds another gradient, comes when the teacher's logits are freed.
         cross = cross_entropies(hard, labels, step)
@@ -108,6 +111,19 @@ class Distill:
             return torch.stack(self._terms(logits, labels[part], step, self._kept(teacher.logits(part))), dim=-1)
 
         return head.measured(terms)
+
+    def generate(
+        self, session: TrainSession, micro_batches: Sequence[Batch], *, train: bool
+    ) -> tuple[Sequence[Batch], None]:
+        """Return micro-batches of answers that the model draws, in the steps of training that take these. Collective.
+
+        Raises:
+            NoPrompts, PromptTooLong: of the prompts of the data.
+        """
+        own, seed = self._config, session.config.run.seed
+        drawn = train and is_drawn(session.state.step, seed=seed, share=own.on_policy)
+        self._share = 1.0 if drawn else own.kd_ratio
+        return answered(session, micro_batches, own) if drawn else micro_batches, None
 
     # The teacher.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.continuation import Writer
-from nxdt_core.train.sampling import Sampling
 from nxdt_core.train.session import TrainSession
 from nxdt_plugin_grpo.prompts import Prompt
 
@@ -44,39 +43,16 @@ def answers_to(
     drawn: Sequence[tuple[int, ...]],
     in_step: bool,
 ) -> list[Group]:
-    """Draw answers to each of ``prompts``, without rewards. Collective over the ranks that share the model.
-
-    Args:
-        prompts: what is asked.
-        writer: of the model; it ends no answer itself.
-        stops: tokens that end an answer.
-        count: answers to each prompt.
-        longest: tokens of an answer at most.
-        drawn: what the random numbers of each prompt depend on.
-        in_step: always take ``longest`` passes, since other ranks with other prompts take part in each.
+    """Draw answers to each of ``prompts``, without rewards. Collective over the ranks that share the model. Arguments
+    are those of :meth:`~nxdt_core.train.continuation.Writer.answers`.
     """
-    answers: list[list[int]] = [[] for _ in range(count * len(prompts))]
-    ended: set[int] = set()
-    done: set[int] = set()
-    seeds = tuple(
-        int.from_bytes(hashlib.blake2b(repr(each).encode(), digest_size=7).digest(), "little") for each in drawn
-    )
-    sampling = Sampling(max_new_tokens=longest, temperature=1.0, samples=count, seed=seeds)
-    for row, token in writer.tokens([prompt.ids for prompt in prompts], sampling, ended):
-        if row not in done:
-            answers[row].append(token)
-        if token in stops:
-            done.add(row)
-            if not in_step:
-                ended.add(row)
-    return [
-        Group(
-            prompt=list(prompt.ids),
-            answers=answers[first : first + count],
-            ended=[row in done for row in range(first, first + count)],
-        )
-        for first, prompt in zip(range(0, len(answers), count), prompts, strict=True)
-    ]
+    ids = [prompt.ids for prompt in prompts]
+    found = iter(writer.answers(ids, stops, longest=longest, drawn=drawn, in_step=in_step, count=count))
+    groups = []
+    for prompt in prompts:
+        answers, ended = zip(*islice(found, count), strict=True)
+        groups.append(Group(prompt=list(prompt.ids), answers=[*answers], ended=[*ended]))
+    return groups
 
 
 def places(session: TrainSession, micro_batches: Sequence[Batch]) -> Iterator[int]:
