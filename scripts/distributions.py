@@ -54,7 +54,7 @@ def extras() -> list[str]:
 
 
 def offers() -> str:
-    """Return the text of :data:`OFFERS`: the components that the entry modules of the plugins declare."""
+    """Return the text of :data:`OFFERS`: the components and commands that the plugins declare, and their recipes."""
     from nxdt_core.api import ENTRY_POINT_GROUP, KINDS
 
     rows = []
@@ -63,12 +63,17 @@ def offers() -> str:
         sys.path.insert(0, str(ROOT / folder / "src"))
         modules = [importlib.import_module(entry) for entry in project["entry-points"][ENTRY_POINT_GROUP].values()]
         del sys.path[0]
+        hooks = {**{kind.name: kind.hook for kind in KINDS}, "command": "nxdt_cli"}
         rows += [
-            _row(kind.name, project["name"], record)
+            _row(kind, project["name"], record)
             for module in modules
-            for kind in KINDS
-            for record in getattr(module, kind.hook, list)()
+            for kind, hook in hooks.items()
+            for record in getattr(module, hook, list)()
         ]
+        recipes = sorted(path.stem for path in (ROOT / folder / "src").glob("*/recipes/**/*.yaml"))
+        if recipes:
+            row = {"kind": "recipe", "dist": project["name"], "name": recipes[0], "aliases": recipes[1:]}
+            rows.append({key: value for key, value in row.items() if value})
     lines = (json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda row: tuple(row.values())[:3]))
     return "[\n  " + ",\n  ".join(lines) + "\n]\n"
 

@@ -95,6 +95,12 @@ class SuggestingGroup(WithExamples, click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches
 
+            from nxdt_core.kernel import Kernel
+            from nxdt_core.kernel.registry import missing_dist
+
+            dist = missing_dist("command", f"{self.place} {args[0]}".strip(), Kernel.start().plugins)
+            if dist is not None:
+                raise click.UsageError(f"{error.message} Install it: pip install {dist}", ctx) from None
             close = get_close_matches(args[0], self.list_commands(ctx), n=1)
             if not close:
                 raise

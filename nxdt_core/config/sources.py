@@ -24,6 +24,7 @@ from nxdt_core.errors.configuration import (
 )
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.plugin import advise, diagnose
+from nxdt_core.kernel.registry import missing_dist
 
 __all__ = [
     "BASE",
@@ -152,6 +153,9 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
         if any(recipe.name == short for recipe in own):
             reason = f"the recipe {short!r} belongs to a plugin that is not used: {diagnose(unusable)}"
             raise UnknownRecipe(place=place, key="", reason=reason, advice=advise(unusable))
+    if dist := missing_dist("recipe", short, kernel.plugins):
+        reason, advice = "no installed plugin has a recipe of that name", f"install it: pip install {dist}"
+        raise UnknownRecipe(place=place, key="", reason=reason, advice=advice)
     close = difflib.get_close_matches(short, [recipe.name for recipe in recipes], n=3)
     candidates = tuple(f"{RECIPE_SCHEME}{match}" for match in dict.fromkeys(close))
     raise UnknownRecipe(place=place, key="", reason="no plugin has a recipe of that name", candidates=candidates)

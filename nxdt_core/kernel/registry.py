@@ -282,8 +282,7 @@ class Registry:
         )
 
     def _missing(self, dist: str | None) -> str | None:
-        """Return ``dist`` unless it is installed, in any state."""
-        return None if dist is None or any(normalise(p.dist) == dist for p in self._plugins) else dist
+        return _uninstalled(dist, self._plugins)
 
     def _unusable(self, dist: str | None) -> tuple[str, ...]:
         """Installed plugins that might have offered what is sought: those of ``dist`` where it is known."""
@@ -304,7 +303,7 @@ _FILE: Final = Path(__file__).with_name("first_party.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offer:
-    """One component of one distribution; the fields are those of its record."""
+    """One component of one distribution; the fields are those of its record. Recipes of a distribution share a row."""
 
     kind: str
     dist: str
@@ -331,6 +330,21 @@ def offering_dist(kind: str, name: str) -> str | None:
         ),
         None,
     )
+
+
+def missing_dist(kind: str, name: str, plugins: Iterable[PluginInfo]) -> str | None:
+    """Return the distribution that offers ``name``, unless it is that of an installed plugin, in any state.
+
+    Args:
+        kind: of a component; ``recipe`` or ``command`` for what a distribution brings without one.
+        name: of a component or a recipe, or the words of a command: ``checkpoint export-lora``.
+        plugins: all that are installed.
+    """
+    return _uninstalled(offering_dist(kind, name), plugins)
+
+
+def _uninstalled(dist: str | None, plugins: Iterable[PluginInfo]) -> str | None:
+    return None if dist is None or any(normalise(plugin.dist) == dist for plugin in plugins) else dist
 
 
 def known_offers(kind: str) -> dict[str, list[str]]:

@@ -80,6 +80,13 @@ def test_a_misspelt_command_gets_a_suggestion(nxdt):
     assert "Did you mean 'verify'?" in nxdt("plugins", "verfy").stderr
 
 
+def test_a_command_of_a_plugin_that_is_not_installed_says_which_to_install(nxdt):
+    done = nxdt("checkpoint", "export-lora", "a", "b", uninstalled=("nxdt-plugin-lora",))
+    assert done.returncode == 2
+    assert "No such command 'export-lora'. Install it: pip install nxdt-plugin-lora" in " ".join(done.stderr.split())
+    assert "Did you mean 'train'?" in nxdt("trian", uninstalled=("nxdt-plugin-lora",)).stderr
+
+
 def test_a_reader_that_goes_away_is_no_error(site, dist):
     dist("acme", COMMAND, acme_commands=BODY)
     child = _child(site, "flood", stdout=subprocess.PIPE)

@@ -69,6 +69,8 @@ def test_recipes_are_found_in_folders_and_two_of_one_name_are_an_error(packages,
         ("both", "Did you mean 'recipe:alpha:both' or 'recipe:beta:both'?"),
         ("gamma:one", "'recipe:one'"),
         ("zzz", "'nxdt recipes list' shows all."),
+        ("llama-tiny", "Install it: pip install nxdt-plugin-llama."),
+        ("llama-tiny-sft", "Install it: pip install nxdt-plugin-sft-chat."),
     ],
 )
 def test_a_recipe_that_cannot_be_had_is_told(packages, name, words):

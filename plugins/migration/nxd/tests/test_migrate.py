@@ -238,7 +238,7 @@ def test_an_interpolation_of_a_key_that_is_gone_becomes_its_value(installed, tmp
         ("nemo", "model.activation", "changed", "", "fused kernel"),
         ("nemo", "model.optim.name", "changed", "", "distributed_strategy.zero1"),
         ("nemo", "trainer.precision", "renamed", "", "precision.type: mixed_precision"),
-        ("nemo", "model.fp8", "unsupported", "", "8 bits"),
+        ("nemo", "model.fp8", "unsupported", "", "precision.type: float8"),
         ("nemo", "checkpoint.every_n_train_steps", "added", "", "after each validation"),
         ("nemo", "model.nsys_profile", "unneeded", "", "profiler"),
         ("nnm", "model.wrap_with_zero", "renamed", "distributed_strategy.zero1", ""),
@@ -310,7 +310,8 @@ def test_the_report_shows_values_as_yaml_has_them(migrated):
 
 def test_what_is_lost_stands_below_the_file(migrated):
     assert "# Not carried over:\n" in migrated["nemo"].text
-    assert "#   model.fp8: True  (line 131: nothing computes in 8 bits here)\n" in migrated["nemo"].text
+    fp8 = "#   model.fp8: True  (line 131: set precision.type: float8 of nxdt-plugin-torchao instead)\n"
+    assert fp8 in migrated["nemo"].text
 
 
 def test_what_is_still_to_be_set_is_listed(migrated):

@@ -20,7 +20,7 @@ def test_it_writes_the_file_and_the_report_and_says_what_is_left_to_do(nxdt, tmp
     for title in ("Not carried over:", "Still to be set:", "nxdt config check also reports:"):
         assert title in done.stdout
     assert "model.optim.name: No optimizer is called 'my_own_adam'" in done.stdout
-    assert "  model.fp8 (line 131): nothing computes in 8 bits here\n" in done.stdout
+    assert "  model.fp8 (line 131): set precision.type: float8 of nxdt-plugin-torchao instead\n" in done.stdout
     page = report.read_text()
     assert "| 76 | `model.bias` | `False` | renamed | `model.has_bias` |  |\n" in page
     assert "- `data.tokenizer.model`: it has no value yet\n" in page

@@ -280,7 +280,7 @@ _SCALER = "bfloat16 and float32 need no loss scale"
 _GPU = "a switch of NVIDIA's kernels and communication"
 _MODEL = "models here have both ends, and the pipeline takes what a stage needs"
 _RECOMPUTE = "whole layers or named modules are recomputed, on every stage"
-_FP8 = "nothing computes in 8 bits here"
+_FP8 = "set precision.type: float8 of nxdt-plugin-torchao instead"
 _ONE = "models here have no such variant"
 _FINE_TUNING = "only that framework's fine-tuning reads it; for fine-tuning here, set data.name: sft-chat"
 _NONE: tuple[Any, ...] = (None, False, 0)
@@ -333,7 +333,7 @@ LOSES_NOTHING: Mapping[str, str] = {
     "model.ub_tp_comm_overlap": _GPU,
     "model.ub_tp_comm_overlap_cfg": _GPU,
     "model.gc_interval": "Python collects garbage as it does",
-    "model.nsys_profile": "profile with torch's profiler around nxdt train",
+    "model.nsys_profile": "trainer.profiler: pytorch traces some steps of each rank",
     "model.convert_to_hf": "nxdt checkpoint export writes that form",
     "model.output_dir": "nxdt checkpoint export says where to",
     "model.config_path": "nxdt checkpoint export writes config.json itself",
