@@ -164,11 +164,13 @@ class RowParallelLinear(nn.Module):
         """[batch, seq, in / tp] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
         weight = local_part(self.weight)
         if self.zeros:
-            product = self.product(hidden[..., : self.real], weight[:, : self.real])
+            hidden = hidden[..., : self.real]
+            product = self.product(hidden, weight[:, : self.real])
         else:
             product = self.product(hidden, weight)
         if self.update is not None:
-            product = self.update(hidden, product, weight)
+            # A head of zeros gives the mean of the values that it attends to: an update would learn from it.
+            product = self.update(functional.pad(hidden, (0, self.zeros)) if self.zeros else hidden, product, weight)
         total = self.total(product)
         return total if self.bias is None else total + self.bias
 

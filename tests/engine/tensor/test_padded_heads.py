@@ -1,5 +1,6 @@
 """Heads that the ranks cannot share in equal parts: filled up with zeros that neither training nor checkpoints see."""
 
+import pytest
 import torch
 
 from nxdt_core import checkpoint
@@ -39,7 +40,7 @@ def configuration(directory, overrides):
 
 
 def train(directory, overrides, resume):
-    """Losses of some steps; saves after them, or goes on from what was saved before them."""
+    """Losses and norms of some steps; saves after them, or goes on from what was saved before them."""
     config = configuration(directory, overrides)
     engine = build.engine(config)
     engine.start()
@@ -56,27 +57,27 @@ def train(directory, overrides, resume):
     rows = [row for row in range(4) if row * place.dp_size // 4 == place.dp_rank]
     batches = [Batch(input_ids=ids[row : row + 1, :-1], labels=ids[row : row + 1, 1:]) for row in rows]
     objective, schedule = build.objective(config), build.schedule(config)
-    losses = [
-        float(train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0).loss.loss)
-        for _ in range(STEPS)
-    ]
+    steps = [train_step(model, optimizer, batches, objective, schedule, state, max_norm=1.0) for _ in range(STEPS)]
     if not resume:
         TrainSession(config, engine=engine, model=model, optimizer=optimizer, state=state).save(storage)
     shapes = {name: tuple(held.shape) for name, held in model.state_dict().items()}
     engine.shutdown()
-    return losses, shapes
+    return [float(value) for step in steps for value in (step.loss.loss, step.grad_norm)], shapes
 
 
-def test_three_heads_on_two_ranks_train_as_on_one_and_their_checkpoints_fit_both(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "more", [(), ("adapter.name=lora", "adapter.lora_dropout=0", "model.optim.lr=0.03", "model.num_kv_heads=1")]
+)
+def test_three_heads_on_two_ranks_train_as_on_one_and_their_checkpoints_fit_both(ranks, tmp_path, more):
     one, two = tmp_path / "one", tmp_path / "two"
-    ((reference, shapes),) = ranks(1).run(train, one, (), False)
-    padded = ranks(2).run(train, two, PADDED, False)
+    ((reference, shapes),) = ranks(1).run(train, one, more, False)
+    padded = ranks(2).run(train, two, (*PADDED, *more), False)
     for losses, held in padded:
         torch.testing.assert_close(losses, reference, rtol=0, atol=1e-5)
         assert held == shapes
-    ((expected, _),) = ranks(1).run(train, one, (), True)
-    assert expected[-1] < expected[0] < reference[-1]
-    ((from_padded, _),) = ranks(1).run(train, two, (), True)
+    ((expected, _),) = ranks(1).run(train, one, more, True)
+    assert expected[-2] < expected[0] < reference[-2]
+    ((from_padded, _),) = ranks(1).run(train, two, more, True)
     torch.testing.assert_close(from_padded, expected, rtol=0, atol=1e-5)
-    for losses, _ in ranks(2).run(train, one, PADDED, True):
+    for losses, _ in ranks(2).run(train, one, (*PADDED, *more), True):
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
