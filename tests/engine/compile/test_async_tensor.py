@@ -89,7 +89,7 @@ def test_products_take_in_the_collectives_of_a_layer(ranks: Any) -> None:
 def switched_on() -> tuple[bool, bool]:
     """Whether the pass is switched on in a run, and the tensor parallel group is one with symmetric memory."""
     from torch._inductor import config
-    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+    from torch.distributed import _symmetric_memory
 
     with patch.dict(PROFILES, {"cpu": replace(PROFILES["cpu"], symmetric_memory=True)}):
         run = load("recipe:llama-tiny", [*TP2, ASYNC, SP, "model.compile=true", "trainer.accelerator=cpu"])
@@ -98,7 +98,7 @@ def switched_on() -> tuple[bool, bool]:
         initialize_parallel_model(run, engine)
         name = engine.mesh.group("tp").group_name
         engine.shutdown()
-    return config._micro_pipeline_tp, is_symm_mem_enabled_for_group(name)
+    return config._micro_pipeline_tp, name in _symmetric_memory._group_name_to_store
 
 
 def test_a_run_switches_the_pass_on(ranks: Any) -> None:

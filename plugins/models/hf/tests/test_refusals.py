@@ -78,11 +78,6 @@ def made(**values):
             ["'model.layers.*.mamba", "would mix packed documents"],
         ),
         ({"model_type": "falcon"}, "NXDT-M085", ["FalconForCausalLM cannot be trained here: it computes attention"]),
-        (
-            {"model_type": "gptj", "n_head": 4, "n_embd": 32, "rotary_dim": 8},
-            "NXDT-M085",
-            ["without transformers' interface"],
-        ),
         ({"model_type": "qwen2", "architectures": 5}, "NXDT-M011", ["architectures must be a list of names, and is 5"]),
         ({"model_type": "bloom", "n_head": 4}, "NXDT-M085", ["BloomForCausalLM", "attention"]),
     ],
