@@ -256,6 +256,7 @@ _INTEGER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9][0-9_]*)")
 
 _MOST_LEVELS = 100
 """Collections inside one another; a run's file has about six."""
+_TOO_DEEP = f"it is nested deeper than {_MOST_LEVELS} levels"
 _MOST_NODES = 100_000
 """Values of a document with its aliases written out; a run's file has some hundreds. Ten aliases of ten aliases, eight
 times over, are a hundred million."""
@@ -323,20 +324,22 @@ class _Document:
                 depth += 1
                 if depth > _MOST_LEVELS:
                     line = event.start_mark.line + 1 if event.start_mark else 1
-                    raise self._too_large(line, f"it is nested deeper than {_MOST_LEVELS} levels")
+                    raise self._too_large(line, _TOO_DEEP)
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
 
     def _too_large(self, line: int, reason: str) -> YamlTooLarge:
         return YamlTooLarge(**self._origin(line).at(""), reason=reason)
 
-    def _syntax(self, error: yaml.YAMLError) -> YamlSyntax:
+    def _syntax(self, error: yaml.YAMLError) -> YamlSyntax | YamlTooLarge:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         parts = [getattr(error, "context", None), getattr(error, "problem", None)]
         reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
         if parts[0] == "while scanning an alias":
             reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
         line = mark.line + 1 if mark is not None else 0
+        if "maximum nesting depth" in reason:  # libyaml 0.2.6 reads ahead, and is the first to notice
+            return self._too_large(line, _TOO_DEEP)
         return YamlSyntax(place=f"{self.source}:{line}" if line else self.source, line=line, key="", reason=reason)
 
     def _origin(self, line: int) -> Origin:

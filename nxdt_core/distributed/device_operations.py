@@ -145,7 +145,12 @@ def _figure(ask: Callable[[], _T]) -> _T | None:
     """What ``ask`` returns; None from a device that does not implement it, which must not end a run."""
     try:
         return ask()
-    except (RuntimeError, AttributeError, NotImplementedError):
+    except (
+        RuntimeError,
+        AttributeError,
+        NotImplementedError,
+        ValueError,
+    ):  # ValueError: torch is built for another type
         return None
 
 

@@ -111,6 +111,22 @@ def test_documents_without_end_are_refused_with_their_line(name, pure, monkeypat
     assert problems[0].line == line
 
 
+def test_a_parser_that_refuses_depth_itself_is_told_alike(monkeypatch):
+    """libyaml 0.2.6 does; other tests see it only with PyYAML 6.0.4 and newer."""
+    import yaml
+
+    mark = yaml.Mark("f", 0, 6, 1, None, None)
+    error = yaml.scanner.ScannerError("while increasing flow level", mark, "exceeded maximum nesting depth", mark)
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(yaml, "parse", refuse)
+    _, (problem,) = parse_yaml("ok: 1", "f")
+    assert (type(problem).__name__, problem.line) == ("YamlTooLarge", 7)
+    assert "nested deeper than 100 levels" in problem.what()
+
+
 @pytest.mark.parametrize(
     ("largest", "larger"),
     [

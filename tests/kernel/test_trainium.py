@@ -67,6 +67,14 @@ def test_a_machine_without_chips_has_no_name(tmp_path: Path) -> None:
     assert operations.total_memory_bytes(torch.device("meta")) is None
 
 
+def test_a_torch_that_is_built_for_another_device_says_nothing_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("meta doesn't match the current accelerator cuda.")
+
+    monkeypatch.setattr("nxdt_core.distributed.device_operations.memory_info", refuse)
+    assert TrainiumOperations().total_memory_bytes(torch.device("meta")) is None
+
+
 def test_the_profile_compiles_for_fixed_shapes_and_never_waits() -> None:
     assert NEURON.never_waits
     assert NEURON.compile_backend == "neuron"
