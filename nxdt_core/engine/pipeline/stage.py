@@ -292,7 +292,12 @@ class StreamedStage(StockStage):
         if not self._reduces_each or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         self._reduce_from_now(last_backward)
-        torch.autograd.backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
+        output, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        outputs = (output,) if isinstance(output, torch.Tensor) else tuple(output)
+        given = dict(zip(outputs, grads or (None,) * len(outputs), strict=True))
+        trained = [each for each in outputs if each.requires_grad]  # none of frozen layers alone
+        if trained:
+            torch.autograd.backward(trained, [given[each] for each in trained])
         return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -357,6 +362,10 @@ def _run_post_backward(module: FSDPModule) -> None:
     root: Any = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in fsdp_parameter_groups(state):
+            held = [each for each in group.fsdp_params if each.unsharded_accumulated_grad is not None]
+            for each in group.fsdp_params if held else ():  # the first part of a split backward moved some of them
+                each.accumulate_unsharded_grad_if_needed()
+                each.to_accumulated_grad_if_needed()
             group.post_backward()
     if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:  # 2.15 sets it in backward
         root._state_ctx.manual_backward_finalization_active = root._state_ctx.manual_backward_finalization

@@ -135,6 +135,18 @@ def test_frozen_weights_which_have_no_master_are_not_rounded(run_each, world):
         assert all(torch.equal(rounded.weights[name], nearest.weights[name]) for name in frozen)
 
 
+def test_an_update_of_the_head_alone_trains_in_stages_that_reduce_within_a_step(run_each):
+    """Other stages have nothing that trains, and the first part of a split backward reaches a part of the update."""
+    adapter = "adapter={name: lora, lora_rank: 4, lora_dropout: 0, use_dora: true, target_modules: [lm_head]}"
+    sizes = ("model.num_layers=4", f"{STRATEGY}pipeline_model_parallel_size=2")
+    same = ("precision.type=mixed_precision", adapter, *sizes, *FAST)
+    reducing = [(*same, f"{STRATEGY}zero_stage=2", *more) for more in ((), (f"{STRATEGY}pipeline_schedule=zbv",))]
+    expected, *others = run_each(4, same, *reducing, steps=3)
+    for found in others:
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(other.losses, one.losses, rtol=1e-3, atol=0)
+
+
 def test_masters_are_rounded_alike_in_every_layout(run_each):
     rounded = ("precision.type=mixed_precisionSR", *FAST)
     one, three = run_each(2, *((*rounded, f"{STRATEGY}zero_stage={n}") for n in (1, 3)), steps=1)
