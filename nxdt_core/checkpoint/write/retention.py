@@ -6,6 +6,7 @@ Only one run saves to a store, so what is there is looked up once. Later saves r
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,24 +63,36 @@ class Retention:
         return True, value if self.mode == "max" else -value, status.step
 
 
+_STEP = re.compile(r"step-0*([0-9]{1,15})")
+
+
 def with_best(
     uri: str, locate: Callable[[str], tuple[CheckpointStore, int | None]]
 ) -> tuple[CheckpointStore, int | None]:
-    """Return the store and the step of an address, as ``locate`` finds them, or those of ``best``.
+    """Return the store and the step of an address that a person gives, as ``locate`` finds them.
 
-    ``best`` in the place of a step, in the directory of a run or of its checkpoints, is the step that
-    ``checkpoint.monitor`` of the newest one ranks first. A store of that name comes first.
+    The directory of a run stands for its ``checkpoints``, and the number of a step needs no leading zeros. ``best`` in
+    the place of a step is the one that ``checkpoint.monitor`` of the newest ranks first; a store of that name comes
+    first.
 
     Raises:
         NoBestCheckpoint: none can be ranked.
     """
-    storage, step = locate(uri)
     root, _, last = uri.rstrip("/").rpartition("/")
+    step = _STEP.fullmatch(last)
+    if step is not None:
+        return locate(f"{_in_run(root or '.')}/{step_name(int(step[1]))}")
+    storage, none = locate(_in_run(uri))
     if last != "best" or any(list_checkpoints(storage)):
-        return storage, step
-    below = Path(root, "checkpoints")
-    storage, _ = locate(str(below) if below.is_dir() else root or ".")
+        return storage, none
+    storage, _ = locate(_in_run(root or "."))
     return storage, _best_step(storage)
+
+
+def _in_run(uri: str) -> str:
+    """Return the directory of checkpoints where ``uri`` names the directory of a run."""
+    below = Path(uri, "checkpoints")
+    return str(below) if below.is_dir() else uri
 
 
 def _best_step(storage: CheckpointStore) -> int | None:

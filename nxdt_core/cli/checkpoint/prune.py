@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, own_for
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, located, own_for
 from nxdt_core.cli.verb import Verb, as_json, print_json
 
 
@@ -29,17 +29,15 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
     damaged steps do not count, and go when they are older; those that a run saved for good (permanent) stay. On a
     terminal it asks. While a run saves to URI, it refuses.
     """
-    from nxdt_core.checkpoint import delete_step, list_checkpoints, locate
-    from nxdt_core.checkpoint.format.file_names import step_of
+    from nxdt_core.checkpoint import delete_step, list_checkpoints
     from nxdt_core.checkpoint.read.status import nothing_at
     from nxdt_core.checkpoint.storage import explained_os_errors
     from nxdt_core.checkpoint.write.retention import plan_prune
     from nxdt_core.errors.checkpoints import CheckpointNotFound, NoSoundCheckpoint
-    from nxdt_core.kernel import Kernel
 
-    if step_of(uri.rstrip("/").rpartition("/")[2]) is not None:
+    storage, step = located(uri)
+    if step is not None:
         raise click.BadParameter(f"{uri!r} names one step; name the address of all of them.", param_hint="'URI'")
-    storage, _ = locate(uri, Kernel.start())
     found = list_checkpoints(storage)
     if not found:
         raise CheckpointNotFound(where=uri, reason=nothing_at(storage, found))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXAMPLE_URI",
     "file_threads",
+    "located",
     "look",
     "look_for_committed",
     "named_config",
@@ -59,7 +60,7 @@ def look(uri: str) -> tuple[CheckpointStore, list[CheckpointStatus]]:
     """Return the store that an address names, and the steps in it: all steps, or the one that the address ends with."""
     from nxdt_core.checkpoint import list_checkpoints
 
-    storage, step = _located(uri)
+    storage, step = located(uri)
     return storage, list_checkpoints(storage, step)
 
 
@@ -91,14 +92,15 @@ def open_one(uri: str) -> tuple[CheckpointStore, Manifest]:
     from nxdt_core.checkpoint.read.status import newest_first, nothing_at
     from nxdt_core.errors.checkpoints import CheckpointNotFound
 
-    storage, step = _located(uri)
+    storage, step = located(uri)
     newest = next((status.step for status in newest_first(storage, step) if status.state != "unfinished"), None)
     if newest is None:
         raise CheckpointNotFound(where=uri, reason=nothing_at(storage, list_checkpoints(storage, step)))
     return storage, read_manifest(storage, newest)
 
 
-def _located(uri: str) -> tuple[CheckpointStore, int | None]:
+def located(uri: str) -> tuple[CheckpointStore, int | None]:
+    """Return the store and the step that an address names: of a run's directory, its checkpoints."""
     from nxdt_core.checkpoint import locate
     from nxdt_core.checkpoint.write.retention import with_best
     from nxdt_core.kernel import Kernel

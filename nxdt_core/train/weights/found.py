@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from pathlib import Path
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import TrustedKeys
 from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint, recognise
-from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig, load
@@ -35,10 +33,6 @@ from nxdt_core.train.weights.saved_config import locate, named_config, one_proce
 __all__ = ["FoundWeights", "find_weights", "teacher_of", "teacher_run"]
 
 _log = logging.getLogger(__name__)
-
-_CHECKPOINTS = "checkpoints"
-"""Directory of a run's checkpoints in that of the run."""
-_STEP = re.compile(r"step-0*([0-9]{1,15})/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +76,7 @@ def find_weights(
     if recognise(Path(uri), kernel) is not None:
         refuse_foreign(keys, uri)
         return _foreign(uri, own, kernel)
-    return _committed(_in_run(uri), own, keys, base)
+    return _committed(uri, own, keys, base)
 
 
 def teacher_of(objective: TaughtObjective, config: ResolvedConfig, engine: ParallelEngine) -> ParallelModel:
@@ -214,14 +208,3 @@ def _base_of(uri: str, adapter: SavedAdapter, base: str | None) -> str:
     if adapter.base is None or not Path(adapter.base).exists():
         raise AdapterBaseUnknown(where=uri, base=adapter.base)
     return adapter.base
-
-
-def _in_run(uri: str) -> str:
-    """Return ``uri`` with the directory of checkpoints where it names that of a run; steps may be short there."""
-    root, _, last = uri.rstrip("/").rpartition("/")
-    step = _STEP.fullmatch(last)
-    if step is None:
-        below = Path(uri, _CHECKPOINTS)
-        return str(below) if below.is_dir() else uri
-    below = Path(root, _CHECKPOINTS)
-    return f"{below if below.is_dir() else root or '.'}/{step_name(int(step[1]))}"

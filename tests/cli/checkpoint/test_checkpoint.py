@@ -77,15 +77,20 @@ def test_an_empty_address_lists_nothing_and_verifies_nothing(nxdt, tmp_path):
     assert "[NXDT-S011]" in done.stderr
 
 
-def test_what_has_no_checkpoints_itself_says_where_they_are(nxdt, store, tmp_path):
+def test_the_directory_of_a_run_stands_for_its_checkpoints(nxdt, store, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(store)
+    for words in (("list",), ("verify",), ("inspect",), ("prune", "--keep-last", "9")):
+        done = nxdt("checkpoint", words[0], str(tmp_path / "run"), *words[1:])
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_has_no_checkpoints_says_what_it_is(nxdt, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
     (other / "model.safetensors").write_bytes(b"")
     for path, reason in (
-        (tmp_path / "run", f"whose checkpoints are in {tmp_path}/run/checkpoints"),
         (other, f"'nxdt checkpoint import {other} DST' reads"),
         (tmp_path / "none", "it does not exist"),
     ):
