@@ -30,7 +30,7 @@ _HEADER = ("STEP", "TIME (UTC)", "STATE", "ARCHIVE", "SIZE", "MESH", "METRICS", 
 def list_(uri: str, json_output: bool) -> None:
     """List the checkpoints at URI: committed, unfinished and damaged ones.
 
-    URI may also be the directory of a run, name one step, or end in `best`, the step that checkpoint.monitor ranks first.
+    URI may also be the directory of a run, or name one step, or `best`: the one that checkpoint.monitor ranks first.
 
     Missing files and wrong sizes are seen here; changed bytes are found by `verify --deep`, which reads them all.
     """
