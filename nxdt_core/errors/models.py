@@ -246,8 +246,10 @@ ModelWithoutHead = NxdtError.define(
 LossesAreNotLogits = NxdtError.define(
     "NXDT-M092",
     "Code that needs logits got the losses of a head that holds none.",
-    "The model's head returns losses (model.loss_chunk_tokens), and what got them needs logits: {use}.",
-    "Set model.loss_chunk_tokens to null; it works with objectives that take cross_entropies alone.",
+    "The model's head returns losses (model.loss_chunk_tokens), and the objective or the model itself, which may scale "
+    "or cap its logits, computes with them as with logits: {use}.",
+    "Set model.loss_chunk_tokens to null. It works where nothing but cross_entropies of the objective reads the output "
+    "of the head.",
 )
 
 LogitsAreSharded = NxdtError.define(

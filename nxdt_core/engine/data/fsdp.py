@@ -92,14 +92,15 @@ class OuterModules:
 def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
     """Return the modules around the layers of a stage that can be gathered apart from its root.
 
-    Those are an embedding that is not tied to the head, and what the plan's pipeline has behind the layers if the head
-    is in it. In other models the root is gathered as a whole before the embedding.
+    Those are an embedding that has no update and is not tied to the head, and what the plan's pipeline has behind the
+    layers if the head is in it. In other models the root is gathered as a whole before the embedding.
     """
     first, last = "", tuple[str, ...]()
     for path in _styled(module, plan, "vocab_embedding"):
-        if type(module.get_submodule(path)) in (nn.Embedding, VocabParallelEmbedding) and _shares_no_parameter(
-            module, (path,)
-        ):
+        table = module.get_submodule(path)
+        # Backward of an update reads its weights, so that a table with one is part of the root.
+        plain = type(table) in (nn.Embedding, VocabParallelEmbedding) and getattr(table, "update", None) is None
+        if plain and _shares_no_parameter(module, (path,)):
             first = path
     if plan.pipeline is not None:
         parts = {path: part for path, part in module.named_modules() if path in plan.pipeline.last}

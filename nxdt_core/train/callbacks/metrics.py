@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from nxdt_core.train.state import versions_of
 
 __all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter", "ValidationMetrics", "scalars"]
 
+_log = logging.getLogger(__name__)
 
 Metrics = dict[str, float | int | None]
 
@@ -121,6 +123,9 @@ class MetricsWriter(Callback):
         self._begun = self._waited = 0.0
         self._logged_step = self._logged_tokens = 0
         self._tokens_per_s: list[float] = []
+        self._weightless: torch.Tensor | int = 0
+        """How many steps of this process had no label with a weight; on the device, and read for a row alone."""
+        self._warned = False
         self._start: dict[str, float] = {}
         """Columns of the next row: what the time until the first step was spent on."""
         self.last: dict[str, Any] = {}
@@ -157,6 +162,8 @@ class MetricsWriter(Callback):
         if PROGRESS.start:
             self._say_start(run)
         self._console.advance(run.step)
+        if run.last is not None:
+            self._weightless = self._weightless + (run.last.loss.weight == 0)
         if run.step % self._every == 0 or run.step == run.max_steps:
             self._log(run)
 
@@ -199,7 +206,9 @@ class MetricsWriter(Callback):
         session, state, result = run.session, run.session.state, run.last
         assert result is not None
         skipped = torch.as_tensor(session.optimizer.skipped_steps, device=result.grad_norm.device)
-        named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, "skipped": skipped, **result.loss.metrics}
+        weightless = torch.as_tensor(self._weightless, device=result.grad_norm.device)
+        named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, "skipped": skipped, "weightless": weightless}
+        named |= result.loss.metrics
         if self._parameter_norm:
             named["parameter_norm"] = session.model.parameter_norm()
         values = torch.stack([value.detach().float() for value in named.values()]).tolist()  # the one copy
@@ -208,6 +217,14 @@ class MetricsWriter(Callback):
         tokens_per_s = (state.consumed_tokens - self._logged_tokens) / seconds
         self._tokens_per_s.append(tokens_per_s)
         scalars = dict(zip(named, values, strict=True))
+        if (count := scalars.pop("weightless")) and run.rank == 0 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "global batches without a label with a weight, up to step %d: %d. Their loss is 0, and the optimizer"
+                " still applies momentum and weight decay",
+                state.step,
+                count,
+            )
         self.last = {
             "step": state.step,
             "consumed_samples": state.consumed_samples,

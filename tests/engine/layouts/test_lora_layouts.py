@@ -31,6 +31,7 @@ CASES = {
     "int8-zero1": ("int8", Layout(dp=2)),
     "vocabulary-tp2": ("vocabulary", TP2),
     "vocabulary-tp2-sp": ("vocabulary", TP2_SP),
+    "vocabulary-tp2-zero3": ("vocabulary", Layout(dp=2, tp=2, zero=3)),
     "vocabulary-pp2": ("vocabulary", PP2),
     "tied-tp2-sp": ("tied", TP2_SP),
     "tied-pp2": ("tied", PP2),
@@ -69,7 +70,9 @@ def needs_library(kind):
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("linear-tp2-sp",)))
+        metafunc.parametrize(
+            "case", sampled(metafunc.config, CASES, SAMPLE, default=("linear-tp2-sp", "vocabulary-tp2-zero3"))
+        )
 
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):

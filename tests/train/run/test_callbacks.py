@@ -180,6 +180,45 @@ def test_a_run_that_stops_between_two_rows_logs_its_last_step(run_with, metric_r
     assert manifest.facts.metrics["loss"] == pytest.approx(summary.loss)
 
 
+WITHOUT_LABELS = """
+from dataclasses import replace
+import torch
+from nxdt_core.api import Component, hookimpl
+from nxdt_core.train.step import CausalLM
+
+class Every(CausalLM):
+    least = 0
+
+    def weight(self, batch):
+        return super().weight(self.trained(batch))
+
+    def __call__(self, logits, batch, step):
+        return super().__call__(logits, self.trained(batch), step)
+
+    def trained(self, batch):
+        return replace(batch, labels=torch.where(batch.labels >= self.least, batch.labels, -100))
+
+class Nothing(Every):
+    least = 1000  # above all tokens
+
+@hookimpl
+def nxdt_objectives():
+    return [Component(name=each.__name__, target=f"{__name__}:{each.__name__}") for each in (Every, Nothing)]
+"""
+
+
+@pytest.mark.parametrize(("objective", "warnings"), [("Every", 0), ("Nothing", 1)])
+def test_steps_without_a_label_are_warned_of_once(small_run, metric_rows, tmp_path, caplog, objective, warnings):
+    """By the first row, which is of the second step."""
+    (tmp_path / "labelling.py").write_text(WITHOUT_LABELS)
+    plugin = (f"plugins.local=[{tmp_path / 'labelling.py'}]", f"objective.name={objective}")
+    config = small_run(*plugin, "trainer.max_steps=4", "trainer.log_every_n_steps=2")
+    train(config)
+    assert caplog.text.count("without a label with a weight, up to step 2: 2.") == warnings
+    assert caplog.text.count("without a label") == warnings
+    assert [row["loss"] == 0 for row in metric_rows(config.run_dir).values()] == [bool(warnings)] * 2
+
+
 def test_one_rank_is_enough_to_end_a_run_of_two(tmp_path, run_with):
     config = run_with("Stops")
     plugin = (f"plugins.local=[{tmp_path}/observing.py]", "trainer.callbacks=[Stops]", "trainer.max_steps=9")

@@ -180,6 +180,30 @@ def test_ranks_that_share_weights_do_not_wait_for_answers_of_other_lengths(tmp_p
     assert first == second
 
 
+@pytest.mark.parametrize(
+    ("changed", "prompts", "answers"),
+    [
+        ("data.global_batch_size=8", 8, 4),
+        ("data.global_batch_size=2", 2, 4),
+        ("objective.num_generations=2", 4, 2),
+        ("objective.rewards=[characters, short]", 4, 4),
+        ("data.seq_length=24", 4, 4),
+    ],
+)
+def test_a_run_that_goes_on_with_other_keys_draws_its_own_answers(small, short, changed, prompts, answers):
+    same = ("objective.num_iterations=3", "objective.max_completion_length=4")
+    train(small("objective.num_iterations=3", "trainer.max_steps=1"))
+    with TrainSession(small(*same, short("[0.5] * len(answers)"), changed)) as session:
+        session.resume()
+        batches = iter(session.batches())
+        session.step(next(batches))
+        groups = session.state.data["generated"]
+        session.step(next(batches))
+        assert session.state.data["generated"] == groups
+    assert [len(group["answers"]) for group in groups.values()] == [answers] * prompts
+    assert all(len(answer) <= 4 for group in groups.values() for answer in group["answers"])
+
+
 def test_a_reward_of_a_third_party_is_a_reward(small, short):
     rewards = "objective.rewards=[{name: short, weight: 2}, characters]"
     config = small(short("[-len(answer) / 100 for answer in answers]"), rewards, "trainer.max_steps=1")

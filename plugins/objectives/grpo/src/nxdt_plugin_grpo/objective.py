@@ -126,18 +126,29 @@ class Grpo:
         if self._rewards is None:
             self._rewards = rewards_of(self._config.rewards, session.config.kernel)
         steps, step = self._config.num_iterations, session.state.step
-        held = session.state.data.get("generated") if train and step % steps else None
-        if held is None:
+        held = session.state.data.get("generated", {}) if train and step % steps else {}
+        groups = {int(place): Group(**group) for place, group in held.items()}
+        if draws := not self._fit(session, micro_batches, groups):
             groups = self._drawn(session, micro_batches, step if train else -1)
-        else:
-            groups = {int(place): Group(**group) for place, group in held.items()}
         batches = self._batches(session, micro_batches, groups)
         if not train or steps == 1:
             return batches, None
-        if held is None:
+        if draws:
             self._remember(session, micro_batches, groups, batches)
             batches = self._batches(session, micro_batches, groups)
         return batches, {str(place): asdict(group) for place, group in groups.items()}
+
+    def _fit(self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]) -> bool:
+        """Return whether ``groups`` are such as this run draws; the step before may be of a run with other keys."""
+        count, window = self._config.num_generations, session.config.run.data.seq_length
+        samples = session.engine.rank_info.dp_size * sum(batch.samples for batch in micro_batches)
+        return len(groups) == samples and all(
+            len(group.answers) == count
+            and {*group.rewards} == {*self._config.reward_names}
+            and len(group.prompt) + max(map(len, group.answers)) <= window
+            for group in groups.values()
+            if group.answers  # a blank sample has none
+        )
 
     def _drawn(self, session: TrainSession, micro_batches: Sequence[Batch], step: int) -> dict[int, Group]:
         """Return the groups of the global batch by their place in it; each data-parallel rank draws its own."""
