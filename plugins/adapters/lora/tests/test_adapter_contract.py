@@ -69,9 +69,9 @@ class TestDora(TestLora):
 
 @pytest.mark.slow  # the others show the same
 class TestWholeModules(TestLora):
-    """The final norm trains whole."""
+    """All norms train whole: their names end in ``norm``, as peft compares them."""
 
-    trains_of_base = ("norm.weight",)
+    trains_of_base = ("norm.weight", "layers.*.attention_norm.weight", "layers.*.mlp_norm.weight")
 
     @pytest.fixture
     def section(self):

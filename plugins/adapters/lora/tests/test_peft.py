@@ -171,7 +171,9 @@ def test_an_adapter_that_peft_wrote_loads_here(run, opened, start, tmp_path, req
         assert all(torch.equal(kept[part], found[part]) for part in kept), name
 
 
-def test_a_directory_of_peft_is_opened_over_its_base_without_a_section(run, base, opened, tmp_path, ids):
+def test_a_directory_of_peft_is_opened_over_its_base_without_a_section(run, base, opened, tmp_path, ids, request):
+    if request.node.callspec.params["run"] == "hf":
+        pytest.skip("the directory names Qwen2, whose own model has no sliding windows: a configuration must name hf")
     directory = tmp_path / "adapter"
     if any("experts" in name for name in run.trained):  # peft writes the two matrices of an expert as one update
         written(run, directory)
