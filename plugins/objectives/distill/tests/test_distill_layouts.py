@@ -78,13 +78,7 @@ OPTIONS = {
 DEFAULT = (
     *(("dp2-zero1", "forward"), ("dp2-zero3", "reverse"), ("tp2-sp", "jsd"), ("tp2-sp", "top")),
     *(("pp2", "top"), ("pp2", "forward"), ("cp2", "chats"), ("ep2", "experts"), ("tp2-sp", "padded-top")),
-    *(
-        ("tp2-sp", "wider"),
-        ("tp2-sp", "narrower"),
-        ("tp2-sp", "chunks-wider"),
-        ("dp2-zero3", "chunks"),
-        ("pp2", "chunks"),
-    ),
+    *(("tp2-sp", "narrower"), ("tp2-sp", "chunks-wider"), ("dp2-zero3", "chunks"), ("pp2", "chunks")),
     *(("tp2-sp", "on-policy"), ("dp2-zero1", "on-policy")),
 )
 
