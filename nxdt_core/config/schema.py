@@ -235,7 +235,7 @@ class RunConfig(Section):
 
 
 def core_class(section: str) -> type | None:
-    """Return the class with the keys that the core declares in a section; None where there is no such section."""
+    """Return the class with the keys that the core declares in a section; None where it declares no such section."""
     cls: type | None = RunConfig
     for name in section.split(".") if section else ():
         key = keys_of(cls).get(name) if cls is not None else None

@@ -40,7 +40,7 @@ def configuration(directory, overrides):
 
 
 def train(directory, overrides, resume):
-    """Losses and norms of some steps; saves after them, or goes on from what was saved before them."""
+    """Losses and norms of some steps; saves after them, or continues from what was saved before them."""
     config = configuration(directory, overrides)
     engine = build.engine(config)
     engine.start()

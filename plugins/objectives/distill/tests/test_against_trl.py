@@ -139,7 +139,7 @@ def session(models, tmp_path):
 
 
 def test_a_step_on_drawn_answers_is_that_of_trl_with_lmbda_1_on_the_same_answers(models, session):
-    """The loss is the divergence over the tokens of the answers, whatever ``kd_ratio`` says."""
+    """The loss is the divergence over the tokens of the answers, for every ``kd_ratio``."""
     student, teacher = (
         transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
         for name in ("student", "teacher")
