@@ -79,12 +79,12 @@ def with_best(
         NoBestCheckpoint: none can be ranked.
     """
     root, _, last = uri.rstrip("/").rpartition("/")
-    step = _STEP.fullmatch(last)
-    if step is not None:
-        return locate(f"{_in_run(root or '.')}/{step_name(int(step[1]))}")
-    storage, none = locate(_in_run(uri))
+    number = _STEP.fullmatch(last)
+    if number is not None:
+        return locate(f"{_in_run(root or '.')}/{step_name(int(number[1]))}")
+    storage, step = locate(_in_run(uri))
     if last != "best" or any(list_checkpoints(storage)):
-        return storage, none
+        return storage, step
     storage, _ = locate(_in_run(root or "."))
     return storage, _best_step(storage)
 

@@ -150,9 +150,9 @@ def _position_draw(
     drawing = HOST if profile_of(device).host_random else device
     generator = torch.Generator(drawing)
     out = torch.full(tuple(shape), 0 if kept_share is None else 1, dtype=_drawn_dtype(kept_share), device=drawing)
+    in_place = [tokens, width] == list(whole)
     for row in range(rows):
         generator.manual_seed(_seed(seed, step, module, first_row + row))
-        in_place = [tokens, width] == list(whole)
         drawn = out[row] if in_place else torch.empty(tuple(whole), dtype=out.dtype, device=drawing)
         if kept_share is None:
             drawn.uniform_(-1.0, 1.0, generator=generator)
