@@ -32,14 +32,20 @@ def ids():
     return torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
+def backward(logits, ids):
+    """Return the loss of a batch, after its backward pass."""
+    loss = torch.nn.functional.cross_entropy(logits()[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss.backward()
+    return loss
+
+
 def losses_of(logits, parameters, ids):
     """Of twenty steps that learn one batch."""
     optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
     for _ in range(STEPS):
-        loss = torch.nn.functional.cross_entropy(logits()[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
         optimizer.zero_grad()
+        loss = backward(logits, ids)
+        optimizer.step()
         losses.append(loss.item())
     return losses
 
@@ -60,7 +66,7 @@ def coded(run):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast"])
-def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path, precision):
+def test_nf4_trains_as_peft_over_bitsandbytes(start, ids, tmp_path, precision):
     run = start("wide", {"base_dtype": "nf4"}, precision)
     base = start("wide", {}, precision).save_base(tmp_path / "base")
     computes = torch.bfloat16 if precision == "autocast" else torch.float32
@@ -81,13 +87,21 @@ def test_nf4_gives_the_losses_of_peft_over_bitsandbytes(start, ids, tmp_path, pr
     theirs_bytes = sum(w.nbytes + s.absmax.nbytes + s.offset.nbytes + s.state2.absmax.nbytes for w, s in kept)
     assert sum(weight.held_bytes for weight in coded(run).values()) <= 1.05 * theirs_bytes
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
-    trained = [p for p in theirs.parameters() if p.requires_grad]
-    expected = losses_of(mixed(lambda: theirs(ids).logits), trained, ids)
-    found = losses_of(mixed(lambda: run.module(ids)), run.trained.values(), ids)
-    assert found[-1] < 0.5 * found[0]
-    assert found[0] == pytest.approx(expected[0], abs=1e-3)
-    # In bfloat16 operations round in another order than transformers': a step of the last is 0.004 of a number.
-    assert found == pytest.approx(expected, abs=3e-2 if precision == "autocast" else 1e-5)
+    ours, of_peft = mixed(lambda: run.module(ids)), mixed(lambda: theirs(ids).logits)
+    assert backward(ours, ids).item() == pytest.approx(backward(of_peft, ids).item(), rel=2e-3)
+    found = dict(part for name, tensor in run.peft_tensors.items() for part in tensor.write(run.trained[name].grad))
+    trained = {name.replace(".default", ""): p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert found.keys() == trained.keys()
+    # A bfloat16 product depends on the order of its sums, and so on the CPU: gradients differ by 0.024 at most on two.
+    within = 0.06 if precision == "autocast" else 1e-5
+    for name, gradient in found.items():
+        expected = trained[name].grad
+        assert (gradient - expected).norm() <= within * expected.norm(), name
+        assert expected.any() == name.endswith("lora_B.weight")  # lora_B begins with zeros
+    losses = losses_of(ours, run.trained.values(), ids)
+    assert losses[-1] < 0.5 * losses[0]
+    if precision == "fp32":  # steps of AdamW enlarge what bfloat16 rounds
+        assert losses == pytest.approx(losses_of(of_peft, trained.values(), ids), abs=1e-5)
 
 
 def saved_by(run, ids):
