@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -117,12 +117,12 @@ class Writer:
 
     def texts(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, batch: int = 1) -> Iterator[list[str]]:
         """Yield the continuations of each prompt, ``sampling.samples`` texts, in order; ``batch`` prompts at a time."""
-        count = sampling.samples
+        seeds, count = sampling.seeds(len(prompts)), sampling.samples
         for first in range(0, len(prompts), batch):
             together = prompts[first : first + batch]
             texts = [_Text(self.tokenizer, prompt, sampling.stop) for prompt in together for _ in range(count)]
             ended = set[int]()
-            for row, token in self.tokens(together, sampling, ended):
+            for row, token in self.tokens(together, replace(sampling, seed=seeds[first : first + batch]), ended):
                 texts[row].add(token)
                 if texts[row].ended:
                     ended.add(row)

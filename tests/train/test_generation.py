@@ -219,9 +219,13 @@ def test_samples_differ_by_their_seeds_and_not_by_the_batch(tmp_path):
     loaded = load_model(str(tmp_path))
     drawn = {"max_new_tokens": 12, "temperature": 1.0}
     several = continued(loaded, PROMPTS[:2], samples=3, seed=5, **drawn)
-    alone = [continued(loaded, [prompt], seed=5 + k, **drawn)[0] for prompt in PROMPTS[:2] for k in range(3)]
-    assert several == alone
+    rows = [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    assert several == [continued(loaded, [row], seed=5 + k, **drawn)[0] for k, row in enumerate(rows)]
     assert len({*map(tuple, several)}) == 6
+    equal = Sampling(seed=5, samples=2, **drawn)
+    texts = [text for batch in (1, 3) for text in loaded.writer.texts(PROMPTS[:1] * 3, equal, batch=batch)]
+    assert texts[:3] == texts[3:]
+    assert len({text for pair in texts for text in pair}) == 6, "equal prompts of a file get different samples"
 
 
 SETTINGS = {
