@@ -135,7 +135,7 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         NxdtError: as of :func:`~nxdt_core.data.files.records.read_records`.
     """
     if path.suffix == ".txt":
-        lines = decode(path, read_bytes(path)).splitlines()
+        lines = decode(path, read_bytes(path)).replace("\r\n", "\n").split("\n")  # splitlines cuts at U+2028, too
         yield from ((f"{path}:{number}", {"prompt": line}) for number, line in enumerate(lines, 1) if line)
         return
     records, _ = read_records([path], "--prompts", example='{"prompt": "..."}')
