@@ -162,7 +162,9 @@ class _Passes:
         """Return the logits [rows, vocab] of the token that follows each of ``rows``."""
         longest = max(map(len, rows))
         if longest > self._window:
-            _tell("a text is longer than data.seq_length: each further token computes the last %d again", self._window)
+            _tell(
+                "a text is longer than the model's window: each further token computes the last %d again", self._window
+            )
             self._decoding = None
         if self._decoding is None:
             windows = (torch.tensor([row[-self._window :]]) for row in rows)
