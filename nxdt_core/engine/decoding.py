@@ -44,8 +44,9 @@ def positions_that_change(modules: Sequence[nn.Module], lengths: Sequence[int], 
 
     Rotary modules say it, such as :class:`~nxdt_core.models.rotary.RotaryEmbedding`: by ``kept`` and ``original``.
     """
-    for part in (part for module in modules for part in module.modules() if hasattr(part, "kept")):
-        if not part.kept(min(lengths), columns):
+    for part in (part for module in modules for part in module.modules()):
+        kept: Callable[[int, int], bool] | None = getattr(part, "kept", None)
+        if kept is not None and not kept(min(lengths), columns):
             return f"the rotary frequencies change where a text outgrows {part.original} tokens"
     return None
 
