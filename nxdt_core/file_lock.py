@@ -138,12 +138,12 @@ class Mount:
 def mount_of(path: Path) -> Mount | None:
     """Return the mount that holds ``path``, which need not exist; None where the system does not report it."""
     try:
-        lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = os.fsdecode(MOUNTS.read_bytes()).split("\n")  # splitlines cuts at form feeds, which paths may have
     except OSError:
         return None
     target = path.resolve()
     # Of several at one point, the last one covers the others.
-    covering = [mount for mount in map(_parse, lines) if target.is_relative_to(mount.point)]
+    covering = [mount for mount in map(_parse, filter(None, lines)) if target.is_relative_to(mount.point)]
     return max(reversed(covering), key=lambda mount: len(mount.point.parts), default=None)
 
 

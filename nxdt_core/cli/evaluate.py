@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
+from nxdt_core.cli.generate import window_option
 from nxdt_core.cli.verb import Verb, say
 from nxdt_core.engine.compile_cache import check_torch_folder
 
@@ -43,6 +44,7 @@ _RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Questions per batch.")
 @click.option("--show", type=click.IntRange(min=0), default=0, show_default=True, help="Answers to print.")
+@window_option
 @click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
 @named_config
 @trusted_keys
@@ -57,6 +59,7 @@ def evaluate(
     max_new_tokens: int,
     batch_size: int,
     show: int,
+    window: int | None,
     base: str | None,
     config: str | None,
     trusted: tuple[str, ...],
@@ -82,7 +85,7 @@ def evaluate(
     kernel = Kernel.start()
     chosen = _suite(kernel, suite, tasks, task_path) if tasks else None
     measures = metrics(kernel) if files else []
-    loaded = load_model(checkpoint, base=base, config=config, trusted=trusted)
+    loaded = load_model(checkpoint, base=base, config=config, trusted=trusted, window=window)
     found: dict[str, Any] = {"step": loaded.step}
     if files:
         found |= _records(

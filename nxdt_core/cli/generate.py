@@ -35,6 +35,11 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 
 _SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True)
 
+window_option = click.option(
+    "--window", type=click.IntRange(min=1), metavar="N",
+    help="Tokens that the model sees at once; as many as it has positions unless given.",
+)  # fmt: skip
+
 
 def _model_and_sampling(max_new_tokens: int) -> Callable[[_F], _F]:
     """Add the options that both commands have; the argument is the default of the first."""
@@ -68,6 +73,7 @@ def _model_and_sampling(max_new_tokens: int) -> Callable[[_F], _F]:
         click.option(
             "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling."
         ),
+        window_option,
         click.option("--base", metavar="URI", help="Weights below an adapter, if they are not where it says."),
         named_config,
         trusted_keys,
@@ -87,7 +93,8 @@ def _loaded(checkpoint: str, given: Mapping[str, Any], samples: int = 1) -> tupl
     from nxdt_core.train.sampling import Sampling
 
     settings = {each.name: given[each.name] for each in fields(Sampling) if each.name in given}
-    loaded = load_model(checkpoint, base=given["base"], config=given["config"], trusted=given["trusted"])
+    where = {name: given[name] for name in ("base", "config", "trusted", "window")}
+    loaded = load_model(checkpoint, **where)
     return loaded, Sampling(**settings, samples=samples)
 
 

@@ -17,7 +17,6 @@ from nxdt_core.engine.context.apply import core_semantics
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.models.rotary import RotaryEmbedding
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -41,9 +40,13 @@ def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[At
 
 
 def positions_that_change(modules: Sequence[nn.Module], lengths: Sequence[int], columns: int) -> str | None:
-    """Return why the keys of texts of ``lengths`` change while these grow to ``columns`` tokens; None: they stay."""
-    for part in (part for module in modules for part in module.modules() if isinstance(part, RotaryEmbedding)):
-        if not part.kept(min(lengths), columns):
+    """Return why the keys of texts of ``lengths`` change while these grow to ``columns`` tokens; None: they stay.
+
+    Rotary modules say it, such as :class:`~nxdt_core.models.rotary.RotaryEmbedding`: by ``kept`` and ``original``.
+    """
+    for part in (part for module in modules for part in module.modules()):
+        kept: Callable[[int, int], bool] | None = getattr(part, "kept", None)
+        if kept is not None and not kept(min(lengths), columns):
             return f"the rotary frequencies change where a text outgrows {part.original} tokens"
     return None
 

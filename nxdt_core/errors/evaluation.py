@@ -36,7 +36,7 @@ NothingToJudge = NxdtError.define(
 QuestionTooLong = NxdtError.define(
     "NXDT-E009",
     "A question so long that the model would see only its end.",
-    "The question of {place} has {tokens} tokens, and the model sees {window} at once (data.seq_length "
-    "of its run), what it answers included.",
+    "The question of {place} has {tokens} tokens, and the model sees {window} at once (its positions, or --window), "
+    "what it answers included.",
     "Shorten the question or leave the record out (--limit takes the first records alone).",
 )

@@ -195,7 +195,7 @@ SequenceTooLongForModel = NxdtError.define(
     "NXDT-M052",
     "Positions end before the sequence does.",
     "Sequences have {sequence} tokens, the model has positions for {longest}.",
-    "Shorten data.seq_length or raise model.max_position_embeddings.",
+    "Shorten data.seq_length, or --window of a command, or raise model.max_position_embeddings.",
 )
 
 

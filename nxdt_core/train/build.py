@@ -51,6 +51,7 @@ __all__ = [
     "step_uri",
     "storage",
     "tokenizer",
+    "window",
 ]
 
 
@@ -78,6 +79,12 @@ def model_builder(config: ResolvedConfig) -> ModelBuilder:
     if longest is not None and config.run.data.seq_length > longest:
         raise SequenceTooLongForModel(sequence=config.run.data.seq_length, longest=longest)
     return builder
+
+
+def window(config: ResolvedConfig) -> int:
+    """Return how many tokens the model sees at once: its positions; ``data.seq_length`` where these have no bound."""
+    longest = model_builder(config).max_sequence_length
+    return config.run.data.seq_length if longest is None else longest
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from nxdt_core.protocols.parallel_model import Decoding, DecodingModel, Parallel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.sampling import Sampler, Sampling
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "completion"]
 
 _log = logging.getLogger(__name__)
 
@@ -106,31 +106,38 @@ class Writer:
 
     def pieces(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
         """Yield the continuation of one prompt piece by piece, up to a stop text."""
-        text, ended = _Text(self.tokenizer, sampling.stop), set[int]()
+        text, ended = _Text(self.tokenizer, prompt, sampling.stop), set[int]()
         for _, token in self.tokens([prompt], sampling, ended):
             if piece := text.add(token):
                 yield piece
             if text.ended:
                 ended.add(0)
-        if not text.ended and text.held:
-            yield text.held
+        if piece := text.add(None):
+            yield piece
 
     def texts(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, batch: int = 1) -> Iterator[list[str]]:
         """Yield the continuations of each prompt, ``sampling.samples`` texts, in order; ``batch`` prompts at a time."""
+        seeds, count = sampling.seeds(len(prompts)), sampling.samples
         for first in range(0, len(prompts), batch):
             together = prompts[first : first + batch]
-            written: list[list[int]] = [[] for _ in range(len(together) * sampling.samples)]
-            texts = [_Text(self.tokenizer, sampling.stop) for _ in written]
+            texts = [_Text(self.tokenizer, prompt, sampling.stop) for prompt in together for _ in range(count)]
             ended = set[int]()
-            for row, token in self.tokens(together, sampling, ended):
-                written[row].append(token)
-                if sampling.stop:
-                    texts[row].add(token)
-                    if texts[row].ended:
-                        ended.add(row)
-            found = [_until(self.tokenizer.decode(ids), sampling.stop)[0] for ids in written]
-            for number in range(0, len(found), sampling.samples):
-                yield found[number : number + sampling.samples]
+            for row, token in self.tokens(together, replace(sampling, seed=seeds[first : first + batch]), ended):
+                texts[row].add(token)
+                if texts[row].ended:
+                    ended.add(row)
+            for text in texts:
+                text.add(None)
+            for number in range(0, len(texts), count):
+                yield [text.certain for text in texts[number : number + count]]
+
+
+def completion(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that ``ids`` add to that of ``prompt``, as :class:`Writer` gives it."""
+    text = _Text(tokenizer, prompt)
+    for token in (*ids, None):
+        text.add(token)
+    return text.certain
 
 
 class _Passes:
@@ -155,7 +162,9 @@ class _Passes:
         """Return the logits [rows, vocab] of the token that follows each of ``rows``."""
         longest = max(map(len, rows))
         if longest > self._window:
-            _tell("a text is longer than data.seq_length: each further token computes the last %d again", self._window)
+            _tell(
+                "a text is longer than the model's window: each further token computes the last %d again", self._window
+            )
             self._decoding = None
         if self._decoding is None:
             windows = (torch.tensor([row[-self._window :]]) for row in rows)
@@ -178,29 +187,45 @@ def _tell(line: str, value: object) -> None:
 
 
 class _Text:
-    """The text of a row as its tokens arrive."""
+    """The text of a row as its tokens arrive: what they add to the decoded prompt.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    Tokens are decoded together with earlier ones, on which depends what they spell: SentencePiece's decoders strip the
+    space before the first word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._ids: list[int] = []
-        self._before, self._decoded = 0, 0
-        """Tokens are decoded behind some earlier ones: what they spell depends on these."""
-        self.held = ""
+        self._ids = [*prompt]
+        self._first, self._next = 0, len(prompt)
+        """Numbers of the first token that is decoded again, and of the first whose text is not certain."""
+        self._known = tokenizer.decode(prompt)
+        """Text of the tokens between these two."""
+        self._held = ""
         """Text that may be the beginning of a stop text."""
+        self.certain = ""
         self.ended = False
+        """Whether a stop text follows."""
 
-    def add(self, token: int) -> str:
-        """Return the text that is certain now. A character of several tokens is there once it is whole."""
-        self._ids.append(token)
-        known = self._tokenizer.decode(self._ids[self._before : self._decoded])
-        text = self._tokenizer.decode(self._ids[self._before :])
-        if text.endswith("\ufffd"):
+    def add(self, token: int | None) -> str:
+        """Return the text that is certain now; ``None`` ends the row. A character of several tokens is there once it is
+        whole."""
+        if token is not None:
+            self._ids.append(token)
+        text, alone = (self._tokenizer.decode(self._ids[first:]) for first in (self._first, self._next))
+        # Bytes that are no UTF-8 may change the text before them.
+        piece = text[len(self._known) :] if text.startswith(self._known) else alone
+        if token is not None and piece.endswith("\ufffd"):
             return ""
-        self._before, self._decoded = self._decoded, len(self._ids)
-        text, self.ended = _until(self.held + text[len(known) :], self._stops)
-        certain = len(text) if self.ended else len(text) - _begun(text, self._stops)
-        self.held = text[certain:]
-        return text[:certain]
+        if alone:
+            self._first, self._known = self._next, alone
+        else:  # special tokens, or a space that is stripped at the beginning
+            self._known = text
+        self._next = len(self._ids)
+        piece, self.ended = _until(self._held + piece, self._stops)
+        certain = len(piece) - (0 if self.ended or token is None else _begun(piece, self._stops))
+        self._held = piece[certain:]
+        self.certain += piece[:certain]
+        return piece[:certain]
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ from nxdt_core.data.files.paths import decode, read_bytes
 from nxdt_core.data.files.records import read_records
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.evaluation import PromptMissing
+from nxdt_core.errors.models import SequenceTooLongForModel
 from nxdt_core.errors.training import CannotGenerate
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -43,13 +44,10 @@ class LoadedModel:
     """How the run's data made text of messages."""
     step: int
     """Optimizer steps that the weights have seen."""
+    window: int
+    """Tokens that it sees at once."""
     source: HFSource | None = None
     """The Hugging Face directory that the weights came from; None: they came from elsewhere."""
-
-    @property
-    def window(self) -> int:
-        """Tokens that it sees at once."""
-        return self.config.run.data.seq_length
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -87,7 +85,12 @@ class LoadedModel:
 
 
 def load_model(
-    uri: str, *, base: str | None = None, config: str | None = None, trusted: Sequence[str] = ()
+    uri: str,
+    *,
+    base: str | None = None,
+    config: str | None = None,
+    trusted: Sequence[str] = (),
+    window: int | None = None,
 ) -> LoadedModel:
     """Return the model that an address names.
 
@@ -98,8 +101,10 @@ def load_model(
         config: a YAML file or ``recipe:NAME`` that decides in place of the configuration that is found.
         trusted: files of public keys, one of which must have signed what is loaded; empty: those of
             ``checkpoint.sign.trusted`` of ``config``.
+        window: tokens that it sees at once; None: as many as it has positions.
 
     Raises:
+        SequenceTooLongForModel: it has fewer positions than ``window``.
         SavedConfigUnusable: the model cannot be built here, or needs what a checkpoint may not decide.
         CheckpointNotTrusted: what is loaded lacks a valid signature of one of the keys.
         CannotGenerate: the run has no tokenizer.
@@ -112,6 +117,9 @@ def load_model(
         raise CannotGenerate(reason="its run names no tokenizer")
     if getattr(found.run.selected("model").config, "score_head", False):
         raise CannotGenerate(reason="its model gives scores (model.score_head)")
+    longest = build.window(found.run)
+    if window is not None and window > longest:
+        raise SequenceTooLongForModel(sequence=window, longest=longest)
     engine = build.engine(found.run)
     engine.start()
     model = initialize_parallel_model(found.run, engine, materialise=False)
@@ -122,6 +130,7 @@ def load_model(
         tokenizer=tokenizer,
         chat_keys=found.chat_keys,
         step=found.step,
+        window=window or longest,
         source=found.source,
     )
 
@@ -135,7 +144,7 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         NxdtError: as of :func:`~nxdt_core.data.files.records.read_records`.
     """
     if path.suffix == ".txt":
-        lines = decode(path, read_bytes(path)).splitlines()
+        lines = decode(path, read_bytes(path)).replace("\r\n", "\n").split("\n")  # splitlines cuts at U+2028, too
         yield from ((f"{path}:{number}", {"prompt": line}) for number, line in enumerate(lines, 1) if line)
         return
     records, _ = read_records([path], "--prompts", example='{"prompt": "..."}')

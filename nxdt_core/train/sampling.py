@@ -33,8 +33,15 @@ class Sampling:
     """Texts that end what is generated, and are not part of it."""
     samples: int = 1
     """Continuations of each prompt."""
-    seed: int | tuple[int, ...] = 0
-    """Of the first sample's draws, or of that of each prompt; the next sample has the next seed."""
+    seed: int | Sequence[int] = 0
+    """Seed of the first sample's draws, of which each further sample of this and of later prompts has the next; or
+    that of the first sample of each prompt."""
+
+    def seeds(self, prompts: int) -> Sequence[int]:
+        """Return the seed of the first sample of each prompt."""
+        if not isinstance(self.seed, int):
+            return self.seed
+        return range(self.seed, self.seed + prompts * self.samples, self.samples)
 
 
 class Sampler:
@@ -49,8 +56,7 @@ class Sampler:
         """
         rows = [prompt for prompt in prompts for _ in range(sampling.samples)]
         self._sampling, self._vocab_size = sampling, vocab_size
-        firsts = [sampling.seed] * len(prompts) if isinstance(sampling.seed, int) else sampling.seed
-        seeds = [first + number for first in firsts for number in range(sampling.samples)]
+        seeds = [first + number for first in sampling.seeds(len(prompts)) for number in range(sampling.samples)]
         self._draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._occurred = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         self._generated = torch.zeros(len(rows), vocab_size, dtype=torch.int32)

@@ -70,12 +70,14 @@ def test_records_come_back_with_completions_in_their_order(run, capsys, tmp_path
 
 
 def test_lines_of_text_and_several_samples(run, capsys, tmp_path):
-    (tmp_path / "prompts.txt").write_text("Hello\n\nA\n")
+    first = "Hel\u2028lo\x0cthere\x85and\x0bso\x1con"  # characters at which str.splitlines cuts, too
+    (tmp_path / "prompts.txt").write_text(f"{first}\r\n\nA\nA\n", encoding="utf-8", newline="")
     words = ("--prompts", str(tmp_path / "prompts.txt"), "--samples", "3", "--temperature", "1", *FEW)
     assert main(["generate", str(run), *words]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["prompt"] for each in found] == ["Hello", "A"]
+    found = [json.loads(line) for line in capsys.readouterr().out.rstrip("\n").split("\n")]
+    assert [each["prompt"] for each in found] == [first, "A", "A"]
     assert all(len({*each["completions"]}) > 1 for each in found)
+    assert found[1]["completions"] != found[2]["completions"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ ALLOWED = {
         f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/cli/train.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",
-        f"{CORE}/file_lock.py: MOUNTS.read_text(encoding='utf-8', errors='surrogateescape')",
+        f"{CORE}/file_lock.py: MOUNTS.read_bytes()",
         f"{CORE}/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/distributed/device_operations.py: (system / file).read_text()",
         f"{CORE}/train/environment.py: file.read_text()",

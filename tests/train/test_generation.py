@@ -90,9 +90,19 @@ def continued(loaded, prompts, **settings):
     return [found[row] for row in sorted(found)]
 
 
+RUN = """
+trainer: {{max_steps: 1}}
+exp_manager: {{}}
+data: {{name: none, tokenizer: {{library: huggingface, model: {where}}}, seq_length: 8, global_batch_size: 1}}
+model: {{model_config: {where}, optim: {{lr: 0.0}}}}
+"""
+
+
 def test_transformers_writes_the_same_tokens_and_a_batch_those_of_each_prompt(family, tmp_path, caplog):
+    """Of a run on shorter sequences than these texts."""
     theirs = saved(tmp_path, family)
-    loaded = load_model(str(tmp_path))
+    (tmp_path / "run.yaml").write_text(RUN.format(where=tmp_path))
+    loaded = load_model(str(tmp_path), config=str(tmp_path / "run.yaml"))
     expected = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -101,26 +111,30 @@ def test_transformers_writes_the_same_tokens_and_a_batch_those_of_each_prompt(fa
     assert len({token for text in expected for token in text}) > 8, "texts that repeat themselves show nothing"
     assert [continued(loaded, [prompt], **SETTINGS_OF_BOTH)[0] for prompt in PROMPTS] == expected
     assert continued(loaded, PROMPTS, **SETTINGS_OF_BOTH) == expected
-    assert "all earlier ones again" not in caplog.text, "the cache was used"
+    assert "again" not in caplog.text, "the cache was used, and no text was longer than the window"
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 5.0, 9.0]}
 
 
 @pytest.mark.parametrize(
-    ("rope", "cached"),
+    ("kind", "rope", "cached"),
     [
-        ({"rope_type": "dynamic", "factor": 4.0}, [False, False, False]),
-        ({**LONGROPE, "original_max_position_embeddings": 30}, [False, False, False]),
-        ({**LONGROPE, "original_max_position_embeddings": 8}, [True, False, True]),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}, [False, False, False]),
+        ("llama", {**LONGROPE, "original_max_position_embeddings": 30}, [False, False, False]),
+        ("llama", {**LONGROPE, "original_max_position_embeddings": 8}, [True, False, True]),
+        ("phi3", {**LONGROPE, "original_max_position_embeddings": 30}, [False, False, False]),
     ],
-    ids=["dynamic", "longrope", "longrope-always-long"],
+    ids=["dynamic", "longrope", "longrope-always-long", "longrope-of-transformers"],
 )
-def test_where_frequencies_follow_the_length_each_token_is_that_of_all_tokens(rope, cached, tmp_path, monkeypatch):
+def test_where_frequencies_follow_the_length_each_token_is_that_of_all_tokens(
+    kind, rope, cached, tmp_path, monkeypatch
+):
     """transformers keeps keys of other frequencies in its cache; without it, both write the same."""
-    shapes = {"max_position_embeddings": 30} if rope["rope_type"] == "dynamic" else {}
-    monkeypatch.setitem(FAMILIES, "llama", {**shapes, "rope_parameters": {"rope_theta": 10_000.0, **rope}})
-    theirs = saved(tmp_path, "llama")
+    original = "original_max_position_embeddings"  # Phi-3's files have it next to the mapping
+    shapes = {original: rope[original]} if original in rope else {"max_position_embeddings": 30}
+    monkeypatch.setitem(FAMILIES, kind, {**shapes, "rope_parameters": {"rope_theta": 10_000.0, **rope}})
+    theirs = saved(tmp_path, kind)
     loaded = load_model(str(tmp_path))
     expected = []
     for prompt in PROMPTS:
@@ -191,7 +205,7 @@ def test_beyond_the_window_the_model_sees_the_last_tokens(caplog):
     model = RecitedWithCache()
     assert [*writer(model, window=4).texts([ids("abc")], Sampling(max_new_tokens=4))] == [["defg"]]
     assert model.asked == [(1, 3), (1, 1), (1, 4), (1, 4)]
-    assert "longer than data.seq_length" in caplog.text
+    assert "longer than the model's window" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -219,9 +233,13 @@ def test_samples_differ_by_their_seeds_and_not_by_the_batch(tmp_path):
     loaded = load_model(str(tmp_path))
     drawn = {"max_new_tokens": 12, "temperature": 1.0}
     several = continued(loaded, PROMPTS[:2], samples=3, seed=5, **drawn)
-    alone = [continued(loaded, [prompt], seed=5 + k, **drawn)[0] for prompt in PROMPTS[:2] for k in range(3)]
-    assert several == alone
+    rows = [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    assert several == [continued(loaded, [row], seed=5 + k, **drawn)[0] for k, row in enumerate(rows)]
     assert len({*map(tuple, several)}) == 6
+    equal = Sampling(seed=5, samples=2, **drawn)
+    texts = [text for batch in (1, 3) for text in loaded.writer.texts(PROMPTS[:1] * 3, equal, batch=batch)]
+    assert texts[:3] == texts[3:]
+    assert len({text for pair in texts for text in pair}) == 6, "equal prompts of a file get different samples"
 
 
 SETTINGS = {

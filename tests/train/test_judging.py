@@ -110,7 +110,9 @@ def test_a_prompt_of_a_chat_is_a_users_turn(tmp_path):
         [
             *SMALL,
             f"exp_manager.exp_dir={tmp_path}",
-            *("data.seq_length=512", "data.micro_batch_size=1", "data.global_batch_size=2"),
+            # Fewer tokens than the prompt has: the model sees as many as it has positions.
+            *("data.seq_length=16", "data.truncation=keep_end"),
+            *("data.micro_batch_size=1", "data.global_batch_size=2"),
             *("trainer.max_steps=1", "trainer.val_check_interval=1"),  # longer ones say one token alone
             f"trainer.callbacks=[{{name: generations, prompts: [{question}], chat: true, max_new_tokens: 12}}]",
         ],
@@ -249,7 +251,7 @@ def test_a_question_that_spells_a_special_token_is_refused_as_in_training(tmp_pa
 
 
 def test_a_question_that_the_model_cannot_see_whole_is_refused(trained, tmp_path, capsys):
-    window, file = trained.run.data.seq_length, tmp_path / "long.jsonl"
+    window, file = trained.selected("model").config.max_position_embeddings, tmp_path / "long.jsonl"
     rows = [{"prompt": "a" * length, "answer": "b"} for length in (window - 1, window)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("evaluate", str(trained.run_dir / "checkpoints"), str(file), "--max-new-tokens", "1")
@@ -260,10 +262,14 @@ def test_a_question_that_the_model_cannot_see_whole_is_refused(trained, tmp_path
     assert f"{file}:2" in said.err
     assert f"{window} tokens" in said.err
     assert main([*words, "--limit", "1"]) == 0
+    assert main([*words, "--limit", "1", "--window", str(window - 1)]) == 2
+    assert f"{window - 1} tokens" in capsys.readouterr().err
+    assert main([*words, "--window", str(window + 1)]) == 2
+    assert f"[NXDT-M052] Sequences have {window + 1} tokens" in capsys.readouterr().err
 
 
 def test_a_prompt_of_which_the_model_sees_the_end_alone_is_told(trained, caplog):
-    window, uri = trained.run.data.seq_length, str(trained.run_dir / "checkpoints")
+    window, uri = trained.selected("model").config.max_position_embeddings, str(trained.run_dir / "checkpoints")
     list(generate(uri, "a" * window, max_new_tokens=1))
     assert "tokens" not in caplog.text
     list(generate(uri, "a" * (window + 1), max_new_tokens=1))

@@ -57,7 +57,7 @@ class Generations(Callback):
         keys = build.chat_keys(run.config)
         source = HFSource.of_facts(run.session.hf_facts)
         stops = {*stop_ids(keys, tokenizer), *(() if source is None else source.stops_of(tokenizer))}
-        window = run.config.run.data.seq_length
+        window = build.window(run.config)
         writer = Writer(model=run.session.model, tokenizer=tokenizer, window=window, stop_ids=stops)
         prompts = [self._ids(prompt, tokenizer, keys) for prompt in config.prompts]
         for number, (prompt, (text,)) in enumerate(zip(config.prompts, writer.texts(prompts, sampling), strict=True)):

@@ -427,7 +427,7 @@ def test_a_file_system_without_locks_is_said_and_leased(tmp_path: Path, monkeypa
 def test_locks_that_other_machines_do_not_see_are_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, shared: bool
 ) -> None:
-    mounts, data = tmp_path / "mountinfo", tmp_path / "a place"
+    mounts, data = tmp_path / "mountinfo", tmp_path / "a place\x0c\r\u2028"
     point = str(data).replace(" ", r"\040")
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:40 / {point} rw,noatime shared:7 - {line}\n")
     monkeypatch.setattr("nxdt_core.file_lock.MOUNTS", mounts)

@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
             raise TaskRecordUnscorable(reason="its answer adds no token to its question")
         if len(rest) > window:
             raise TaskRecordUnscorable(
-                reason=f"it has {len(rest)} tokens, and the model sees {window} (data.seq_length)"
+                reason=f"it has {len(rest)} tokens, and the model sees {window} (its positions, or --window)"
             )
         ids = torch.tensor([*context, *rest][-(window + 1) :])
         logits = self._loaded.model.forward(ids[None, :-1])[0, -len(rest) :].float().to(HOST)

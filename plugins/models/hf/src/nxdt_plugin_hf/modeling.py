@@ -140,6 +140,11 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     for path, module in list(model.named_modules()):
         if type(module) is nn.Dropout:
             model.set_submodule(path, Dropout(module.p))
+        if (
+            getattr(module, "rope_type", None) == "longrope"
+        ):  # other frequencies in longer texts, as in our rotary module
+            module.original = module.config.rope_parameters["original_max_position_embeddings"]
+            module.kept = functools.partial(_kept, module.original)
     model.embedding_path, model.embedding_scale = _plain_embedding(model)
     model.head_path = _path_of(model, model.get_output_embeddings(), "head")
     for _, block in mixtures(model, layers):
@@ -150,6 +155,10 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
         model.base_model.register_forward_hook(balance.join)
     model.__class__ = _with_our_signature(model.__class__)
     return cast(CausalLM, model)
+
+
+def _kept(original: int, shortest: int, longest: int) -> bool:
+    return longest <= original or shortest > original
 
 
 @functools.cache

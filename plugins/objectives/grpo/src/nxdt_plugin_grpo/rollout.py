@@ -8,7 +8,7 @@ from itertools import islice
 
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_core.train.continuation import Writer
+from nxdt_core.train.continuation import Writer, completion
 from nxdt_core.train.session import TrainSession
 from nxdt_plugin_grpo.prompts import Prompt
 
@@ -30,7 +30,7 @@ class Group:
     def texts(self, tokenizer: Tokenizer) -> list[str]:
         """Return the answers without the token that ends them."""
         answers = zip(self.answers, self.ended, strict=True)
-        return [tokenizer.decode(answer[:-1] if ended else answer) for answer, ended in answers]
+        return [completion(tokenizer, self.prompt, answer[:-1] if ended else answer) for answer, ended in answers]
 
 
 def answers_to(
