@@ -174,9 +174,14 @@ def test_templates_are_told_the_configured_day_and_options(write, tmp_path):
     assert told.fingerprint() != later.fingerprint()
 
 
-def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
+def test_texts_end_with_the_end_token_and_begin_with_the_begin_token_where_that_is_asked_for(write):
     record = {"prompt": "ab", "chosen": "c", "rejected": "de"}
-    sample = loader(train_files=(write([record]),), seq_length=8).split("train")[0]
+    file = write([record])
+    assert loader(train_files=(file,), seq_length=4).split("train")[0].input_ids.tolist() == [
+        [97, 98, 99, 257],
+        [97, 98, 100, 101],
+    ]
+    sample = loader(train_files=(file,), seq_length=8, add_bos=True).split("train")[0]
     assert sample.input_ids.tolist() == [[256, 97, 98, 99, 257, 258, 258, 258], [256, 97, 98, 100, 101, 257, 258, 258]]
     assert sample.labels[0].tolist() == [97, 98, 99, 257, -100, -100, -100, -100]
     assert sample.loss_weights.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
@@ -184,7 +189,7 @@ def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
 
 def test_answers_of_packed_pairs_share_a_number_and_positions_restart(write):
     records = [{"prompt": "ab", "chosen": "c", "rejected": "de"}, {"prompt": "f", "chosen": "ghi", "rejected": "j"}]
-    dataset = loader(train_files=(write(records),), packing=True, seq_length=12).split("train")
+    dataset = loader(train_files=(write(records),), packing=True, seq_length=12, add_bos=True).split("train")
     assert len(dataset) == 1
     sample = dataset[0]
     first = 0 if sample.input_ids[0][1] == ord("a") else 1
@@ -223,7 +228,7 @@ def test_pairs_that_are_cut_alike_are_left_out_and_counted(write, caplog):
     apart = {"prompt": "ab", "chosen": "d" + "c" * 40, "rejected": "c" * 40}
     dataset = loader(train_files=(write([alike, apart, alike]),)).split("train")
     assert len(dataset) == 1
-    assert dataset[0].input_ids[0][3] == ord("d")
+    assert dataset[0].input_ids[0][2] == ord("d")
     report = dataset.report()
     assert (report.records, report.truncated, list(report.left_out.values())) == (1, 1, [2])
     assert "left out 2 records: " in caplog.text

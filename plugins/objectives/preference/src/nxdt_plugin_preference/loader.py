@@ -23,7 +23,7 @@ from nxdt_core.data.files.records import (
 )
 from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.packing import shuffled_bins
-from nxdt_core.data.tokens import padding_id
+from nxdt_core.data.tokens import leading_ids, padding_id
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataset import DataContext, SplitName
@@ -156,7 +156,8 @@ class PreferenceData:
 
         if directory is None:
             return pairs()
-        decided = (len(records), config.special_tokens_in_text, config.space_after_turns, config.unused_fields)
+        texts = leading_ids(self._tokenizer, add_bos=config.add_bos), config.special_tokens_in_text
+        decided = (len(records), texts, config.space_after_turns, config.unused_fields)
         policy = (config.bad_records, config.max_bad_share, config.turn_order, self._template())
         name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
         return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, _unkept, most_bytes=config.cache_bytes)

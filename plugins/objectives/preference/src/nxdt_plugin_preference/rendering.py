@@ -13,6 +13,7 @@ from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
+from nxdt_core.data.tokens import begun, leading_ids
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import UnpairedConfig
@@ -42,22 +43,26 @@ class Pair:
 class Renderer:
     """Tokenizes pairs.
 
-    Texts get the tokenizer's begin and end tokens, as far as it has them; messages what the chat template writes. It
-    is looked for when the first messages come by.
+    Texts begin as :func:`~nxdt_core.data.tokens.leading_ids` says and end with the tokenizer's end token, as far as it
+    has one; messages are what the chat template writes. It is looked for when the first messages come by.
 
     Args:
         tokenizer: the tokenizer of the run.
-        keys: choose the template, what messages may spell, and how answers end.
+        keys: choose the template, what messages may spell, and how texts begin and answers end.
+
+    Raises:
+        SpecialTokenMissing: ``data.add_bos`` asks for a token that the tokenizer lacks.
     """
 
     def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig) -> None:
         self._tokenizer = tokenizer
         self._keys = keys
+        self._leading = leading_ids(tokenizer, add_bos=keys.add_bos)
         self._messages: _Messages | None = None
 
     def fingerprint(self) -> str:
         """Digest of all that decided which tokens the pairs became."""
-        return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings)
+        return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings, self._leading)
 
     def render(self, pair: Preference) -> Pair:
         """Return the tokens of a record.
@@ -79,9 +84,9 @@ class Renderer:
                 self._messages = _Messages(self._tokenizer, self._keys, str(pair.place))
             return self._messages.render(pair, pair.prompt)
         answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all, as the prompt is one
-        begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
+        end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
-        return _parted(self._tokenizer.encode_batch(texts), begin, end)
+        return _parted([begun(ids, self._leading) for ids in self._tokenizer.encode_batch(texts)], end)
 
 
 class _Messages:
@@ -155,12 +160,12 @@ class _Messages:
         return texts, tuple(ignored)
 
 
-def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
+def _parted(ids: Sequence[list[int]], end: Sequence[int] = ()) -> Pair:
     """Return what a prompt alone and with each answer begin with, and what follows in each of the latter."""
     prompt, *whole = ids
     shared = min(_shared(prompt, each) for each in whole)
     answers = tuple([*each[shared:], *end] for each in whole)
-    return Pair(prompt=[*begin, *prompt[:shared]], answers=answers)
+    return Pair(prompt=prompt[:shared], answers=answers)
 
 
 def _shared(alone: Sequence[int], whole: Sequence[int]) -> int:
