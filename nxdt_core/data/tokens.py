@@ -17,13 +17,13 @@ __all__ = [
     "ArrayTokenizer",
     "TokenArray",
     "TokenStream",
-    "begun",
     "compact_dtype",
     "encode_documents",
     "leading_ids",
     "padding_id",
     "text_ids",
     "tokenize",
+    "with_leading",
 ]
 
 _BATCH = 256
@@ -138,10 +138,10 @@ def leading_ids(tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:
 
 def text_ids(text: str, tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:
     """Return the ids of a prompt behind its :func:`leading_ids`."""
-    return begun(tokenizer.encode(text), leading_ids(tokenizer, add_bos=add_bos))
+    return with_leading(tokenizer.encode(text), leading_ids(tokenizer, add_bos=add_bos))
 
 
-def begun(ids: Sequence[int], leading: Sequence[int]) -> list[int]:
+def with_leading(ids: Sequence[int], leading: Sequence[int]) -> list[int]:
     """Return the ids of a text behind ``leading``, unless it begins with them already."""
     return [*ids] if [*ids[: len(leading)]] == [*leading] else [*leading, *ids]
 

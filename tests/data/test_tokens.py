@@ -7,7 +7,7 @@ import pytest
 from nxdt_testing.errors import raises
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
-from nxdt_core.data.tokens import ArrayTokenizer, begun, compact_dtype, leading_ids, text_ids, tokenize
+from nxdt_core.data.tokens import ArrayTokenizer, compact_dtype, leading_ids, text_ids, tokenize, with_leading
 from nxdt_core.errors.data import SpecialTokenMissing
 
 
@@ -62,7 +62,7 @@ def test_a_tokenizer_without_arrays_gets_documents_in_batches():
 def test_a_prompt_begins_with_the_begin_token_where_that_is_asked_for():
     assert text_ids("a", ByteTokenizer()) == [97]
     assert text_ids("a", ByteTokenizer(), add_bos=True) == [256, 97]
-    assert begun([256, 97], [256]) == [256, 97]
+    assert with_leading([256, 97], [256]) == [256, 97]
     with raises(SpecialTokenMissing, match=r"data\.add_bos"):
         leading_ids(WordTokenizer(), add_bos=True)
 

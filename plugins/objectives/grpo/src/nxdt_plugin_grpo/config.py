@@ -64,7 +64,7 @@ class PromptsConfig(ChatKeys):
 
 
 NUMBER = r"(?:(?<![\w)])-)?\$?(?<!\d)(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
-"""Regular expression of a number such as ``-1,450.50``, ``$.50`` or ``1e3``; the hyphen of ``10-12`` is no sign."""
+"""Regular expression of a number such as ``-1,450.50``, ``$.50`` or ``1e3``; the hyphen of ``10-12`` is not a minus."""
 
 
 class MatchConfig(Section):

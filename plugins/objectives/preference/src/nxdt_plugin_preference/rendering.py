@@ -14,7 +14,7 @@ from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
-from nxdt_core.data.tokens import begun, leading_ids
+from nxdt_core.data.tokens import leading_ids, with_leading
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import UnpairedConfig
@@ -90,7 +90,7 @@ class Renderer:
         answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all, as the prompt is one
         end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
-        return _parted([begun(ids, self._leading) for ids in self._tokenizer.encode_batch(texts)], end)
+        return _parted([with_leading(ids, self._leading) for ids in self._tokenizer.encode_batch(texts)], end)
 
 
 class _Messages:
