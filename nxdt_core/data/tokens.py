@@ -126,7 +126,7 @@ def leading_ids(tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:
         add_bos: ``data.add_bos``: put the begin token first where the files do not.
 
     Raises:
-        SpecialTokenMissing: there is no such token.
+        SpecialTokenMissing: the tokenizer does not have one.
     """
     leading = list(tokenizer.leading_ids()) if isinstance(tokenizer, LeadingTokenizer) else []
     if not add_bos or tokenizer.bos_id in leading:
